@@ -1,0 +1,110 @@
+"""Initialisation: the Stiefel manifold (Algorithm 1), orthogonal attention (Section 4) and the ViT baseline (Appendix D)."""
+
+import math
+
+import torch
+from torch import Generator, Tensor, nn
+
+
+def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """A draw from the uniform distribution on the Stiefel manifold {W ∈ ℝ^{n×m}: WᵀW = I} (Algorithm 1).
+
+    The reduced QR decomposition of a Gaussian matrix, with the signs of R's diagonal moved into Q: without that
+    correction the draw would depend on the sign convention of the QR routine (Mezzadri 2006).
+
+    Args:
+        n, m: the shape, n ≥ m ≥ 1.
+        generator: of the CPU. Default: torch's global one.
+        dtype: of the result. Default: torch's default. The arithmetic is float64.
+
+    Raises:
+        ValueError: n < m or m < 1.
+    """
+    if not n >= m >= 1:
+        raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
+    q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
+    signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
+    return (q * signs).to(dtype or torch.get_default_dtype())
+
+
+@torch.no_grad()
+def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = None) -> Tensor:
+    """Fills W, laid out [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, Q uniformly semi-orthogonal.
+
+    With zero biases the mean square of a vector's entries is kept by y = W x: exactly for out ≥ in, on average for
+    out < in (Martens et al. 2021, SUO; Section 4.4). Code that reads the weight as [in, out] scales the wrong layers.
+
+    Returns:
+        The weight.
+
+    Raises:
+        ValueError: the weight is not a matrix.
+    """
+    if weight.dim() != 2:
+        raise ValueError(f"scaled_uniform_orthogonal_ fills matrices [out, in], not a tensor of shape {tuple(weight.shape)}")
+    fan_out, fan_in = weight.shape
+    q = stiefel_uniform(max(weight.shape), min(weight.shape), generator=generator, dtype=weight.dtype)
+    return weight.copy_(max(1.0, math.sqrt(fan_out / fan_in)) * (q if fan_out >= fan_in else q.mT))
+
+
+@torch.no_grad()
+def init_orthogonal_attention_(attention: nn.Module, *, alpha: float = 0.1, generator: Generator | None = None) -> None:
+    """Section 4 for `OrthogonalSelfAttention`: per head, W^V = U and W^O = Vᵀ from independent draws of U_{d×d_v},
+    [W^Q, W^K] from one draw of U_{d×2d_v}, and α small."""
+    d, num_heads = attention.embed_dim, attention.num_heads
+    d_v = d // num_heads
+    for i in range(num_heads):
+        rows = slice(i * d_v, (i + 1) * d_v)  # nn.Linear keeps Wᵀ: head i of W^Q, W^K, W^V is a block of rows
+        query_key = stiefel_uniform(d, 2 * d_v, generator=generator)
+        attention.query.weight[rows] = query_key[:, :d_v].mT
+        attention.key.weight[rows] = query_key[:, d_v:].mT
+        attention.value.weight[rows] = stiefel_uniform(d, d_v, generator=generator).mT
+        attention.out.weight[:, rows] = stiefel_uniform(d, d_v, generator=generator)
+    attention.alpha.fill_(alpha)
+
+
+@torch.no_grad()
+def init_softmax_attention_(attention: nn.Module, *, fused_qkv: bool = False, generator: Generator | None = None) -> None:
+    """Xavier uniform weights and zero biases for `SoftmaxSelfAttention` (Appendix D).
+
+    Args:
+        fused_qkv: draw query, key and value as one [3d, d] matrix, whose bound is smaller by √2.
+    """
+    gain = math.sqrt(0.5) if fused_qkv else 1.0  # √(6 / (d + 3d)) over √(6 / (d + d))
+    for linear in (attention.query, attention.key, attention.value):
+        nn.init.xavier_uniform_(linear.weight, gain=gain, generator=generator)
+        nn.init.zeros_(linear.bias)
+    xavier_linear_(attention.out, generator=generator)
+
+
+@torch.no_grad()
+def init_suo_mlp_(mlp: nn.Module, *, transposed: bool = False, generator: Generator | None = None) -> None:
+    """SUO weights and zero biases for an MLP (Section 4.4).
+
+    Args:
+        transposed: scale by max(1, √(in/out)) instead, as a reading of the weight as [in, out] would.
+    """
+    for linear in (mlp.fc1, mlp.fc2):
+        scaled_uniform_orthogonal_(linear.weight, generator=generator)
+        if transposed:
+            fan_out, fan_in = linear.weight.shape
+            linear.weight.mul_(max(1.0, math.sqrt(fan_in / fan_out)) / max(1.0, math.sqrt(fan_out / fan_in)))
+        nn.init.zeros_(linear.bias)
+
+
+def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
+    """Xavier uniform weight and zero bias (Appendix D)."""
+    nn.init.xavier_uniform_(linear.weight, generator=generator)
+    nn.init.zeros_(linear.bias)
+
+
+def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
+    """PyTorch's default of `nn.Linear`, U(−1/√in, 1/√in) for weight and bias, from an explicit generator."""
+    bound = 1 / math.sqrt(linear.in_features)
+    nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
+    nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
+
+
+def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
+    """N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
+    return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

@@ -1,0 +1,221 @@
+"""The small matrices behind orthogonal attention: bases of span[Q, K] (Section 3) and the function φ₁.
+
+Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any real ‖M‖_F
+
+_STEP = 3.0  # largest ‖Z‖₂ of one Taylor step: its terms stay below 3³/3! = 4.5, so that no digit is lost to cancellation
+_MAX_STEPS = 4  # beyond, doubling is cheaper
+_MAX_DOUBLINGS = 14  # reaches ‖Z‖₁ = 16,384 where the norm cannot be read off the data
+
+
+def qr_basis(m: Tensor) -> Tensor:
+    """Orthonormal basis of the columns of M by the reduced QR decomposition (Section 3).
+
+    Args:
+        m: (..., N, 2d_v).
+
+    Returns:
+        B: (..., N, min(N, 2d_v)) with BᵀB = I. Its gradient is undefined where M is rank-deficient.
+    """
+    return torch.linalg.qr(m, mode="reduced").Q
+
+
+def newton_schulz(gram: Tensor, num_iterations: int = 6) -> Tensor:
+    """The polynomial h with M_K = M₀ h(M₀ᵀM₀), where M_K is the Newton–Schulz iterate (Eq. 9).
+
+    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_k = M_kᵀM_k becomes T_k G_k T_k: the iteration never leaves
+    2d_v×2d_v matrices, where all factors are polynomials in G₀ and commute. Small singular values do not converge in few
+    steps; that is part of the method and is not corrected here.
+
+    Args:
+        gram: (..., n, n), M₀ᵀM₀ with ‖M₀‖₂ < √3.
+        num_iterations: K ≥ 1. Appendix D: 6.
+
+    Returns:
+        (..., n, n), symmetric.
+    """
+    if not _is_readable(gram):
+        return _newton_schulz(gram, num_iterations)[0]
+    return _NewtonSchulz.apply(_flat(gram), num_iterations).view(gram.shape)
+
+
+def _newton_schulz(gram: Tensor, num_iterations: int) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """h_K, and what each iteration k after the first was made of: h_k, T_{k+1}, G_k T_k, G_k and T_k."""
+    trail = []
+    h = t = _half_three_minus(gram)
+    for _ in range(num_iterations - 1):
+        half = gram @ t
+        following = half @ t  # G_{k+1} = G_k T_k T_k
+        following_t = _half_three_minus(following)
+        trail.append((h, following_t, half, gram, t))
+        h, gram, t = h @ following_t, following, following_t
+    return h, trail
+
+
+def _half_three_minus(gram: Tensor) -> Tensor:
+    """T = ½ (3I − G)."""
+    t = -0.5 * gram
+    t.diagonal(dim1=-2, dim2=-1).add_(1.5)
+    return t
+
+
+class _NewtonSchulz(torch.autograd.Function):
+    """`_newton_schulz` for (b, n, n) with a backward of six plain products per iteration that accumulates in place."""
+
+    @staticmethod
+    def forward(ctx, gram: Tensor, num_iterations: int) -> Tensor:
+        h, trail = _newton_schulz(gram, num_iterations)
+        ctx.save_for_backward(gram, *(matrix for step in trail for matrix in step))
+        ctx.num_iterations = num_iterations
+        return h
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        gram, *saved = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a gradient of the gradient is asked for: leave it to autograd
+            h, _ = _newton_schulz(gram, ctx.num_iterations)
+            return *torch.autograd.grad(h, gram, grad, create_graph=True), None
+        # Gradients are kept transposed, which spares the products the slower transposed operands.
+        grad_h = grad.mT.contiguous()
+        grad_t, grad_gram = torch.zeros_like(grad_h), torch.zeros_like(grad_h)
+        for i in range(len(saved) - 5, -1, -5):
+            h, following_t, half, gram, t = saved[i : i + 5]
+            grad_t.baddbmm_(grad_h, h)  # h_{k+1} = h_k T_{k+1}
+            grad_h = torch.bmm(following_t, grad_h)
+            grad_gram.add_(grad_t, alpha=-0.5)  # T_{k+1} = ½ (3I − G_{k+1})
+            grad_half = torch.bmm(t, grad_gram)  # G_{k+1} = (G_k T_k) T_k
+            grad_t = torch.bmm(grad_gram, half).baddbmm_(grad_half, gram)
+            grad_gram = torch.bmm(t, grad_half)
+        grad_gram.add_(grad_t.add_(grad_h), alpha=-0.5)  # h_1 = T_0
+        return grad_gram.mT, None
+
+
+def phi1(z: Tensor) -> Tensor:
+    """φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, which singular matrices have too.
+
+    Scaling and doubling by matrix products alone: a Taylor polynomial at Z/2^s, then s times
+    φ₁(2Z) = ½ (e^Z + I) φ₁(Z) with e^Z = I + Z φ₁(Z) (Higham 2008, Section 10.7.4). s is the least with ‖Z‖₁ ≤ 2^s over
+    the batch; where reading it would stop the device or break a trace, every matrix has its own s in a loop of fixed length.
+
+    Args:
+        z: (..., n, n), float32 or float64.
+
+    Returns:
+        (..., n, n).
+    """
+    exponent = torch.linalg.matrix_norm(z.detach(), ord=1, keepdim=True).clamp(min=1).log2().ceil()  # (..., 1, 1)
+    if _is_readable(z):
+        exponent = exponent.nan_to_num(posinf=0.0).amax() if z.numel() else exponent.new_zeros(())
+        doublings = int(exponent)
+    else:
+        doublings, exponent = _MAX_DOUBLINGS, exponent.clamp(max=_MAX_DOUBLINGS)
+    z = z * torch.exp2(-exponent)
+    identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device).expand_as(z)
+    phi = _horner(_flat(z), _flat(identity), _degree(1.0, z.dtype))[-1].view(z.shape)
+    expm1 = z @ phi  # e^Z − I
+    for k in range(doublings):
+        doubled = phi + 0.5 * (expm1 @ phi)
+        squared = 2 * expm1 + expm1 @ expm1
+        phi = torch.where(k < exponent, doubled, phi)
+        expm1 = torch.where(k < exponent, squared, expm1)
+    return phi
+
+
+def phi1_times(z: Tensor, y: Tensor) -> Tensor:
+    """φ₁(Z) Y without φ₁(Z): Horner's rule on the block Y, half the work of `phi1` for d_v columns.
+
+    The Taylor degree is the least whose remainder, in value and gradient, is below the rounding. What counts is the
+    spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too: between M and J Mᵀ its series is one in S). For
+    ρ > 3, e^Z is applied in equal steps. Where that takes many steps, or ρ cannot be read off the data, `phi1` takes over.
+
+    Args:
+        z: (..., n, n) with purely imaginary spectrum, float32 or float64.
+        y: (..., n, m), the same batch dimensions.
+
+    Returns:
+        (..., n, m).
+    """
+    readable = _is_readable(z) and _is_readable(y) and z.numel()
+    radius = _spectral_radius(z.detach()) if readable else math.inf
+    if not radius <= _STEP * _MAX_STEPS:  # NaN too
+        return phi1(z) @ y
+    steps = max(1, math.ceil(radius / _STEP))
+    degree = _degree(radius / steps, z.dtype)
+    z, shape, y = _flat(z) / steps if steps > 1 else _flat(z), y.shape, _flat(y)
+    result = _Phi1Times.apply(z, y, degree)
+    for _ in range(steps - 1):  # e^{kZ} Y = Y + Z · (sum of the k results so far)
+        result = result + _Phi1Times.apply(z, y + z @ result, degree)
+    return (result / steps if steps > 1 else result).view(shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether a value of x may be read: not under a trace or a function transform, and without stopping an accelerator."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def _spectral_radius(z: Tensor) -> float:
+    """A bound of the spectral radius over the batch, within 1.2 or so for spectra that occur in attention.
+
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding of the first.
+    """
+    square = z @ z
+    eps = z.shape[-1] * torch.finfo(z.dtype).eps
+    fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
+    return fourth.amax().item() ** 0.25
+
+
+def _degree(radius: float, dtype: torch.dtype) -> int:
+    """The least degree m with ρ^{m+1} / (m + 1)! ≤ eps / 4: the remainder's leading term after one derivative."""
+    degree, term = 1, radius**2 / 2
+    while term > torch.finfo(dtype).eps / 4:
+        degree += 1
+        term *= radius / (degree + 1)
+    return degree
+
+
+def _horner(z: Tensor, y: Tensor, degree: int) -> list[Tensor]:
+    """Horner's rule for Σ_{k ≤ degree} Z^k Y / (k + 1)!, step by step, for (b, n, n) and (b, n, m)."""
+    partial = [y]
+    for k in range(degree, 0, -1):
+        partial.append(torch.baddbmm(y, z, partial[-1], alpha=1 / (k + 1)))
+    return partial
+
+
+class _Phi1Times(torch.autograd.Function):
+    """`_horner` with a backward of two products per degree that accumulates in place."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, y: Tensor, degree: int) -> Tensor:
+        partial = _horner(z, y, degree)
+        ctx.save_for_backward(z, *partial)
+        return partial[-1]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        z, y, *rest = ctx.saved_tensors
+        partial = [y, *rest]
+        degree = len(partial) - 1
+        add_product = torch.Tensor.baddbmm_
+        if torch.is_grad_enabled():  # a gradient of the gradient is asked for: the same products, recorded
+            partial, add_product = _horner(z, y, degree), torch.baddbmm
+        grad_z, grad_y = torch.zeros_like(z), grad
+        for k in range(1, degree + 1):
+            grad_z = add_product(grad_z, grad, partial[degree - k].mT, alpha=1 / (k + 1))
+            grad = torch.bmm(z.mT, grad) / (k + 1)
+            grad_y = grad_y + grad
+        return grad_z, grad_y, None

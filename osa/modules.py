@@ -1,0 +1,160 @@
+"""The parts of a Transformer block: two kinds of self-attention, the MLP, and the block with optional skip and norm."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from osa.functional import METHODS, orthogonal_attention
+from osa.init import init_orthogonal_attention_, init_softmax_attention_
+
+
+class _SelfAttention(nn.Module):
+    """Query, key, value and output projections of multi-head self-attention; subclasses say how tokens are mixed.
+
+    Head i owns rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight, so
+    that the sum over heads of A_i X W^V_i W^O_i (Eq. 4) is one product with the concatenated heads.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"num_heads {num_heads} must divide embed_dim {embed_dim}")
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.query = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.key = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.value = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product.
+
+        Args:
+            x: (B, N, embed_dim).
+        """
+        parts = (self.query, self.key, self.value)
+        weight = torch.cat([part.weight for part in parts])  # (3d, d)
+        bias = None if self.query.bias is None else torch.cat([part.bias for part in parts])
+        qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
+        return qkv.permute(2, 0, 3, 1, 4).unbind()
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
+        """The heads' outputs for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, num_outputs: int | None = None) -> Tensor:
+        """(B, N, embed_dim) → (B, N, embed_dim), or only the first `num_outputs` tokens of that."""
+        heads = self.mix(*self.project(x), num_outputs)
+        return self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
+
+
+class OrthogonalSelfAttention(_SelfAttention):
+    """Multi-head orthogonal self-attention (Eq. 3–5): Σ_i exp(S_i) X W^V_i W^O_i, S_i = α_i/√d_v (Q_i K_iᵀ − K_i Q_iᵀ).
+
+    No biases; initialised by Section 4. Permutation equivariant, not causal.
+
+    Args:
+        embed_dim: d.
+        num_heads: h ≥ 2, so that 2 d_v ≤ d for d_v = d/h, which Section 4.2 needs.
+        method: "exact", "qr" or "newton_schulz"; see `osa.functional.orthogonal_attention`.
+        num_iterations: K of Eq. 9, for "newton_schulz". Default 6.
+        alpha_init: initial α.
+        alpha_per_head: one α for each head, or one for the layer.
+
+    Raises:
+        ValueError: h does not divide d, 2 d_v > d, or the method is unknown.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        method: str = "exact",
+        num_iterations: int | None = None,
+        alpha_init: float = 0.1,
+        alpha_per_head: bool = True,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, bias=False)
+        if num_heads < 2:
+            raise ValueError(
+                f"num_heads {num_heads} gives 2 d_v = {2 * embed_dim} > embed_dim = {embed_dim}; "
+                "orthogonal attention needs 2 or more heads (Section 4.2)"
+            )
+        if method not in METHODS:
+            raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+        self.method, self.num_iterations = method, num_iterations
+        self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1))
+        init_orthogonal_attention_(self, alpha=alpha_init)
+
+    def scale(self) -> Tensor:
+        """α/√d_v of Eq. 5, (num_heads or 1, 1, 1)."""
+        return (self.alpha / math.sqrt(self.embed_dim // self.num_heads))[:, None, None]
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
+        heads = orthogonal_attention(
+            query, key, value, scale=self.scale(), method=self.method, num_iterations=self.num_iterations
+        )
+        return heads[:, :, :num_outputs]  # (B, h, N, d_v)
+
+
+class SoftmaxSelfAttention(_SelfAttention):
+    """Multi-head softmax self-attention with biases (Vaswani et al. 2017), on torch's scaled_dot_product_attention.
+
+    Xavier uniform weights and zero biases (Appendix D).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__(embed_dim, num_heads, bias=True)
+        init_softmax_attention_(self)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
+        return F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value)
+
+
+class MLP(nn.Module):
+    """Linear, GELU, linear, for each token alone (Eq. 2)."""
+
+    def __init__(self, embed_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Attention, then the MLP (Eq. 1–2), each with an optional pre-norm and an optional skip connection.
+
+    Args:
+        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`.
+        mlp: a module (B, N, d) → (B, N, d).
+        skip: add each sublayer's input to its output.
+        norm: LayerNorm before each sublayer.
+    """
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, *, embed_dim: int, skip: bool, norm: bool) -> None:
+        super().__init__()
+        self.norm1 = layer_norm(embed_dim) if norm else nn.Identity()
+        self.attention = attention
+        self.norm2 = layer_norm(embed_dim) if norm else nn.Identity()
+        self.mlp = mlp
+        self.skip = skip
+
+    def forward(self, x: Tensor, num_outputs: int | None = None) -> Tensor:
+        """(B, N, d) → (B, N, d), or only the first `num_outputs` tokens of that: the same values for less work."""
+        y = self.attention(self.norm1(x), num_outputs)  # (B, N, d)
+        if self.skip:
+            y = x[:, :num_outputs] + y
+        z = self.mlp(self.norm2(y))  # (B, N, d)
+        return y + z if self.skip else z
+
+
+def layer_norm(embed_dim: int) -> nn.LayerNorm:
+    """LayerNorm with the ε = 1e-6 of the original ViT."""
+    return nn.LayerNorm(embed_dim, eps=1e-6)

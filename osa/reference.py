@@ -1,0 +1,123 @@
+"""Orthogonal self-attention as the paper writes it: dense, float64, slow. The yardstick of the tests.
+
+To be read beside the paper. Every function casts its tensors to float64, builds the N×N matrices that the rest of the
+package avoids, and is differentiable, so that autograd through it is the yardstick of the gradients as well.
+Nothing here is shared with the modules it checks.
+
+Symbols: N tokens, d the width of the model, d_v = d/h that of a head; query and key are Q and K, (..., N, d_v);
+`scale` is α/√d_v, a float or a tensor that broadcasts against the batch dimensions, e.g. (h, 1, 1).
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def skew(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
+    """S = scale · (QKᵀ − KQᵀ), (..., N, N): the skew-symmetric matrix of Eq. 5."""
+    query, key = query.double(), key.double()
+    return scale * (query @ key.mT - key @ query.mT)
+
+
+def orthogonal_attention_matrix(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
+    """A = exp(S) ∈ SO(N), (..., N, N): Eq. 5."""
+    return torch.linalg.matrix_exp(skew(query, key, scale))
+
+
+def orthogonal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
+    """exp(S) V, (..., N, d_value): Eq. 5 without its weights."""
+    return orthogonal_attention_matrix(query, key, scale) @ value.double()
+
+
+def qr_basis(query: Tensor, key: Tensor) -> Tensor:
+    """B of M = [Q, K] = BR, the reduced QR decomposition, (..., N, min(N, 2d_v)): Section 3."""
+    return torch.linalg.qr(torch.cat([query, key], dim=-1).double()).Q
+
+
+def newton_schulz_basis(query: Tensor, key: Tensor, *, num_iterations: int = 6, epsilon: float = 1e-7) -> Tensor:
+    """B = M_K of the Newton–Schulz iteration, (..., N, 2d_v): Eq. 9, in N×2d_v space as it is written there.
+
+    M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k),  M = [Q, K].
+    Appendix D has K = 6, which leaves the small singular values of M short of 1: B is then not orthonormal.
+    """
+    basis = torch.cat([query, key], dim=-1).double()
+    basis = basis / (torch.linalg.matrix_norm(basis, keepdim=True) + epsilon)
+    identity = torch.eye(basis.shape[-1], dtype=basis.dtype)
+    for _ in range(num_iterations):
+        basis = basis @ (3 * identity - basis.mT @ basis) / 2
+    return basis
+
+
+def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Tensor) -> Tensor:
+    """I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, (..., N, N): Eq. 6 and 7 (Theorem 2.1).
+
+    Equals exp(S) if the columns of B are orthonormal and span those of Q and K; otherwise Theorem 3.1 bounds the error.
+    """
+    small = basis.mT @ skew(query, key, scale) @ basis  # (..., r, r)
+    exp_minus_identity = torch.linalg.matrix_exp(small) - torch.eye(small.shape[-1], dtype=small.dtype)
+    return torch.eye(basis.shape[-2], dtype=basis.dtype) + basis @ exp_minus_identity @ basis.mT
+
+
+def qr_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
+    """The paper's OSA (QR): Eq. 6 and 7 with B from the reduced QR decomposition, applied to V, (..., N, d_value)."""
+    return low_rank_matrix(query, key, scale, qr_basis(query, key)) @ value.double()
+
+
+def newton_schulz_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor, *, num_iterations: int = 6
+) -> Tensor:
+    """The paper's OSA (NS): Eq. 6 and 7 with B from Eq. 9, applied to V, (..., N, d_value)."""
+    basis = newton_schulz_basis(query, key, num_iterations=num_iterations)
+    return low_rank_matrix(query, key, scale, basis) @ value.double()
+
+
+def multi_head_orthogonal_attention(
+    x: Tensor,
+    query_weights: Tensor,
+    key_weights: Tensor,
+    value_weights: Tensor,
+    out_weights: Tensor,
+    alphas: Tensor,
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = orthogonal_attention,
+) -> Tensor:
+    """M-OSA(X) = Σᵢ Aᵢ(X) X Wᵢ^V Wᵢ^O, (..., N, d): Eq. 3 to 5, a loop over the heads i.
+
+    x is (..., N, d). The weights of the heads are stacked: W^Q, W^K and W^V (h, d, d_v), W^O (h, d_v, d), α (h,). They
+    multiply from the right, as in the paper: they are blocks of the transposes of `torch.nn.Linear.weight`.
+    """
+    x = x.double()
+    heads = zip(query_weights, key_weights, value_weights, out_weights, alphas, strict=True)
+    total = torch.zeros_like(x)
+    for w_query, w_key, w_value, w_out, alpha in heads:
+        scale = alpha / math.sqrt(w_query.shape[-1])
+        head = attention(x @ w_query.double(), x @ w_key.double(), x @ w_value.double(), scale)
+        total = total + head @ w_out.double()
+    return total
+
+
+def multi_head_softmax_attention(
+    x: Tensor,
+    query_weights: Tensor,
+    key_weights: Tensor,
+    value_weights: Tensor,
+    out_weights: Tensor,
+    query_biases: Tensor,
+    key_biases: Tensor,
+    value_biases: Tensor,
+    out_bias: Tensor,
+) -> Tensor:
+    """SSA(X) = Σᵢ softmax(QᵢKᵢᵀ/√d_v) Vᵢ Wᵢ^O + b^O with Qᵢ = XWᵢ^Q + bᵢ^Q and so on, (..., N, d).
+
+    Vaswani et al., 2017, Section 3.2. Shapes as in `multi_head_orthogonal_attention`; biases (h, d_v) and (d,).
+    """
+    x = x.double()
+    total = torch.zeros_like(x)
+    for i, w_out in enumerate(out_weights):
+        query = x @ query_weights[i].double() + query_biases[i].double()
+        key = x @ key_weights[i].double() + key_biases[i].double()
+        value = x @ value_weights[i].double() + value_biases[i].double()
+        weights = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)
+        total = total + weights @ value @ w_out.double()
+    return total + out_bias.double()

@@ -1,0 +1,89 @@
+"""The Vision Transformer of Appendix D. Every model of the paper is this class with other parts injected."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from osa.init import truncated_normal_, xavier_linear_
+from osa.modules import MLP, Block, layer_norm
+
+
+class VisionTransformer(nn.Module):
+    """A ViT that classifies by its [cls] token (Dosovitskiy 2020): patches, learnable 1-D positions, blocks, a linear head.
+
+    Args:
+        image_size: height and width of the image.
+        patch_size: p, which divides image_size; N = (image_size/p)² + 1 tokens.
+        num_classes: number of logits.
+        embed_dim: d.
+        depth: number of blocks, 1 or more.
+        mlp_ratio: hidden width of the MLPs over d.
+        attention: makes the attention module of one block.
+        skip: skip connections around attention and MLP.
+        norm: LayerNorm before attention and MLP, and a final one.
+        in_channels: channels of the image.
+        embedding_std: σ of positions and [cls].
+
+    Raises:
+        ValueError: the patch size does not divide the image size, or depth < 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        patch_size: int,
+        num_classes: int,
+        embed_dim: int,
+        depth: int,
+        mlp_ratio: float,
+        attention: Callable[[], nn.Module],
+        skip: bool,
+        norm: bool,
+        in_channels: int = 1,
+        embedding_std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        if image_size % patch_size:
+            raise ValueError(f"patch_size {patch_size} must divide image_size {image_size}")
+        if depth < 1:
+            raise ValueError(f"depth must be 1 or more, not {depth}")
+        self.patch_size = patch_size
+        num_tokens = (image_size // patch_size) ** 2 + 1
+        self.patch_embedding = nn.Linear(in_channels * patch_size**2, embed_dim)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
+        self.position_embedding = nn.Parameter(torch.empty(1, num_tokens, embed_dim))
+        hidden_dim = int(embed_dim * mlp_ratio)
+        self.blocks = nn.ModuleList(
+            Block(attention(), MLP(embed_dim, hidden_dim), embed_dim=embed_dim, skip=skip, norm=norm) for _ in range(depth)
+        )
+        self.norm = layer_norm(embed_dim) if norm else nn.Identity()
+        self.head = nn.Linear(embed_dim, num_classes)
+        truncated_normal_(self.cls_token, embedding_std)
+        truncated_normal_(self.position_embedding, embedding_std)
+        for linear in (self.patch_embedding, self.head, *(layer for b in self.blocks for layer in (b.mlp.fc1, b.mlp.fc2))):
+            xavier_linear_(linear)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The input of the first block: [cls] and the embedded patches, plus positions.
+
+        Args:
+            images: (B, C, H, W).
+
+        Returns:
+            (B, N, d).
+        """
+        p = self.patch_size
+        patches = images.unfold(2, p, p).unfold(3, p, p)  # (B, C, H/p, W/p, p, p)
+        patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N-1, C·p²)
+        cls_token = self.cls_token.expand(len(images), -1, -1)  # (B, 1, d)
+        return torch.cat([cls_token, self.patch_embedding(patches)], dim=1) + self.position_embedding
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, num_classes)."""
+        x = self.tokens(images)  # (B, N, d)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        x = self.blocks[-1](x, num_outputs=1)  # (B, 1, d): only [cls] leaves the last block
+        return self.head(self.norm(x[:, 0]))

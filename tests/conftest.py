@@ -1,0 +1,14 @@
+"""Settings of every test: one thread, a fixed seed, property tests that draw the same examples each time."""
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(20260)

@@ -1,0 +1,444 @@
+"""The three methods against the dense float64 reference: values, gradients, invariants, degenerate and bad inputs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from osa import reference
+from osa.functional import orthogonal_attention, orthogonal_attention_matrix
+from tests.osa.helpers import draw, orthogonality_error, relative_error
+
+REFERENCE = {
+    "qr": reference.orthogonal_attention,
+    "newton_schulz": reference.newton_schulz_attention,
+    "exact": reference.orthogonal_attention,
+}
+METHODS = list(REFERENCE)
+ORTHOGONAL = ["qr", "exact"]  # K = 6 Newton–Schulz iterations leave an orthogonality error
+SIZES = [(5, 3), (7, 3), (11, 5), (53, 5)]  # (N, d), with N < 2d and N > 2d; draw() has 2 images, 3 heads, d_value = 7
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # ‖S‖ is up to 30
+
+
+def head_scales(dtype=torch.float64):
+    return torch.tensor([0.2, 0.3, -0.4], dtype=dtype).view(3, 1, 1).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tokens, width", SIZES)
+@pytest.mark.parametrize("method", METHODS)
+def test_output_and_gradients_match_the_reference(method, tokens, width, dtype):
+    inputs = dict(zip(("query", "key", "value"), draw(tokens, width, dtype=dtype), strict=True))
+    inputs["scale"] = head_scales(dtype)
+    actual = orthogonal_attention(**inputs, method=method)
+    expected = REFERENCE[method](**inputs)
+    assert actual.dtype == dtype
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
+    cotangent = torch.randn_like(actual)
+    gradients = torch.autograd.grad(actual, inputs.values(), cotangent)
+    expected_gradients = torch.autograd.grad(expected, inputs.values(), cotangent.double())
+    for name, gradient, expected_gradient in zip(inputs, gradients, expected_gradients, strict=True):
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, expected_gradient) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("tokens, width", SIZES)
+def test_qr_method_is_the_papers_qr_route(tokens, width):
+    query, key, value = draw(tokens, width)
+    actual = orthogonal_attention(query, key, value, scale=0.3, method="qr")
+    assert relative_error(actual, reference.qr_attention(query, key, value, 0.3)) < 1e-12
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3, 6])
+def test_newton_schulz_runs_as_many_iterations_as_asked_and_six_by_default(num_iterations):
+    query, key, value = draw(11, 3)
+    expected = reference.newton_schulz_attention(query, key, value, 0.3, num_iterations=num_iterations)
+    attend = dict(scale=0.3, method="newton_schulz")
+    actual = orthogonal_attention(query, key, value, **attend, num_iterations=num_iterations)
+    assert relative_error(actual, expected) < 1e-12
+    default = orthogonal_attention(query, key, value, **attend)
+    assert torch.equal(default, actual) == (num_iterations == 6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scale_may_be_missing_a_number_or_a_tensor_of_any_broadcastable_shape(method):
+    query, key, value = draw(7, 3)
+    default = orthogonal_attention(query, key, value, method=method)
+    number = 1 / math.sqrt(3)
+    assert relative_error(default, REFERENCE[method](query, key, value, number)) < 1e-12
+    for scale in (number, torch.tensor(number), torch.full((2, 1, 1, 1), number), torch.full((2, 3, 1, 1), number)):
+        assert relative_error(orthogonal_attention(query, key, value, scale=scale, method=method), default) < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batch_dimensions_are_optional_and_broadcast(method):
+    query, key, value = draw(7, 3)
+    batched = orthogonal_attention(query, key, value, scale=head_scales(), method=method)
+    single = orthogonal_attention(query[1, 2], key[1, 2], value[1, 2], scale=-0.4, method=method)
+    torch.testing.assert_close(single, batched[1, 2])
+    shared_key = orthogonal_attention(query, key[:1], value[:, :1], scale=0.3, method=method)
+    expanded = orthogonal_attention(query, key[:1].expand_as(key), value[:, :1].expand_as(value), scale=0.3, method=method)
+    torch.testing.assert_close(shared_key, expanded)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("method", METHODS)
+def test_one_token_attends_to_itself(method, dtype):
+    """N = 1 ⇒ S = 0: the output is the value, and nothing else has a gradient ("qr" has none to speak of)."""
+    query, key, value = draw(1, 3, dtype=dtype)
+    scale = head_scales(dtype)
+    output = orthogonal_attention(query, key, value, scale=scale, method=method)
+    torch.testing.assert_close(output, value)
+    if method != "qr":
+        cotangent = torch.randn_like(output)
+        gradients = torch.autograd.grad(output, (query, key, value, scale), cotangent)
+        expected = (torch.zeros_like(query), torch.zeros_like(key), cotangent, torch.zeros_like(scale))
+        torch.testing.assert_close(gradients, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def zeros(query, key):
+    return 0 * query, 0 * key
+
+
+def equal(query, key):
+    return query, query
+
+
+def opposite(query, key):
+    return query, -query
+
+
+def dependent_columns(query, key):
+    return torch.cat([query[..., :2], query[..., :1]], dim=-1), torch.cat([2 * query[..., :1], key[..., 1:]], dim=-1)
+
+
+def one_live_token(query, key):
+    alive = torch.arange(query.shape[-2]).eq(2).unsqueeze(-1)
+    return query * alive, key * alive
+
+
+def two_tokens(query, key):
+    return query[..., :2, :], key[..., :2, :]
+
+
+@pytest.mark.parametrize("degenerate", [zeros, equal, opposite, dependent_columns, one_live_token, two_tokens])
+@pytest.mark.parametrize("method", METHODS)
+def test_rank_deficient_inputs(method, degenerate):
+    """Where M = [Q, K] has dependent columns the output is finite and right, and so are the gradients, but for "qr"."""
+    query, key = degenerate(*draw(7, 3)[:2])
+    query, key = query.detach().requires_grad_(), key.detach().requires_grad_()
+    value = draw(query.shape[-2], 3)[2]
+    scale = head_scales()
+    actual = orthogonal_attention(query, key, value, scale=scale, method=method)
+    expected = REFERENCE[method](query, key, value, scale)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    if degenerate in (zeros, equal, opposite, one_live_token):
+        torch.testing.assert_close(actual, value, rtol=1e-10, atol=1e-10)  # S = 0
+    if method != "qr":
+        cotangent = torch.randn_like(actual)
+        inputs = (query, key, value, scale)
+        gradients = torch.autograd.grad(actual, inputs, cotangent)
+        torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, cotangent), rtol=1e-10, atol=1e-10)
+
+
+def test_newton_schulz_adds_epsilon_to_the_norm():
+    """M₀ = M/(‖M‖_F + ε) with ε = 1e-7, felt only where ‖M‖_F is as small as that."""
+    query, key, value = (tensor.detach() for tensor in draw(7, 3))
+    query, key, scale = 1e-8 * query, 1e-8 * key, 3e15
+    expected = reference.newton_schulz_attention(query, key, value, scale)
+    actual = orthogonal_attention(query, key, value, scale=scale, method="newton_schulz")
+    assert relative_error(expected, value) > 1e-3
+    assert relative_error(actual, expected) < 1e-12
+
+
+def conditioned(tokens, width, condition, dtype):
+    """Q and K with ‖M‖₂ = 1 and singular values of M = [Q, K] down to 1/condition."""
+    query, key, _ = draw(tokens, width, batch=())
+    left, singular, right = torch.linalg.svd(torch.cat([query, key], dim=-1).detach(), full_matrices=False)
+    singular = torch.logspace(0, -math.log10(condition), len(singular), dtype=torch.float64)
+    return (left * singular @ right).to(dtype).split(width, dim=-1)
+
+
+def matrix_error(query, key, scale, method):
+    matrix = orthogonal_attention_matrix(query, key, scale=scale, method=method)
+    expected = reference.orthogonal_attention_matrix(query, key, scale)
+    return torch.linalg.matrix_norm(matrix - expected, ord=2).item(), orthogonality_error(matrix)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("condition", [1, 1e3, 1e8])
+@pytest.mark.parametrize("norm", [1e-6, 1e-3, 1, 1e1, 1e2, 1e3])
+@pytest.mark.parametrize("method", ORTHOGONAL)
+def test_rounding_grows_as_the_rotation_does(method, norm, condition, dtype):
+    """‖S‖₂ from 1e-6 to 1e3: errors of order eps · c‖M‖², also where M is as good as rank-deficient."""
+    query, key = conditioned(53, 5, condition, dtype)
+    scale = norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), ord=2).item()
+    error, orthogonality = matrix_error(query, key, scale, method)
+    rounding = torch.finfo(dtype).eps * (1 + scale)  # c‖M‖² = scale
+    assert error < 50 * rounding
+    assert orthogonality < 30 * rounding
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scale", [1, 6, 30])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 53])
+@pytest.mark.parametrize("method", ORTHOGONAL)
+def test_rounding_where_the_rotation_nearly_cancels(method, tokens, scale, dtype):
+    """Q ≈ K or few tokens: ‖S‖ ≪ c‖M‖². "exact" exponentiates a matrix that is far from normal and must not lose it."""
+    query, key, _ = draw(tokens, 5, batch=())
+    stacked = torch.cat([query, query + 1e-3 * key], dim=-1).detach()
+    query, key = (stacked / torch.linalg.matrix_norm(stacked, ord=2)).to(dtype).split(5, dim=-1)
+    error, orthogonality = matrix_error(query, key, scale, method)
+    rounding = torch.finfo(dtype).eps * (1 + scale)  # c‖M‖² = scale
+    assert error < 100 * rounding
+    assert orthogonality < 100 * rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision_rounds_inputs_and_results_and_nothing_between(method, dtype):
+    query, key, value = draw(53, 5, dtype=dtype)
+    query, key = ((40 * x).detach().requires_grad_() for x in (query, key))  # the Gram matrix overflows float16
+    scale = head_scales(torch.float32) / 40**2
+    inputs = (query, key, value)
+    actual = orthogonal_attention(*inputs, scale=scale, method=method)
+    expected = REFERENCE[method](*inputs, scale)
+    assert actual.dtype == dtype
+    assert relative_error(actual, expected) < torch.finfo(dtype).eps / 2
+    cotangent = torch.randn_like(actual)
+    gradients = torch.autograd.grad(actual, inputs, cotangent)
+    for gradient, reference_gradient in zip(
+        gradients, torch.autograd.grad(expected, inputs, cotangent.double()), strict=True
+    ):
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, reference_gradient) < torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_leaves_the_small_matrices_alone(method):
+    query, key, value = draw(53, 5, dtype=torch.float32)
+    expected = REFERENCE[method](query, key, value, 0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = orthogonal_attention(query, key, value, scale=0.3, method=method)
+    assert relative_error(actual, expected) < TOLERANCE[torch.float32]
+
+
+BAD_SHAPES = {
+    "tokens of query and key": ((5, 3), (7, 3), (5, 3), "query and key"),
+    "widths of query and key": ((5, 3), (5, 2), (5, 3), "query and key"),
+    "tokens of value": ((5, 3), (5, 3), (7, 3), "value"),
+    "one dimension": ((3,), (3,), (3,), "two dimensions"),
+    "batch of key": ((2, 5, 3), (3, 5, 3), (2, 5, 3), "batch"),
+    "batch of value": ((2, 5, 3), (2, 5, 3), (3, 5, 3), "batch"),
+}
+
+
+@pytest.mark.parametrize("shapes", BAD_SHAPES.values(), ids=BAD_SHAPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_shapes_that_do_not_match_are_a_sentence(method, shapes):
+    *shapes, message = shapes
+    with pytest.raises(ValueError, match=message):
+        orthogonal_attention(*map(torch.zeros, shapes), method=method)
+
+
+@pytest.mark.parametrize("shapes", [shape for name, shape in BAD_SHAPES.items() if "value" not in name])
+def test_the_matrix_checks_its_shapes_too(shapes):
+    query, key, _, message = shapes
+    with pytest.raises(ValueError, match=message):
+        orthogonal_attention_matrix(torch.zeros(query), torch.zeros(key))
+
+
+@pytest.mark.parametrize("shape", [(6,), (3,), (7, 1), (5, 1, 1), (7, 7)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scale_that_is_not_one_number_per_matrix_is_refused(method, shape):
+    """Some of these would broadcast against the small matrices and turn S into another matrix without a word."""
+    query, key, value = draw(7, 3)
+    with pytest.raises(ValueError, match="scale"):
+        orthogonal_attention(query, key, value, scale=torch.ones(shape), method=method)
+
+
+def test_unknown_method_lists_the_known_ones():
+    with pytest.raises(ValueError, match="cayley.*exact|exact.*cayley") as error:
+        orthogonal_attention(*draw(5, 3), method="cayley")
+    assert all(method in str(error.value) for method in METHODS)
+
+
+@pytest.mark.parametrize("method, num_iterations", [("newton_schulz", 0), ("exact", 6), ("qr", 6)])
+def test_iterations_belong_to_newton_schulz_and_are_positive(method, num_iterations):
+    with pytest.raises(ValueError, match="num_iterations"):
+        orthogonal_attention(*draw(5, 3), method=method, num_iterations=num_iterations)
+
+
+@pytest.mark.parametrize("tokens", [3, 5])  # fewer and more than 2d = 4
+def test_first_and_second_derivatives_of_exact(tokens):
+    inputs = (*draw(tokens, 2, 3, batch=(2,)), torch.tensor(0.4, dtype=torch.float64, requires_grad=True))
+
+    def attend(query, key, value, scale):
+        return orthogonal_attention(query, key, value, scale=scale, method="exact")
+
+    assert torch.autograd.gradcheck(attend, inputs)
+    assert torch.autograd.gradgradcheck(attend, inputs)
+
+
+@pytest.mark.parametrize("differentiable", ["query key value scale", "query", "value", "scale"])
+@pytest.mark.parametrize("norm", [1.0, 8.0, 30.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_that_are_differentiated_again(method, norm, differentiable):
+    """create_graph=True gives the same gradients, and their derivatives, also by the cotangent, match the reference."""
+    inputs = dict(zip(("query", "key", "value"), (tensor.detach() for tensor in draw(11, 3)), strict=True))
+    skew = reference.skew(inputs["query"], inputs["key"], 1.0)
+    inputs["scale"] = norm / torch.linalg.matrix_norm(skew, ord=2)[..., None, None]
+    for name in differentiable.split():
+        inputs[name].requires_grad_()
+    leaves = [tensor for tensor in inputs.values() if tensor.requires_grad]
+    cotangent = torch.randn_like(inputs["value"]).requires_grad_()
+    directions = [torch.randn_like(leaf) for leaf in leaves]
+
+    def derivatives(attention):
+        output = attention(**inputs)
+        first = torch.autograd.grad(output, leaves, cotangent, create_graph=True)
+        along = sum((gradient * direction).sum() for gradient, direction in zip(first, directions, strict=True))
+        return *first, *torch.autograd.grad(along, [*leaves, cotangent], materialize_grads=True)
+
+    actual = derivatives(lambda **inputs: orthogonal_attention(**inputs, method=method))
+    for derivative, expected in zip(actual, derivatives(REFERENCE[method]), strict=True):
+        assert (derivative - expected).norm() < 1e-10 * (1 + expected.norm())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # inside torch.func.jvp
+@pytest.mark.parametrize("norm", [1.0, 30.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_function_transforms(method, norm):
+    """vmap and forward-mode derivatives, which Jacobians are made of."""
+    inputs = [tensor.detach() for tensor in draw(11, 3)]
+    tangents = [torch.randn_like(tensor) for tensor in inputs]
+    scale = norm / torch.linalg.matrix_norm(reference.skew(*inputs[:2], 1.0), ord=2).max().item()
+
+    def attend(query, key, value):
+        return orthogonal_attention(query, key, value, scale=scale, method=method)
+
+    expected = torch.func.jvp(lambda *inputs: REFERENCE[method](*inputs, scale), tuple(inputs), tuple(tangents))
+    assert relative_error(torch.func.vmap(attend)(*inputs), expected[0]) < 1e-12
+    assert relative_error(torch.func.jvp(attend, tuple(inputs), tuple(tangents))[1], expected[1]) < 1e-11
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_compiles_into_one_graph(method):
+    """No branch on a value: tracing does not break, and the traced program is the same function."""
+
+    def attend(query, key, value):
+        return orthogonal_attention(query, key, value, scale=0.3, method=method)
+
+    inputs = draw(11, 3)
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    assert relative_error(compiled(*inputs), attend(*inputs)) < 1e-12
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_permuting_the_tokens_permutes_the_output(method):
+    query, key, value = draw(11, 3)
+    order = torch.randperm(11)
+    output = orthogonal_attention(query, key, value, scale=0.3, method=method)
+    permuted = orthogonal_attention(*(x[..., order, :] for x in (query, key, value)), scale=0.3, method=method)
+    torch.testing.assert_close(permuted, output[..., order, :])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of any tensor that an operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def largest_tensor(attention, tokens):
+    query, key, value = draw(tokens, 3, batch=())
+    with LargestTensor() as largest:
+        attention(query, key, value, scale=0.3).sum().backward()
+    return largest.numel
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_linear_in_the_tokens(method):
+    """Forward and backward, no tensor is larger than M = [Q, K] or the values; the dense reference trips the wire."""
+    tokens = 257
+    assert largest_tensor(reference.orthogonal_attention, tokens) >= tokens**2
+    largest = largest_tensor(lambda *inputs, scale: orthogonal_attention(*inputs, scale=scale, method=method), tokens)
+    assert tokens * 3 <= largest <= tokens * 7
+
+
+@pytest.mark.parametrize("tokens, width", [(1, 3), *SIZES])
+@pytest.mark.parametrize("method", METHODS)
+def test_matrix(method, tokens, width):
+    query, key, value = draw(tokens, width)
+    attend = dict(scale=head_scales(), method=method)
+    matrix = orthogonal_attention_matrix(query, key, **attend)
+    identity = torch.eye(tokens, dtype=torch.float64)
+    assert relative_error(matrix, REFERENCE[method](query, key, identity, head_scales())) < 1e-12
+    torch.testing.assert_close(matrix @ value, orthogonal_attention(query, key, value, **attend))
+    if method in ORTHOGONAL:
+        assert orthogonality_error(matrix) < 1e-12
+        torch.testing.assert_close(torch.linalg.det(matrix), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_matrix_of_newton_schulz_obeys_theorem_3_1():
+    """‖YᵀY − I‖₂ ≤ ¼ (exp ‖S‖₂ − 1)², and it is not zero."""
+    query, key, _ = draw(11, 3)
+    bound = torch.expm1(torch.linalg.matrix_norm(reference.skew(query, key, 0.05), ord=2).max()).square() / 4
+    matrix = orthogonal_attention_matrix(query, key, scale=0.05, method="newton_schulz")
+    assert 1e-6 < orthogonality_error(matrix) <= bound
+
+
+@st.composite
+def problems(draw_from):
+    """Query, key, value and a scale between 1e-3 and 30 for any small sizes."""
+    tokens, width, value_width = (draw_from(st.integers(1, largest)) for largest in (12, 4, 5))
+    query, key, value = draw(tokens, width, value_width, batch=(), seed=draw_from(st.integers(0, 10**6)))
+    return query, key, value, 10 ** draw_from(st.floats(-3, 1.5))
+
+
+def rounding(query, key, scale, method):
+    """What float64 may lose. In "exact" the argument of φ₁, Z = cJG, is not normal: ‖e^Z‖ reaches ‖Z‖, and its powers
+    cancel in the doublings, which costs up to ‖Z‖² more than for the skew-symmetric [S] of "qr"."""
+    size = 1 + scale * torch.cat([query, key], dim=-1).square().sum().item()  # ≥ ‖Z‖
+    return 50 * torch.finfo(torch.float64).eps * size * (1 if method == "qr" else 1 + size**2 / 1000)
+
+
+@pytest.mark.parametrize("method", ORTHOGONAL)
+@given(problem=problems())
+def test_rotation_keeps_angles_and_lengths(method, problem):
+    query, key, value, scale = problem
+    output = orthogonal_attention(query, key, value, scale=scale, method=method)
+    tolerance = rounding(query, key, scale, method)
+    assert relative_error(output.mT @ output, value.mT @ value) < tolerance
+    assert orthogonality_error(orthogonal_attention_matrix(query, key, scale=scale, method=method)) < tolerance
+
+
+@pytest.mark.parametrize("method", ORTHOGONAL)
+@given(problem=problems())
+def test_exchanging_query_and_key_turns_back(method, problem):
+    """exp(S) exp(−S) = I, and S changes its sign with Q ↔ K as it does with the scale."""
+    query, key, value, scale = problem
+    tolerance = rounding(query, key, scale, method)
+    there = orthogonal_attention(query, key, value, scale=scale, method=method)
+    assert relative_error(orthogonal_attention(key, query, there, scale=scale, method=method), value) < tolerance
+    assert relative_error(orthogonal_attention(query, key, there, scale=-scale, method=method), value) < tolerance
+
+
+@pytest.mark.parametrize("method", ORTHOGONAL)
+@given(problem=problems())
+def test_turning_twice_is_turning_by_twice_the_angle(method, problem):
+    query, key, value, scale = problem
+    once = orthogonal_attention(query, key, value, scale=scale, method=method)
+    twice = orthogonal_attention(query, key, once, scale=scale, method=method)
+    directly = orthogonal_attention(query, key, value, scale=2 * scale, method=method)
+    assert relative_error(directly, twice) < rounding(query, key, 2 * scale, method)

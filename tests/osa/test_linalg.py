@@ -1,0 +1,145 @@
+"""The small matrices: the QR basis, Newton–Schulz in the Gram matrix, and φ₁ against a dense block exponential."""
+
+import pytest
+import torch
+
+from osa import reference
+from osa.linalg import EPSILON, newton_schulz, phi1, phi1_times, qr_basis
+from tests.osa.helpers import draw, orthogonality_error, relative_error
+
+DTYPES = [torch.float64, torch.float32]
+RADII = [0, 1e-6, 1e-3, 1, 2.9, 3.1, 11.9, 12.1, 1e2, 1e3]  # of the spectrum; φ₁Y changes its algorithm near 3 and 12
+
+
+@pytest.mark.parametrize("tokens, width", [(1, 2), (5, 6), (7, 6), (53, 10)])
+def test_qr_basis_is_orthonormal_and_spans_the_columns(tokens, width):
+    m = torch.randn(2, 3, tokens, width, dtype=torch.float64)
+    basis = qr_basis(m)
+    assert basis.shape == (2, 3, tokens, min(tokens, width))
+    assert orthogonality_error(basis) < 1e-14 * tokens
+    torch.testing.assert_close(basis @ (basis.mT @ m), m)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2, 3, 6, 11])
+def test_newton_schulz_polynomial_is_the_iteration_as_written(num_iterations):
+    """M₀ h(M₀ᵀM₀) is M_K of Eq. 9, in value and gradient."""
+    query, key, _ = draw(11, 3)
+    m = torch.cat([query, key], dim=-1)
+    m0 = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
+    actual = m0 @ newton_schulz(m0.mT @ m0, num_iterations)
+    expected = reference.newton_schulz_basis(query, key, num_iterations=num_iterations)
+    assert relative_error(actual, expected) < 1e-13
+    cotangent = torch.randn_like(expected)
+    gradient = torch.autograd.grad(actual, (query, key), cotangent)
+    expected_gradient = torch.autograd.grad(expected, (query, key), cotangent)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-11)
+
+
+def skew_symmetric(radius, dtype=torch.float64):
+    """(2, 3, 7, 7) with the given spectral radius, as [S] in the methods with a basis."""
+    z = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    z = z - z.mT
+    return (radius * z / torch.linalg.matrix_norm(z, ord=2, keepdim=True)).to(dtype)
+
+
+def hamiltonian(radius, dtype=torch.float64):
+    """JG (2, 3, 6, 6) with G = MᵀM, of the given spectral radius, as in "exact": imaginary spectrum, but not normal."""
+    m = torch.randn(2, 3, 11, 6, dtype=torch.float64)
+    gram = m.mT @ m
+    z = torch.cat([gram[..., 3:, :], -gram[..., :3, :]], dim=-2)
+    return (radius * z / torch.linalg.eigvals(z).abs().amax(-1)[..., None, None]).to(dtype)
+
+
+def dense_phi1(z):
+    """exp [[Z, I], [0, 0]] = [[e^Z, φ₁(Z)], [0, I]] (Higham 2008, Section 10.7.4), in float64."""
+    n = z.shape[-1]
+    upper = torch.cat([z.double(), torch.eye(n, dtype=torch.float64).expand_as(z)], dim=-1)
+    return torch.linalg.matrix_exp(torch.cat([upper, torch.zeros_like(upper)], dim=-2))[..., :n, n:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
+def test_phi1(matrices, radius, dtype):
+    z = matrices(radius, dtype)
+    phi = phi1(z)
+    assert phi.dtype == dtype
+    assert relative_error(phi, dense_phi1(z)) < 10 * torch.finfo(dtype).eps * (1 + radius)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
+def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
+    z = matrices(radius, dtype).requires_grad_()
+    y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype).requires_grad_()
+    actual, expected = phi1_times(z, y), dense_phi1(z) @ y.double()
+    rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
+    assert relative_error(actual, expected) < rounding
+    cotangent = torch.randn_like(actual)
+    grad_z, grad_y = torch.autograd.grad(actual, (z, y), cotangent)
+    expected_z, expected_y = torch.autograd.grad(expected, (z, y), cotangent.double())
+    assert relative_error(grad_y, expected_y) < rounding
+    # In exp(S) this gradient is multiplied by Z once more, and the degree of the series makes use of that.
+    assert min(1, radius) * relative_error(grad_z, expected_z) < rounding
+
+
+def test_phi1_of_nilpotent_matrices_is_a_polynomial():
+    """Z² = 0 ⇒ φ₁(Z) = I + Z/2, though Z has no inverse; the norm calls for eleven doublings."""
+    z = torch.zeros(3, 3, dtype=torch.float64)
+    z[0, 2] = 2000.0
+    torch.testing.assert_close(phi1(z), torch.eye(3, dtype=torch.float64) + z / 2)
+    torch.testing.assert_close(phi1_times(z, z.mT), z.mT + z @ z.mT / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_and_large_matrices_in_one_batch(dtype):
+    """Matrices of a batch may share their number of doublings; the small ones lose nothing by it."""
+    z = torch.stack([skew_symmetric(radius, dtype) for radius in (0, 1e-6, 1, 1e3)])
+    y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype)
+    expected = dense_phi1(z)
+    for i, radius in enumerate((0, 1e-6, 1, 1e3)):
+        rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
+        assert relative_error(phi1(z)[i], expected[i]) < rounding
+        assert relative_error(phi1_times(z, y)[i], expected[i] @ y[i].double()) < rounding
+
+
+@pytest.mark.parametrize("radius", [1e-3, 3.1, 1e2])
+def test_exponential_of_a_hamiltonian_matrix_is_symplectic(radius):
+    """Z = cJG ⇒ (e^Z)ᵀ J e^Z = J, with e^Z = I + Zφ₁(Z)."""
+    z = hamiltonian(radius)
+    identity = torch.eye(3, dtype=torch.float64)
+    j = torch.block_diag(identity, -identity).roll(3, dims=-1)
+    exponential = torch.eye(6, dtype=torch.float64) + z @ phi1(z)
+    size = torch.linalg.matrix_norm(exponential, ord=2).max().item()
+    residual = exponential.mT @ j @ exponential - j
+    assert residual.abs().max() < 1e-13 * (1 + radius) * size**2
+    assert size > 1.5 or radius < 1  # not orthogonal: the identity is not AᵀA = I in disguise
+
+
+@pytest.mark.parametrize("radius", RADII)
+@pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
+def test_fixed_loop_where_values_cannot_be_read(matrices, radius):
+    """Under a function transform, as under compilation and on an accelerator, no branch depends on a value."""
+    z = matrices(radius)
+    y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64)
+    rounding = 30 * torch.finfo(torch.float64).eps * (1 + radius)
+    assert relative_error(torch.func.vmap(phi1)(z), dense_phi1(z)) < rounding
+    assert relative_error(torch.func.vmap(phi1_times)(z, y), dense_phi1(z) @ y) < rounding
+
+
+@pytest.mark.parametrize("num_iterations", [1, 6])
+def test_newton_schulz_under_a_function_transform(num_iterations):
+    m = torch.randn(2, 11, 6, dtype=torch.float64)
+    gram = m.mT @ m / m.square().sum((-2, -1), keepdim=True)
+    transformed = torch.func.vmap(lambda g: newton_schulz(g, num_iterations))(gram)
+    torch.testing.assert_close(transformed, newton_schulz(gram, num_iterations))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_stay_so(value):
+    """A training that diverges is seen in its loss: neither a hang nor an error nor a number out of nothing."""
+    z = skew_symmetric(1.0)
+    z[1, 2, 0, 1] = value
+    assert not phi1(z)[1, 2].isfinite().all()
+    assert not phi1_times(z, torch.ones(2, 3, 7, 5, dtype=torch.float64))[1, 2].isfinite().all()

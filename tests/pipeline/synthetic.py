@@ -1,0 +1,120 @@
+"""Finished runs that nothing trained: real weights of small models, measured, with made-up curves and records."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import torch
+import yaml
+
+from pipeline import data, params, train
+from tests.pipeline.mnist_files import write_mnist
+
+ROOT = Path(__file__).parents[2]
+SMALL = {"patch_size": 7, "embed_dim": 12, "depth": 3, "num_heads": 2}  # N = 17, d_v = 6
+EPOCHS, POINTS = 10, 4
+
+
+def write_params(folder: Path, edit=lambda raw: None, seeds=(0, 1, 2)) -> None:
+    """The repository's params.yaml with small models, after `edit`."""
+    raw = yaml.safe_load((ROOT / "params.yaml").read_text())
+    raw["run"]["seeds"] = list(seeds)
+    raw["model"] |= SMALL
+    raw["paper"]["settings"]["model"] |= SMALL
+    raw["evaluate"] |= {"batch_size": 31, "attention_images": 13}
+    edit(raw)
+    (folder / "params.yaml").write_text(yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
+
+
+def write_project(folder: Path, edit=lambda raw: None, seeds=(0, 1, 2), diverged=()) -> None:
+    """params.yaml, data and every run that it lists, in `folder`."""
+    write_params(folder, edit, seeds)
+    write_mnist(folder / "data/mnist", train=23, test=97)
+    settings = params.load(folder / "params.yaml")
+    for variant in settings.run.variants:
+        for seed in settings.run.seeds:
+            write_run(folder, settings, variant, seed, (variant, seed) in diverged)
+
+
+def write_run(folder: Path, settings: params.Params, variant: str, seed: int, diverged: bool = False) -> None:
+    """Weights, history, metrics and record as training leaves them."""
+    config = params.resolve(settings, variant)
+    mnist = data.load(folder / "data/mnist", config.data.pixel_scaling)
+    model = train.build_model(config, seed)
+    loss, accuracy = train.evaluate_split(model, mnist.test_images, mnist.test_labels)
+    curve = history(list(settings.variants).index(variant), seed, diverged)
+    curve[-1] |= {} if diverged else {"test_loss": loss, "test_accuracy": accuracy}
+    run = folder / "runs" / variant / str(seed)
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "history.csv").write_text(as_csv(curve))
+    torch.save(model.state_dict(), run / "weights.pt")
+    last = {key: None if curve[-1][key] == "" else curve[-1][key] for key in train.COLUMNS[2:]}
+    steps = curve[-1]["step"]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
+    write_json(run / "metrics.json", last | divergence | {"steps": steps, "num_parameters": parameters})
+    write_json(folder / "records" / variant / f"{seed}.json", record(config, variant, seed, mnist.sha256, diverged))
+
+
+def history(index: int, seed: int, diverged: bool) -> list[dict]:
+    """A loss that falls geometrically from 2.3, the faster the lower `index`."""
+    rate = 0.7 + 0.03 * index + 0.002 * seed
+    rows = []
+    for point in range(EPOCHS * POINTS + 1):
+        loss = 0.05 + 2.25 * rate ** (point / 2)
+        rows.append(
+            {
+                "step": 117 * point,
+                "epoch": point / POINTS,
+                "train_loss": loss,
+                "train_accuracy": 1 - loss / 2.6,
+                "test_loss": 1.1 * loss,
+                "test_accuracy": 1 - loss / 2.5,
+            }
+        )
+    if diverged:
+        rows = rows[:8]
+        rows[-1] |= {"train_loss": 9.0, "test_loss": ""}
+    return rows
+
+
+def record(config: params.RunConfig, variant: str, seed: int, data_sha256: str, diverged: bool) -> dict:
+    return {
+        "run_key": f"{variant}-{seed}",
+        "variant": variant,
+        "seed": seed,
+        "status": "diverged" if diverged else "finished",
+        "config": config.model_dump(mode="json"),
+        "data_sha256": data_sha256,
+        "code_sha256": "c0de" * 16,
+        "environment": {
+            "git_commit": "c0ffee" * 6 + "c0ff",
+            "git_dirty": False,
+            "python": "3.11.14",
+            "torch": "2.11.0",
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device_name": "Imaginary CPU @ 2.10GHz",
+            "num_threads": 2,
+            "platform": "Linux-6.8.0-x86_64-with-glibc2.39",
+        },
+        "started_at": "2025-11-20T18:00:00+00:00",
+        "finished_at": "2025-11-20T18:10:00+00:00",
+        "seconds": 611.5 + seed,
+        "images_per_second": 1234.5 + seed,
+        "resumptions": 0,
+        "timestamps": [],
+    }
+
+
+def as_csv(rows: list[dict]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, train.COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))

@@ -1,0 +1,121 @@
+import gzip
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import data
+from pipeline.errors import UserError
+from tests.pipeline.mnist_files import write_idx, write_mnist
+
+TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
+TEST_IMAGES, TEST_LABELS = "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_mnist(tmp_path, train=31, test=17, seed=5)
+    return tmp_path
+
+
+def raw_pixels(path):
+    return np.frombuffer(gzip.decompress(path.read_bytes())[16:], np.uint8).astype(np.float64)
+
+
+def rewrite(path, edit):
+    """Replaces the decompressed content of a .gz file by `edit` of it."""
+    path.write_bytes(gzip.compress(edit(gzip.decompress(path.read_bytes()))))
+
+
+def test_shapes_and_types(folder):
+    loaded = data.load(folder)
+    assert loaded.train_images.shape == (31, 1, 28, 28) and loaded.test_images.shape == (17, 1, 28, 28)
+    assert loaded.train_images.dtype == loaded.test_images.dtype == torch.float32
+    assert loaded.train_labels.dtype == loaded.test_labels.dtype == torch.int64
+    assert loaded.train_labels.tolist() == [i % 10 for i in range(31)]
+    assert loaded.test_labels.tolist() == [i % 10 for i in range(17)]
+
+
+def test_unit_scaling_is_division_by_255(folder):
+    loaded = data.load(folder, "unit")
+    for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
+        expected = torch.tensor(raw_pixels(folder / name) / 255, dtype=torch.float32)
+        assert torch.equal(images.flatten(), expected)
+
+
+def test_standard_scaling_uses_the_training_pixels_for_both_splits(folder):
+    loaded = data.load(folder, "standard")
+    train = raw_pixels(folder / TRAIN_IMAGES)
+    for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
+        expected = torch.tensor((raw_pixels(folder / name) - train.mean()) / train.std(), dtype=torch.float32)
+        torch.testing.assert_close(images.flatten(), expected, rtol=1e-6, atol=1e-6)
+    assert abs(loaded.train_images.double().mean()) < 1e-6
+    assert abs(loaded.train_images.double().std(correction=0) - 1) < 1e-6
+
+
+def test_unknown_scaling_is_named(folder):
+    with pytest.raises(UserError, match="data.pixel_scaling is 'unitt'; write unit or standard"):
+        data.load(folder, "unitt")
+
+
+def test_digest_is_that_of_the_decompressed_arrays(folder):
+    names_and_headers = ((TRAIN_IMAGES, 16), (TRAIN_LABELS, 8), (TEST_IMAGES, 16), (TEST_LABELS, 8))
+    arrays = [gzip.decompress((folder / name).read_bytes())[header:] for name, header in names_and_headers]
+    expected = hashlib.sha256(b"".join(arrays)).hexdigest()
+    assert data.digest(folder) == expected
+    assert data.load(folder, "unit").sha256 == data.load(folder, "standard").sha256 == expected
+
+
+def test_digest_sees_one_changed_pixel_but_not_the_compression(folder):
+    before = data.digest(folder)
+    rewrite(folder / TEST_IMAGES, lambda content: content)
+    assert data.digest(folder) == before
+    rewrite(folder / TEST_IMAGES, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
+    assert data.digest(folder) != before
+
+
+@pytest.mark.parametrize("name", [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS])
+@pytest.mark.parametrize(
+    ("corrupt", "problem"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b"<!DOCTYPE html><p>Sign in</p>"), "cannot be read"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "cannot be read"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\0" * 8), "cannot be read"),  # the gzip checksum
+        (lambda path: rewrite(path, lambda content: content[:7]), "is empty"),
+        (lambda path: rewrite(path, lambda content: content[:-3]), r"has \d+ values where its header says \d+"),
+        (lambda path: rewrite(path, lambda content: content + b"\0\0"), r"has \d+ values where its header says \d+"),
+        (lambda path: rewrite(path, lambda content: b"\0\0\x0d" + content[3:]), "is not the IDX file its name says"),
+    ],
+)
+def test_corrupted_file_is_named_with_the_remedy(folder, name, corrupt, problem):
+    corrupt(folder / name)
+    for read in (data.load, data.digest):
+        with pytest.raises(UserError, match=rf"{name} {problem}.*; fetch the data again with `dvc repro -f fetch`\."):
+            read(folder)
+
+
+def test_images_of_another_size_are_refused(folder):
+    write_idx(folder / TRAIN_IMAGES, np.zeros((31, 14, 56)))
+    with pytest.raises(UserError, match=f"{TRAIN_IMAGES} is not the IDX file its name says"):
+        data.load(folder)
+
+
+def test_images_in_place_of_labels_are_refused(folder):
+    (folder / TEST_LABELS).write_bytes((folder / TEST_IMAGES).read_bytes())
+    with pytest.raises(UserError, match=f"{TEST_LABELS} is not the IDX file its name says"):
+        data.load(folder)
+
+
+def test_labels_of_another_split_are_refused(folder):
+    (folder / TEST_LABELS).write_bytes((folder / TRAIN_LABELS).read_bytes())
+    with pytest.raises(UserError, match=f"{TEST_LABELS} has 31 labels for 17 images"):
+        data.load(folder)
+
+
+def test_labels_must_be_digits(folder):
+    write_idx(folder / TRAIN_LABELS, np.arange(31) % 11)
+    with pytest.raises(UserError, match=f"{TRAIN_LABELS} has the label 10, not a digit"):
+        data.load(folder)

@@ -1,0 +1,103 @@
+"""Files are whole or absent, their bytes depend on their content alone, and errors of users are one line."""
+
+import hashlib
+import json
+import os
+
+import pytest
+
+from pipeline import files
+from pipeline.errors import UserError, entry_point
+
+
+def test_write_creates_folders_and_replaces(tmp_path):
+    path = tmp_path / "a/b/file.txt"
+    files.write_text(path, "one\n")
+    files.write_text(path, "zwei – 2\r\n")
+    assert path.read_bytes() == "zwei – 2\r\n".encode()
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, name):
+    path = tmp_path / "file.txt"
+    files.write_text(path, "old")
+
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, name, full)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_text(path, "new")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_the_bytes_are_on_disk_before_the_file_is_in_place(tmp_path, monkeypatch):
+    events = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, original=original: (events.append(name), original(*a)))
+    files.write_text(tmp_path / "file.txt", "text")
+    assert events == ["fsync", "replace"]
+
+
+def test_json_does_not_depend_on_the_order_of_keys_and_has_null_for_what_is_not_finite(tmp_path):
+    value = {"b": [1.5, float("nan")], "a": (float("inf"), -float("inf"), None, True, 7), "ü": {"z": 1, "y": 2}}
+    files.write_json(tmp_path / "one.json", value)
+    files.write_json(tmp_path / "two.json", dict(reversed(value.items())))
+    text = (tmp_path / "one.json").read_text()
+    assert (tmp_path / "two.json").read_text() == text
+    assert list(json.loads(text).items()) == [
+        ("a", [None, None, None, True, 7]),
+        ("b", [1.5, None]),
+        ("ü", {"y": 2, "z": 1}),
+    ]
+    assert text.endswith("}\n")
+
+
+def test_json_is_read_back(tmp_path):
+    files.write_json(tmp_path / "file.json", {"a": [1, 0.1]})
+    assert files.read_json(tmp_path / "file.json") == {"a": [1, 0.1]}
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (None, r"file.json is missing: run `dvc repro` to make it\."),
+        (b'{"a": ', r"file.json is not valid JSON \(.*\): delete it and run `dvc repro`\."),
+        (b"", r"file.json is not valid JSON \(.*\): delete it and run `dvc repro`\."),
+        (b"\xff\xfe", r"file.json is not valid JSON \(.*\): delete it and run `dvc repro`\."),
+    ],
+)
+def test_unreadable_json_is_named(tmp_path, content, expected):
+    if content is not None:
+        (tmp_path / "file.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"{expected}$"):
+        files.read_json(tmp_path / "file.json")
+
+
+def test_sha256_of_more_than_one_buffer(tmp_path):
+    content = bytes(range(251)) * 1999
+    files.write_bytes(tmp_path / "file", content)
+    assert files.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+def test_an_error_of_the_user_is_one_line_and_exit_status_1(capsys):
+    @entry_point
+    def main():
+        raise UserError("train.epochs is missing.")
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr() == ("", "error: train.epochs is missing.\n")
+
+
+def test_any_other_error_is_not_hidden():
+    @entry_point
+    def main():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        main()

@@ -1,0 +1,274 @@
+"""params.yaml: every mistake is one sentence that names the key and says what to write, and nothing is made up."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from dvc.utils.hydra import apply_overrides
+from hypothesis import example, given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+
+from pipeline import params
+from pipeline.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+RAW = YAML(typ="safe").load(ROOT / "params.yaml")
+ABSENT = object()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def edited(path: tuple, value) -> dict:
+    """The repository's parameters with one place changed or, for ABSENT, removed."""
+    raw = copy.deepcopy(RAW)
+    *parents, last = path
+    place = raw
+    for key in parents:
+        place = place[key]
+    if value is ABSENT:
+        del place[last]
+    else:
+        place[last] = value
+    return raw
+
+
+def load(raw: object) -> params.Params:
+    Path("params.yaml").write_text(json.dumps(raw))  # JSON is YAML whose text is always in quotes
+    return params.load()
+
+
+def sentence(raw: object) -> str:
+    with pytest.raises(UserError) as caught:
+        load(raw)
+    return str(caught.value)
+
+
+def test_the_repositorys_parameters_are_valid():
+    settings = params.load(ROOT / "params.yaml")
+    assert set(settings.run.variants) <= set(settings.variants)
+    for variant in settings.variants:
+        assert params.resolve(settings, variant).variant.attention == RAW["variants"][variant]["attention"]
+
+
+@pytest.mark.parametrize(
+    "path, value, expected",
+    [
+        # unknown, misspelt and missing keys
+        ("trian", {}, "trian is not a known key; did you mean 'train'?"),
+        ("train.lr", 0.1, "train.lr is not a known key; known: epochs, batch_size, learning_rate, "),
+        ("train.epochz", 3, "train.epochz is not a known key; did you mean 'epochs'?"),
+        ("variants.vit.skips", True, "variants.vit.skips is not a known key; did you mean 'skip'?"),
+        ("claims.qr_is_stable.model", [], "claims.qr_is_stable.model is not a known key; did you mean 'models'?"),
+        ("train.epochs", ABSENT, "train.epochs is missing."),
+        ("model", ABSENT, "model is missing."),
+        # types
+        ("train.learning_rate", "1e-3", "train.learning_rate: '1e-3' is read as text; write 1e-3 without quotes."),
+        ("train.epochs", "10", "train.epochs: '10' is read as text; write 10 without quotes."),
+        ("train.learning_rate", "fast", "train.learning_rate should be a number, not 'fast'."),
+        ("train.learning_rate", True, "train.learning_rate should be a number, not True."),
+        ("train.epochs", 1.5, "train.epochs should be a whole number, not 1.5."),
+        ("train.epochs", None, "train.epochs should be a whole number, but is empty."),
+        ("variants.vit.skip", "yes", "variants.vit.skip should be true or false, not 'yes'."),
+        ("run.seeds", 3, "run.seeds should be a list, as in [a, b], not 3."),
+        ("run.seeds", [0, "1"], "run.seeds.1: '1' is read as text; write 1 without quotes."),
+        ("train", None, "train should be a block of keys, but is empty."),
+        ("train", [1], "train should be a block of keys, not [1]."),
+        ("variants.vit.overrides", [1], "variants.vit.overrides should be a block of keys, not [1]."),
+        # values
+        ("train.learning_rate", 0, "train.learning_rate should be greater than 0, not 0."),
+        ("train.betas", [0.9], "train.betas should have 2 or more entries, not [0.9]."),
+        ("train.betas", [0.9, 1.0], "train.betas.1 should be less than 1, not 1.0."),
+        ("data.source", "mnits", "data.source should be 'mnist' or 'sample', not 'mnits'."),
+        ("model.patch_size", 5, "model: patch_size 5 must divide image_size 28."),
+        ("model.num_heads", 7, "model: num_heads 7 must divide embed_dim 64."),
+        (
+            "model.num_heads",
+            1,
+            "variants.osa_qr: model.num_heads 1 gives 2d_v = 128 > d = 64; orthogonal attention needs 2 or more heads.",
+        ),
+        ("model.num_classes", 7, "model.num_classes should be greater than or equal to 10, not 7."),
+        ("model.mlp_ratio", 0.01, "model: mlp_ratio 0.01 leaves the MLPs no hidden unit; write 1 / embed_dim or more."),
+        ("fetch.files", {}, "fetch.files should have 4 or more entries."),
+        # runs
+        ("run.seeds", [], "run.seeds should have 1 or more entries, not []."),
+        ("run.seeds", [2, 3, 5, 3], "run.seeds lists 3 twice."),
+        ("run.seeds", [-1], "run.seeds.0 should be greater than or equal to 0, not -1."),
+        ("run.variants", ["vit", "vit"], "run.variants lists vit twice."),
+        (
+            "run.variants",
+            ["osa_rq"],
+            "run.variants names 'osa_rq', which has no block under variants; did you mean 'osa_qr'?",
+        ),
+        ("run.variants", ["ViT-B"], "run.variants.0 should match pattern '^[a-z][a-z0-9_]*$', not 'ViT-B'."),
+        # variants
+        ("variants.osa_qr.method", "rq", "variants.osa_qr.method should be 'qr', 'newton_schulz' or 'exact', not 'rq'."),
+        ("variants.osa_qr.method", ABSENT, "variants.osa_qr: method is missing; write qr, newton_schulz or exact."),
+        ("variants.osa_qr.num_iterations", 6, "variants.osa_qr: num_iterations belongs to method: newton_schulz."),
+        ("variants.vit.method", "qr", "variants.vit: method and num_iterations belong to attention: orthogonal."),
+        # overrides
+        (
+            "variants.vit.overrides",
+            {"trian": {}},
+            "variants.vit.overrides.trian should be 'data', 'model', 'init' or 'train', not 'trian'.",
+        ),
+        (
+            "variants.vit.overrides",
+            {"train": {"epoch": 1}},
+            "variants.vit.overrides: train.epoch is not a known key; did you mean 'epochs'?",
+        ),
+        (
+            "variants.vit.overrides",
+            {"train": {"eps": "1e-3"}},
+            "variants.vit.overrides: train.eps: '1e-3' is read as text; ",
+        ),
+        (
+            "variants.vit.overrides",
+            {"model": {"patch_size": 3}},
+            "variants.vit.overrides: model: patch_size 3 must divide image_size 28.",
+        ),
+        ("variants.vit.overrides", {"data": {"source": "sample"}}, "variants.vit: overrides cannot replace data.source: "),
+        (
+            "variants.osa_ns.overrides",
+            {"model": {"num_heads": 1}},
+            "variants.osa_ns.overrides: model.num_heads 1 gives 2d_v = ",
+        ),
+        # claims
+        (
+            "claims.qr_is_stable.kind",
+            "beauty",
+            "claims.qr_is_stable has the unknown 'kind' 'beauty': write one of 'accuracy', ",
+        ),
+        ("claims.qr_is_stable.kind", ABSENT, "claims.qr_is_stable has no 'kind'."),
+        ("claims.qr_is_stable.at_most_rise", 1, "claims.qr_is_stable.at_most_rise should be greater than 1, not 1."),
+        ("claims.qr_is_stable.models", ["qr"], "claims.qr_is_stable names 'qr', which has no block under variants; "),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_key_and_remedy(path, value, expected):
+    found = sentence(edited(tuple(path.split(".")), value))
+    assert found.startswith(f"params.yaml: {expected}")
+    assert found.endswith((".", "?"))
+    assert "\n" not in found
+
+
+def test_a_misspelt_key_is_named_rather_than_the_one_it_leaves_missing():
+    raw = edited(("train", "learning_rate"), ABSENT)
+    raw["train"]["learning_rat"] = 0.1
+    assert sentence(raw) == "params.yaml: train.learning_rat is not a known key; did you mean 'learning_rate'?"
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "emnist.gz"])
+def test_files_are_those_of_mnist(name):
+    raw = copy.deepcopy(RAW)
+    raw["fetch"]["files"][name] = {"bytes": 1, "sha256": "0" * 64}
+    assert sentence(raw).startswith(f"params.yaml: fetch.files.{name} should be 'train-images-idx3-ubyte.gz', ")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", "params.yaml: the file should be a block of keys, but is empty."),
+        ("hello", "params.yaml: the file should be a block of keys, not 'hello'."),
+        ("run:\n  seeds: [0\ntrain:\n", "params.yaml is not valid YAML in line 3: "),
+        ("run: 1\ntrain: 2\nrun: 3\n", 'params.yaml is not valid YAML in line 3: found duplicate key "run"'),
+        ("\ttrain: 2\n", "params.yaml is not valid YAML in line 1: found character '\\t' that cannot start any token"),
+        ("run: \0", "params.yaml is not valid YAML: unacceptable character #x0000"),
+    ],
+)
+def test_a_file_that_is_no_block_of_keys_is_named(folder, text, expected):
+    (folder / "params.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        params.load()
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_named(folder):
+    (folder / "params.yaml").write_bytes(b"run: \xff\xfe")
+    with pytest.raises(UserError, match="^params.yaml is not valid YAML: 'utf-8' codec can't decode byte 0xff"):
+        params.load()
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(
+        UserError, match="^params.yaml is missing: run from the repository root, or `git checkout params.yaml`.$"
+    ):
+        params.load()
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "+1e-3", "0.001", ".001", "0.1e-2"])
+def test_every_way_to_write_a_number_is_a_number(folder, text):
+    content = json.dumps(edited(("train", "learning_rate"), 0.123456789))
+    (folder / "params.yaml").write_text(content.replace("0.123456789", text))
+    assert params.load().train.learning_rate == 0.001
+
+
+@pytest.mark.parametrize("value, written", [("0.000001", "1e-06"), ("1e-3", "0.001"), ("3", "3")])
+def test_what_an_experiment_sets_is_what_we_read(folder, value, written):
+    path = folder / "params.yaml"
+    path.write_text((ROOT / "params.yaml").read_text())
+    apply_overrides(path, [f"train.learning_rate={value}"])  # of `dvc exp run -S`
+    assert f"learning_rate: {written}\n" in path.read_text()
+    assert params.load().train.learning_rate == float(value)
+
+
+def test_overrides_replace_values_of_one_variant_alone():
+    changes = {"train": {"learning_rate": 1e-5, "epochs": 3}, "model": {"depth": 2}, "data": {"pixel_scaling": "standard"}}
+    before = load(RAW)
+    after = load(edited(("variants", "vit", "overrides"), changes))
+    for variant in after.variants:
+        expected = params.resolve(before, variant).model_dump()
+        if variant == "vit":
+            for section, values in changes.items():
+                expected[section] |= values
+        assert params.resolve(after, variant).model_dump() == expected
+
+
+def test_an_unknown_variant_is_named():
+    settings = load(RAW)
+    with pytest.raises(UserError, match="^params.yaml has no variants.vitt; did you mean 'vit'\\?$"):
+        params.resolve(settings, "vitt")
+
+
+def test_the_schema_supplies_no_value():
+    """Without any one key of the shared sections the file is refused: DVC tracks what is written, not a default."""
+    for section in ("run", "fetch", "data", "model", "init", "train", "evaluate", "tracking"):
+        for key in RAW[section]:
+            assert sentence(edited((section, key), ABSENT)) == f"params.yaml: {section}.{key} is missing."
+
+
+def places(raw: object, path: tuple = ()) -> list[tuple]:
+    """The paths of all values in nested blocks and lists."""
+    items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    return [path] * bool(path) + [place for key, value in items for place in places(value, (*path, key))]
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["1e-3", "vit", "{x}", "{"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+
+
+@given(place=st.sampled_from(places(RAW)), value=VALUES)
+@example(place=("train", "learning_rate"), value=10**400)
+@example(place=("claims", "qr_is_stable", "definition"), value="{models.x}")
+@example(place=("claims", "qr_is_stable", "definition"), value="{models[x]}")
+@example(place=("variants",), value={"1": 1})
+def test_whatever_is_written_anywhere_is_taken_or_refused_in_one_sentence(place, value):
+    message = "params.yaml: "
+    try:
+        load(edited(place, value))
+    except UserError as error:
+        message = str(error)
+    assert message.startswith("params.yaml: ")
+    assert "\n" not in message

@@ -54,22 +54,7 @@ def orthogonal_attention(
         ValueError: the shapes do not match, or the method is unknown.
     """
     _check(query, key, value, scale, method, num_iterations)
-    with torch.autocast(query.device.type, enabled=False):
-        m = torch.cat(torch.broadcast_tensors(query, key), dim=-1)  # (..., N, 2d)
-        m = m.to(torch.promote_types(m.dtype, torch.float32))
-        if isinstance(scale, Tensor):
-            scale = scale.to(m.dtype)
-        elif scale is None:
-            scale = 1 / math.sqrt(query.shape[-1])
-        v = value.to(m.dtype)
-        if method == "exact":
-            output = _exact(m, v, scale)
-        elif method == "qr":
-            basis = qr_basis(m)  # (..., N, r), r = min(N, 2d)
-            output = v + basis @ _expm1_times(scale, basis.mT @ m, basis.mT @ v)
-        else:
-            output = _newton_schulz(m, v, scale, 6 if num_iterations is None else num_iterations)
-        return output.to(value.dtype)  # (..., N, d_value)
+    return _attend(query, key, value, scale, method, num_iterations)
 
 
 def orthogonal_attention_matrix(
@@ -90,9 +75,7 @@ def orthogonal_attention_matrix(
     _check(query, key, query, scale, method, num_iterations)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    return orthogonal_attention(
-        query, key, identity.expand(*batch, *identity.shape), scale=scale, method=method, num_iterations=num_iterations
-    )
+    return _attend(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations)
 
 
 def _check(
@@ -124,6 +107,27 @@ def _check(
             raise ValueError(
                 f"scale must broadcast against {(*batch, 1, 1)} with two last dimensions of 1, not {tuple(scale.shape)}"
             )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str, num_iterations: int | None
+) -> Tensor:
+    with torch.autocast(query.device.type, enabled=False):
+        m = torch.cat(torch.broadcast_tensors(query, key), dim=-1)  # (..., N, 2d)
+        m = m.to(torch.promote_types(m.dtype, torch.float32))
+        if isinstance(scale, Tensor):
+            scale = scale.to(m.dtype)
+        elif scale is None:
+            scale = 1 / math.sqrt(query.shape[-1])
+        v = value.to(m.dtype)
+        if method == "exact":
+            output = _exact(m, v, scale)
+        elif method == "qr":
+            basis = qr_basis(m)  # (..., N, r), r = min(N, 2d)
+            output = v + basis @ _expm1_times(scale, basis.mT @ m, basis.mT @ v)
+        else:
+            output = _newton_schulz(m, v, scale, 6 if num_iterations is None else num_iterations)
+        return output.to(value.dtype)  # (..., N, d_value)
 
 
 def _exact(m: Tensor, v: Tensor, scale: float | Tensor) -> Tensor:

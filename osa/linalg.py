@@ -121,10 +121,9 @@ def phi1(z: Tensor) -> Tensor:
     phi = _horner(_flat(z), _flat(identity), _degree(1.0, z.dtype))[-1].view(z.shape)
     expm1 = z @ phi  # e^Z − I
     for k in range(doublings):
-        doubled = phi + 0.5 * (expm1 @ phi)
-        squared = 2 * expm1 + expm1 @ expm1
-        phi = torch.where(k < exponent, doubled, phi)
-        expm1 = torch.where(k < exponent, squared, expm1)
+        phi = torch.where(k < exponent, phi + 0.5 * (expm1 @ phi), phi)
+        if k + 1 < doublings:
+            expm1 = torch.where(k < exponent, 2 * expm1 + expm1 @ expm1, expm1)
     return phi
 
 

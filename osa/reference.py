@@ -18,7 +18,8 @@ from torch import Tensor
 def skew(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
     """S = scale · (QKᵀ − KQᵀ), (..., N, N): the skew-symmetric matrix of Eq. 5."""
     query, key = query.double(), key.double()
-    return scale * (query @ key.mT - key @ query.mT)
+    half = query @ key.mT
+    return scale * (half - half.mT)
 
 
 def orthogonal_attention_matrix(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:

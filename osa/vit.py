@@ -49,6 +49,7 @@ class VisionTransformer(nn.Module):
             raise ValueError(f"patch_size {patch_size} must divide image_size {image_size}")
         if depth < 1:
             raise ValueError(f"depth must be 1 or more, not {depth}")
+        self.image_shape = (in_channels, image_size, image_size)
         self.patch_size = patch_size
         num_tokens = (image_size // patch_size) ** 2 + 1
         self.patch_embedding = nn.Linear(in_channels * patch_size**2, embed_dim)
@@ -73,7 +74,12 @@ class VisionTransformer(nn.Module):
 
         Returns:
             (B, N, d).
+
+        Raises:
+            ValueError: the images are of another size.
         """
+        if images.shape[1:] != self.image_shape:
+            raise ValueError(f"images must be (B, {', '.join(map(str, self.image_shape))}), not {tuple(images.shape)}")
         p = self.patch_size
         patches = images.unfold(2, p, p).unfold(3, p, p)  # (B, C, H/p, W/p, p, p)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N-1, C·p²)

@@ -45,6 +45,12 @@ CODE = (  # the files that can change a number of a training, relative to the re
 )
 EVALUATION_BATCH = 100  # small enough for the activations to stay in cache
 TRACKING_PATIENCE_SECONDS = 10
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)  # of torch.load
+
+
+def weights_path(variant: str, seed: int) -> Path:
+    """Where the weights of a run lie: apart from its other results, which git keeps."""
+    return Path("weights") / variant / f"{seed}.pt"
 
 
 def random_stream(seed: int, name: str) -> Generator:
@@ -156,7 +162,8 @@ class Training:
         self.progress = Progress()
         self.environment = _environment(device)
         self.code_sha256 = _code_sha256()
-        identity = [config.model_dump(), seed, self.data.sha256, self.code_sha256, device.type, torch.__version__]
+        machine = [device.type, torch.get_num_threads(), torch.__version__]
+        identity = [config.model_dump(), seed, self.data.sha256, self.code_sha256, *machine]
         self.run_key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.scratch = Path(".checkpoints") / f"{variant}-{seed}-{self.run_key[:12]}"
 
@@ -242,7 +249,7 @@ class Training:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.progress = Progress(**state["progress"])
-        except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
+        except UNREADABLE:
             raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
         self.progress.resumptions += 1
 
@@ -286,14 +293,15 @@ class Training:
         }
 
     def write_outputs(self) -> None:
-        """Weights, history, metrics and record, each whole; then the scratch folder goes."""
+        """Weights, history, metrics and record, each whole."""
         folder = Path("runs") / self.variant / str(self.seed)
-        weights = {name: tensor.cpu() for name, tensor in self.model.state_dict().items()}
-        files.write_bytes(folder / "weights.pt", _saved(weights))
+        weights = _saved({name: tensor.cpu() for name, tensor in self.model.state_dict().items()})
+        files.write_bytes(weights_path(self.variant, self.seed), weights)
         files.write_text(folder / "history.csv", self.history_csv())
         files.write_json(folder / "metrics.json", self.metrics())
         status = "diverged" if self.progress.diverged else "finished"
-        files.write_json(Path("records") / self.variant / f"{self.seed}.json", self.record(status))
+        record = self.record(status) | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
+        files.write_json(Path("records") / self.variant / f"{self.seed}.json", record)
 
 
 class _Batches:
@@ -383,7 +391,8 @@ def _environment(device: torch.device) -> dict:
 
 def _git(*arguments: str) -> str | None:
     try:
-        return subprocess.run(["git", *arguments], cwd=_root(), capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "--no-optional-locks", *arguments]  # a training must not get in the way of a commit
+        return subprocess.run(command, cwd=_root(), capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -401,7 +410,12 @@ def _tracked(scratch: Path):
     """Lets a process of its own follow the run into MLflow: whatever becomes of it, the training goes on."""
     scratch.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pipeline.tracking", "watch", str(scratch)]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"warning: this run is not tracked, because its watcher cannot be started ({error}).", file=sys.stderr)
+        yield
+        return
     try:
         yield
     finally:
@@ -419,7 +433,7 @@ def _untracked(scratch: Path):
     yield
 
 
-def _make_deterministic() -> None:
+def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
@@ -434,7 +448,7 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("--no-tracking", action="store_true", help="do not follow the run in MLflow")
     arguments = parser.parse_args()
-    _make_deterministic()
+    make_deterministic()
     config = params.resolve(params.load(), arguments.variant)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = Training(arguments.variant, arguments.seed, config, device)

@@ -279,7 +279,7 @@ def test_runs_are_visible_while_they_train_and_survive_kills(folder):
     until(lambda: [len(curve(named(f"vit/seed{seed}"), "epoch")) for seed in (0, 1)] == [3, 3])
     run = named("vit/seed0")
     assert run.info.status == "RUNNING"
-    assert run.data.tags["mlflow.parentRunId"] == named("ViT").info.run_id
+    until(lambda: named("vit/seed0").data.tags.get("mlflow.parentRunId") == named("ViT").info.run_id)
 
     os.kill(watchers[0].pid, signal.SIGINT)  # Ctrl-C in the terminal reaches the watcher too
     watchers[1].kill()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from ruamel.yaml import YAML
 
 import osa
-from pipeline import data, params, train
+from pipeline import data, files, params, train
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ SMALL = {"image_size": 28, "patch_size": 14, "embed_dim": 12, "depth": 2, "num_h
 SHORT = {"epochs": 2, "batch_size": 13, "points_per_epoch": 2, "drop_last": False}
 TRAIN_IMAGES, TEST_IMAGES = 43, 31  # 4 steps an epoch, the last one of 4 images
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-OUTPUTS = ("weights.pt", "history.csv", "metrics.json")
+OUTPUTS = ("history.csv", "metrics.json")
 
 
 def write_params(**changes: dict) -> None:
@@ -69,7 +69,8 @@ def trained(variant="osa_exact", seed=0) -> train.Training:
 
 
 def outputs(variant="osa_exact", seed=0) -> dict[str, bytes]:
-    return {name: Path("runs", variant, str(seed), name).read_bytes() for name in OUTPUTS}
+    results = {name: Path("runs", variant, str(seed), name).read_bytes() for name in OUTPUTS}
+    return results | {"weights": Path("weights", variant, f"{seed}.pt").read_bytes()}
 
 
 def record(variant="osa_exact", seed=0) -> dict:
@@ -87,7 +88,7 @@ def command(variant="osa_exact", seed=0) -> list[str]:
 def run_main(monkeypatch, *arguments: str) -> None:
     """`python -m pipeline.train` in this process, whose settings of torch are restored."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    monkeypatch.setattr(train, "_make_deterministic", lambda: None)
+    monkeypatch.setattr(train, "make_deterministic", lambda: None)
     train.main()
 
 
@@ -436,7 +437,7 @@ def test_outputs_and_record():
     count = sum(parameter.numel() for parameter in run.model.parameters())
     assert metrics == last | {"steps": 8, "num_parameters": count, "diverged": False, "diverged_at_step": None}
 
-    weights = torch.load("runs/osa_ns/7/weights.pt", weights_only=True)
+    weights = torch.load("weights/osa_ns/7.pt", weights_only=True)
     assert weights.keys() == run.model.state_dict().keys()
     fresh = train.build_model(run.config, 0)
     fresh.load_state_dict(weights)
@@ -447,6 +448,7 @@ def test_outputs_and_record():
     assert (found["variant"], found["seed"], found["status"], found["resumptions"]) == ("osa_ns", 7, "finished", 0)
     assert found["config"] == json.loads(json.dumps(run.config.model_dump()))
     assert found["data_sha256"] == data.digest()
+    assert found["weights_sha256"] == files.sha256("weights/osa_ns/7.pt")
     assert found["seconds"] > 0
     assert found["images_per_second"] > 0
     assert found["timestamps"] == sorted(found["timestamps"])
@@ -463,7 +465,7 @@ def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
     run = trained("vit")
     metrics = json.loads(outputs("vit")["metrics.json"])
     assert (metrics["test_loss"], metrics["test_accuracy"]) == (1.5, 0.5)
-    saved = torch.load("runs/vit/0/weights.pt", weights_only=True)
+    saved = torch.load("weights/vit/0.pt", weights_only=True)
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(saved[name], tensor), name
 
@@ -554,7 +556,7 @@ def test_a_diverged_run_is_a_result(variant):
     assert metrics["test_loss"] is None
     assert metrics["diverged_at_step"] == metrics["steps"] == int(history[-1]["step"]) < 8
     assert record(variant)["status"] == "diverged"
-    assert torch.load(f"runs/{variant}/0/weights.pt", weights_only=True)
+    assert torch.load(f"weights/{variant}/0.pt", weights_only=True)
     assert not list(Path(".checkpoints").iterdir())
 
 
@@ -816,6 +818,13 @@ def test_tracking_that_hangs_is_given_up(project, monkeypatch, capfd, script):
     assert_gone(project)
 
 
+def test_tracking_that_cannot_start_is_done_without(project, monkeypatch, capfd):
+    monkeypatch.setattr(train.sys, "executable", str(project / "no such program"))
+    run_main(monkeypatch, "osa_exact", "0")
+    assert len(outputs()) == 3
+    assert "warning: this run is not tracked, because its watcher cannot be started (" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("script", ["exit 3", "kill -9 $$"])
 def test_tracking_that_dies_is_not_waited_for(project, monkeypatch, script):
     watcher(project, monkeypatch, script)
@@ -825,10 +834,10 @@ def test_tracking_that_dies_is_not_waited_for(project, monkeypatch, script):
 
 
 def test_tracking_sees_the_outputs_before_its_input_closes(project, monkeypatch):
-    watcher(project, monkeypatch, "cat > /dev/null; ls runs/osa_exact/0 records/osa_exact > seen; ls $4 >> seen")
+    watcher(project, monkeypatch, "cat > /dev/null; ls -R runs weights records > seen; ls $4 >> seen")
     run_main(monkeypatch, "osa_exact", "0")
     seen = Path("seen").read_text().split()
-    assert {*OUTPUTS, "0.json", "history.csv", "record.json", "checkpoint.pt"} <= set(seen)
+    assert {*OUTPUTS, "0.pt", "0.json", "record.json", "checkpoint.pt"} <= set(seen)
 
 
 def test_a_training_that_fails_ends_its_tracking(project, monkeypatch):

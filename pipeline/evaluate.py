@@ -1,139 +1,75 @@
-"""The evaluate stage: every run measured again from its weights on the full test set, then summarised over seeds.
+"""The evaluate stage: one run measured again from its weights: `python -m pipeline.evaluate osa_qr 0`.
 
-Run as `python -m pipeline.evaluate`. Which runs there should be is read from params.yaml, never from the folder: one
-that is not there yet is listed as missing, a diverged one is counted, and one that is not listed is left out.
+Writes runs/VARIANT/SEED/evaluation.json: loss, accuracy, per-class accuracy and confusion matrix on the full test set, and
+for each layer and head of orthogonal attention how orthogonal it is. Git keeps the file, so that a run need not be measured,
+nor its weights be there, where another one is added.
 """
 
-import functools
-import itertools
-import pickle
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
+import argparse
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import osa
 from osa.functional import orthogonal_attention_matrix
 from pipeline import data, files, train
 from pipeline.errors import UserError, entry_point
-from pipeline.params import Params, load, resolve
-from pipeline.summary import DIGITS, rounded_table, summarise
-
-FOLDER = Path("paper_outputs/evaluation")
-CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
-SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
-RUN_FILES = ("weights.pt", "metrics.json", "history.csv")
-RUN = ["variant", "seed"]
-STATUSES = ("finished", "diverged", "missing")
-MEASURED = {
-    "test": ["test_loss", "test_accuracy"],
-    "per_class": ["class", "images", "accuracy"],
-    "confusion": ["label", "prediction", "count"],
-    "layers": ["layer", "head", "alpha", "error_max", "error_median", "norm_max", "norm_median"],
-}
+from pipeline.params import Params, RunConfig, load, resolve
+from pipeline.summary import rounded, rounded_table
 
 
 @entry_point
-def main() -> None:
-    params = load()
-    runs = find_runs(params)
-    tables = measure_runs(params, runs[runs["status"] == "finished"])
-    tables["runs"] = with_test_results(runs, tables.pop("test"))
-    tables["histories"] = read_histories(runs)
-    tables["curves"] = summarise_curves(tables["histories"], params.evaluate.confidence)
-    for curve in ("train_loss", "test_loss"):
-        tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
-    tables["summary"] = summarise_runs(tables["runs"], params)
-    for name, table in tables.items():
-        write_csv(FOLDER / f"{name}.csv", table)
-    files.write_json(FOLDER / "summary.json", headline_metrics(tables["summary"]))
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
+    parser.add_argument("variant", help="a name under variants in params.yaml")
+    parser.add_argument("seed", type=int)
+    chosen = parser.parse_args(arguments)
+    train.make_deterministic()
+    path = Path("runs", chosen.variant, str(chosen.seed), "evaluation.json")
+    files.write_json(path, evaluation(load(), chosen.variant, chosen.seed))
 
 
-def find_runs(params: Params) -> pd.DataFrame:
-    """One row for each run that params.yaml lists: variant, seed, status and what training wrote of it.
-
-    `status` is finished, diverged or missing. Warns of runs that are missing, or there without being listed.
-
-    Raises:
-        UserError: there is no run at all.
-    """
-    listed = list(itertools.product(params.run.variants, params.run.seeds))
-    rows = [read_run(variant, seed) for variant, seed in listed]
-    missing = [f"{row['variant']}/{row['seed']}" for row in rows if row["status"] == "missing"]
-    if len(missing) == len(rows):
-        raise UserError(f"runs/ holds none of the {len(rows)} runs of params.yaml: train them with `dvc repro`.")
-    if missing:
-        warn(f"{len(missing)} of {len(rows)} runs of params.yaml are not trained yet: {', '.join(missing)}")
-    strays = {path.parent for path in Path("runs").glob("*/*/metrics.json")} - {run_folder(*run) for run in listed}
-    if strays:
-        warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")
-    return pd.DataFrame(rows)
+def evaluation(params: Params, variant: str, seed: int) -> dict:
+    """What evaluation.json holds: the measurements of a run, empty if it diverged, and which training they are of."""
+    metrics = Path("runs", variant, str(seed), "metrics.json")
+    trained, training = files.read_json(metrics), {"metrics_sha256": files.sha256(metrics)}
+    if trained["diverged"]:
+        return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
+    return training | measure(params, variant, seed, trained["test_accuracy"])
 
 
-def read_run(variant: str, seed: int) -> dict:
-    """The identity, the status and the metrics of one run."""
-    folder = run_folder(variant, seed)
-    if not all((folder / name).exists() for name in RUN_FILES):
-        return {"variant": variant, "seed": seed, "status": "missing"}
-    metrics = files.read_json(folder / "metrics.json")
-    status = "diverged" if metrics.pop("diverged") else "finished"
-    return {"variant": variant, "seed": seed, "status": status, **metrics}
-
-
-def run_folder(variant: str, seed: int) -> Path:
-    return Path("runs", variant, str(seed))
-
-
-def warn(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr)
-
-
-def measure_runs(params: Params, runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The tables of MEASURED over all finished runs."""
+def measure(params: Params, variant: str, seed: int, trained_accuracy: float) -> dict:
+    """The measurements of one finished run, to the digits that files hold."""
+    config = resolve(params, variant)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    read_data = functools.cache(functools.partial(data.load, device=device))
-    bar = tqdm(runs.to_dict("records"), desc="evaluate", unit="run", disable=None)
-    parts = [measure(params, run, read_data, device) for run in bar]
-    return {name: stack([part[name] for part in parts], RUN + columns) for name, columns in MEASURED.items()}
-
-
-def stack(tables: list[pd.DataFrame], columns: list[str]) -> pd.DataFrame:
-    """The tables below one another. Empty ones are left out, because their columns have no type."""
-    filled = [table for table in tables if len(table)]
-    return pd.concat(filled) if filled else pd.DataFrame(columns=columns)
-
-
-def measure(params: Params, run: dict, read_data: Callable[..., data.Data], device: str) -> dict[str, pd.DataFrame]:
-    """The tables of MEASURED for one run, from its weights."""
-    config = resolve(params, run["variant"])
-    mnist = read_data(pixel_scaling=config.data.pixel_scaling)
-    model = load_model(config, run).to(device)
+    mnist = data.load(pixel_scaling=config.data.pixel_scaling, device=device)
+    model = load_model(config, variant, seed).to(device)
     predictions, loss = predict(model, mnist.test_images, mnist.test_labels, params.evaluate.batch_size)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)
     accuracy = confusion.trace() / confusion.sum()
-    check_accuracy(run, accuracy, len(predictions), params.evaluate.tolerance_images)
-    tables = {
-        "test": pd.DataFrame({"test_loss": [loss], "test_accuracy": [accuracy]}),
-        "per_class": per_class_accuracy(confusion),
-        "confusion": long_form(confusion),
-        "layers": attention_statistics(model, mnist.test_images[: params.evaluate.attention_images]),
+    check_accuracy(variant, seed, accuracy, trained_accuracy, len(predictions), params.evaluate.tolerance_images)
+    layers = attention_statistics(model, mnist.test_images[: params.evaluate.attention_images])
+    return {
+        "test_loss": rounded(loss),
+        "test_accuracy": rounded(accuracy),
+        "per_class": rounded_table(per_class_accuracy(confusion)).to_dict("records"),
+        "confusion": confusion.tolist(),
+        "layers": rounded_table(layers).to_dict("records"),
     }
-    return {name: table.assign(variant=run["variant"], seed=run["seed"]) for name, table in tables.items()}
 
 
-def load_model(config, run: dict) -> torch.nn.Module:
+def load_model(config: RunConfig, variant: str, seed: int) -> torch.nn.Module:
     """The trained model of a run. Raises UserError if its weights are not those of a model of this configuration."""
-    path = run_folder(run["variant"], run["seed"]) / "weights.pt"
-    model = train.build_model(config, run["seed"])
+    path = train.weights_path(variant, seed)
+    model = train.build_model(config, seed)
     try:
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError):
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: train it with `dvc repro train@{variant}-{seed}`, or `dvc pull` it.") from None
+    except train.UNREADABLE:
         raise UserError(f"{path} is damaged, or of another model than params.yaml has: run `dvc repro`.") from None
     return model.eval()
 
@@ -149,14 +85,14 @@ def predict(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, 
     return torch.cat(predictions), loss / len(images)
 
 
-def check_accuracy(run: dict, accuracy: float, num_images: int, tolerance_images: int) -> None:
+def check_accuracy(variant: str, seed: int, measured: float, trained: float, num_images: int, tolerance_images: int) -> None:
     """The weights must repeat the accuracy that training measured, but for images that rounding can tip over: it differs
     with the batch size, the number of threads and the device."""
-    if abs(accuracy - run["test_accuracy"]) > (tolerance_images + 0.5) / num_images:
-        folder = run_folder(run["variant"], run["seed"])
+    if abs(measured - trained) > (tolerance_images + 0.5) / num_images:
         raise UserError(
-            f"{folder}/weights.pt has a test accuracy of {accuracy:.4f}, but {folder}/metrics.json says "
-            f"{run['test_accuracy']:.4f}: train again with `dvc repro -f train@{run['variant']}-{run['seed']}`."
+            f"{train.weights_path(variant, seed)} has a test accuracy of {measured:.4f}, but "
+            f"runs/{variant}/{seed}/metrics.json says {trained:.4f}: "
+            f"train again with `dvc repro -f train@{variant}-{seed}`."
         )
 
 
@@ -174,11 +110,6 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame({"class": classes, "images": images[classes], "accuracy": accuracy})
 
 
-def long_form(confusion: np.ndarray) -> pd.DataFrame:
-    label, prediction = np.indices(confusion.shape)
-    return pd.DataFrame({"label": label.ravel(), "prediction": prediction.ravel(), "count": confusion.ravel()})
-
-
 @torch.no_grad()
 def attention_statistics(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
     """For each layer and head of orthogonal attention: α, and maximum and median over images of ‖AᵀA − I‖₂ and ‖S‖₂.
@@ -193,7 +124,7 @@ def attention_statistics(model: torch.nn.Module, images: torch.Tensor) -> pd.Dat
     for hook in hooks:
         hook.remove()
     tables = [head_statistics(number, layer, x) for number, (layer, x) in enumerate(zip(layers, inputs, strict=True))]
-    return stack(tables, MEASURED["layers"])
+    return pd.concat(tables) if tables else pd.DataFrame()
 
 
 def head_statistics(number: int, layer: osa.OrthogonalSelfAttention, x: torch.Tensor) -> pd.DataFrame:
@@ -220,71 +151,6 @@ def orthogonality(layer: osa.OrthogonalSelfAttention, x: torch.Tensor) -> tuple[
     half = layer.scale().double() * query.double() @ key.double().mT
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     return torch.linalg.matrix_norm(a.mT @ a - identity, 2), torch.linalg.matrix_norm(half - half.mT, 2)
-
-
-def with_test_results(runs: pd.DataFrame, test: pd.DataFrame) -> pd.DataFrame:
-    """The runs with test loss and accuracy as measured here. The last train loss of a diverged run is no final one."""
-    kept = runs.reindex(columns=[*RUN, "status", "steps", "diverged_at_step", "num_parameters", "train_loss"])
-    kept["train_loss"] = kept["train_loss"].where(kept["status"] == "finished")
-    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # whole even where a run has none
-    return kept.astype(whole).merge(test, on=RUN, how="left")
-
-
-def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
-    """One row per variant: how many runs finished, diverged and are missing, and statistics of the finished ones."""
-    rows = []
-    for variant in params.run.variants:
-        group = runs[runs["variant"] == variant]
-        count = group["status"].value_counts()
-        row = {"variant": variant} | {f"n_{status}": count.get(status, 0) for status in STATUSES}
-        for quantity in SUMMARISED:
-            summary = asdict(summarise(group[quantity].dropna(), params.evaluate.confidence))
-            row |= {f"{quantity}_{name}": value for name, value in summary.items() if name != "n"}
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
-    """The curves of every run, diverged ones included, one below the other."""
-    there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
-    return pd.concat(pd.read_csv(run_folder(*run) / "history.csv").assign(**run._asdict()) for run in there)
-
-
-def summarise_curves(histories: pd.DataFrame, confidence: float) -> pd.DataFrame:
-    """Long form: variant, step, epoch, curve and the statistics over those seeds that have a finite value there."""
-    long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
-    groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
-    statistics = ("n", "mean", "std", "min", "max")
-    return pd.DataFrame(
-        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summarise(values, confidence), s) for s in statistics}
-        for group, values in groups
-    )
-
-
-def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]) -> pd.DataFrame:
-    """The mean of one curve in the form that `dvc plots` draws: epoch, then a column per variant."""
-    wide = curves[curves["curve"] == curve].pivot(index="epoch", columns="variant", values="mean")
-    return wide.reindex(columns=variants).reset_index()
-
-
-def headline_metrics(summary: pd.DataFrame) -> dict:
-    """What `dvc metrics show` and `dvc exp show` list: a handful of numbers for each variant."""
-    names = {
-        "n_finished": "n",
-        "n_diverged": "diverged",
-        "test_accuracy_mean": "test_accuracy",
-        "test_accuracy_std": "test_accuracy_std",
-        "test_loss_mean": "test_loss",
-        "train_loss_mean": "train_loss",
-    }
-    return rounded_table(summary.set_index("variant")[list(names)]).rename(columns=names).to_dict("index")
-
-
-def write_csv(path: Path, table: pd.DataFrame) -> None:
-    """Run first, then whatever else there is."""
-    identity = [name for name in RUN if name in table]
-    table = table[identity + [name for name in table if name not in identity]]
-    files.write_text(path, table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n"))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def looks(variants: list[str]) -> dict[str, Look]:
 
 
 def figure_1(curves: pd.DataFrame, labels: dict[str, str], styles: dict[str, Look]) -> Figure:
-    """Both panels side by side above one legend. `curves` is evaluate's table, `labels` the models in order."""
+    """Both panels side by side above one legend. `curves` is the table of that name, `labels` the models in order."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):

@@ -97,7 +97,7 @@ class Tracker:
     def finish(self, record: dict, base: Path) -> bool:
         """Imports a finished training from `base`/runs. Returns False if there was nothing to import."""
         outputs = base / "runs" / record["variant"] / str(record["seed"])
-        weights = outputs / "weights.pt"
+        weights = base / "weights" / record["variant"] / f"{record['seed']}.pt"
         with self.lock:
             run = self._find(record)
             if run and (run.info.start_time > _milliseconds(record["started_at"]) or _is_whole(run, weights)):
@@ -110,8 +110,10 @@ class Tracker:
             self._describe(run_id, record | {"num_parameters": metrics["num_parameters"]})
             self._log_points(run_id, points)
             self._log(run_id, points=[(0, ended, _scalars(record, metrics, points))])
-            for path in filter(Path.exists, (weights, outputs / "history.csv", outputs / "metrics.json")):
-                self.client.log_artifact(run_id, str(path))
+            for name in ("history.csv", "metrics.json"):
+                self.client.log_artifact(run_id, str(outputs / name))
+            if weights.exists():
+                self.client.log_artifact(run_id, str(weights), "weights")
             self.client.log_text(run_id, json.dumps(record, indent=2, sort_keys=True), "record.json")
             self._tag(run, status=record["status"], diverged=metrics["diverged"], weights=weights.exists())
             # Last, so that an import cut short is not taken for a whole one.

@@ -126,8 +126,11 @@ class Variant(Section):
 class Evaluate(Section):
     batch_size: PositiveInt
     attention_images: PositiveInt
-    confidence: Fraction
     tolerance_images: Annotated[int, Field(ge=0)]
+
+
+class Tables(Section):
+    confidence: Fraction
 
 
 class Tracking(Section):
@@ -256,6 +259,7 @@ class Params(Section):
     train: Train
     variants: dict[Name, Variant]
     evaluate: Evaluate
+    tables: Tables
     tracking: Tracking
     quickstart: dict[Literal["data", "run", "model", "train"], dict[str, Any]]
     paper: Paper

@@ -25,10 +25,10 @@ def main() -> None:
     files.write_text(FOLDER / "params.yaml", _quick_params(params.read("params.yaml")))
     quick = params.load(FOLDER / "params.yaml")
     _stage("fetch")
-    runs = itertools.product(_longest_first(quick), quick.run.seeds)
+    runs = itertools.product(_longest_first(quick), map(str, quick.run.seeds))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # one thread each: together faster than one after another
-        list(pool.map(lambda run: _stage("train", run[0], str(run[1]), "--no-tracking"), runs))
-    _stage("evaluate")
+        list(pool.map(lambda run: _run(*run), runs))
+    _stage("tables")
     _stage("report")
     _stage("tracking", "sync")
     print(f"\nThe report: {(FOLDER / 'paper_outputs' / 'report.html').resolve()}")
@@ -46,11 +46,16 @@ def _longest_first(quick: params.Params) -> list[str]:
     return sorted(quick.run.variants, key=lambda variant: -cost[quick.variants[variant].method])
 
 
+def _run(variant: str, seed: str) -> None:
+    _stage("train", variant, seed, "--no-tracking")
+    _stage("evaluate", variant, seed)
+
+
 def _stage(module: str, *arguments: str) -> None:
     root = Path(__file__).resolve().parent.parent
     python_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": python_path, "DVC_ROOT": str(FOLDER.resolve())}
-    if module == "train":
+    if module in ("train", "evaluate"):
         environment |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # the bars of several would overwrite one another
     print(" ".join(["quickstart:", module, *arguments[:2]]), flush=True)
     status = subprocess.run([sys.executable, "-m", f"pipeline.{module}", *arguments], cwd=FOLDER, env=environment).returncode

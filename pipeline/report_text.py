@@ -38,7 +38,7 @@ def context(inputs: Inputs, judged: dict) -> dict:
         "tally": tally(verdict["claims"], verdict["undecided that lean the paper's way"]),
         "coverage": coverage(verdict),
         "notices": notices(inputs),
-        "confidence": per_cent(params.evaluate.confidence),
+        "confidence": per_cent(params.tables.confidence),
         "attention_images": params.evaluate.attention_images,
         "table_2": table_2(inputs),
         "figure_caption": figure_caption(inputs),
@@ -164,9 +164,9 @@ def spread_table(inputs: Inputs) -> Table:
             mean_std(loss["train_loss_mean"], loss["train_loss_std"], 4),
         ]
         rows.append((row["variant"], cells))
-    confidence = per_cent(inputs.params.evaluate.confidence)
+    confidence = per_cent(inputs.params.tables.confidence)
     columns = ["Model", f"Accuracy, {confidence} interval", "Accuracy, range", "Test loss", "Train loss"]
-    return Table("Spread over seeds", "lrrrr", columns, rows, "paper_outputs/evaluation/summary.csv")
+    return Table("Spread over seeds", "lrrrr", columns, rows, "paper_outputs/tables/summary.csv")
 
 
 def deviations_table(inputs: Inputs) -> Table:
@@ -245,7 +245,7 @@ def runs_table(inputs: Inputs) -> Table:
         ]
         rows.append((row["variant"], cells))
     columns = ["Model", "Seed", "Status", "Accuracy, %", "Test loss", "Train loss", "Minutes"]
-    return Table("Every run", "lrlrrrr", columns, rows, "paper_outputs/evaluation/runs.csv and records/")
+    return Table("Every run", "lrlrrrr", columns, rows, "paper_outputs/tables/runs.csv and records/")
 
 
 def commands_table(inputs: Inputs) -> Table:

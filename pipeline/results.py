@@ -1,4 +1,4 @@
-"""The numbers of the report as they stand in its CSV and JSON files: what evaluate measured, beside the paper's own."""
+"""The numbers of the report as they stand in its CSV and JSON files: what the runs measured, beside the paper's own."""
 
 import hashlib
 import itertools
@@ -15,13 +15,13 @@ from pipeline.errors import UserError
 from pipeline.params import Params, resolve
 from pipeline.summary import rounded, rounded_table
 
-EVALUATION = Path("paper_outputs/evaluation")
+FOLDER = Path("paper_outputs/tables")
 TABLES = ("runs", "summary", "curves", "histories", "layers")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a report is made from: params.yaml, evaluate's tables, and the record of every run that is there."""
+    """What a report is made from: params.yaml, the tables, and the record of every run that is there."""
 
     params: Params
     tables: dict[str, pd.DataFrame]
@@ -47,10 +47,10 @@ def read(params: Params) -> Inputs:
     Raises:
         UserError: a table or a record is missing, or belongs to other parameters than params.yaml has now.
     """
-    tables = {name: read_table(EVALUATION / f"{name}.csv") for name in TABLES}
+    tables = {name: read_table(FOLDER / f"{name}.csv") for name in TABLES}
     runs = list(tables["runs"][["variant", "seed"]].itertuples(index=False, name=None))
     if runs != list(itertools.product(params.run.variants, params.run.seeds)):
-        raise UserError(f"{EVALUATION}/runs.csv has other runs than params.yaml lists: run `dvc repro evaluate`.")
+        raise UserError(f"{FOLDER}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
     there = tables["runs"]["status"] != "missing"
     return Inputs(params, tables, {run: read_record(params, *run) for run in itertools.compress(runs, there)})
 
@@ -59,7 +59,7 @@ def read_table(path: Path) -> pd.DataFrame:
     try:
         return pd.read_csv(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): run `dvc repro evaluate`.") from None
+        raise UserError(f"{path} cannot be read ({error}): run `dvc repro tables`.") from None
 
 
 def read_record(params: Params, variant: str, seed: int) -> dict:
@@ -72,7 +72,7 @@ def read_record(params: Params, variant: str, seed: int) -> dict:
 
 def judge(inputs: Inputs) -> dict[str, tuple[str, list[claims.Measure]]]:
     """For each claim of params.yaml its verdict and measures."""
-    results = claims.Results(inputs.tables["runs"], inputs.tables["histories"], inputs.params.evaluate.confidence)
+    results = claims.Results(inputs.tables["runs"], inputs.tables["histories"], inputs.params.tables.confidence)
     return {name: claims.judge(claim, results) for name, claim in inputs.params.claims.items()}
 
 

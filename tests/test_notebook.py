@@ -7,7 +7,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from pipeline import evaluate
 from tests.pipeline import synthetic
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +72,7 @@ def test_with_results_shows_them(copy, monkeypatch):
     quickstart.mkdir()
     synthetic.write_project(quickstart, seeds=[0])
     monkeypatch.chdir(quickstart)
-    evaluate.main()
+    synthetic.measure()
     text, figures = run(copy)
     assert f"Results are read from {quickstart}" in text
     assert "No " not in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from pipeline import data, params, train
+from pipeline import data, evaluate, params, tables, train
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -48,13 +48,22 @@ def write_run(folder: Path, settings: params.Params, variant: str, seed: int, di
     run = folder / "runs" / variant / str(seed)
     run.mkdir(parents=True, exist_ok=True)
     (run / "history.csv").write_text(as_csv(curve))
-    torch.save(model.state_dict(), run / "weights.pt")
+    weights = folder / train.weights_path(variant, seed)
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), weights)
     last = {key: None if curve[-1][key] == "" else curve[-1][key] for key in train.COLUMNS[2:]}
     steps = curve[-1]["step"]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
     write_json(run / "metrics.json", last | divergence | {"steps": steps, "num_parameters": parameters})
     write_json(folder / "records" / variant / f"{seed}.json", record(config, variant, seed, mnist.sha256, diverged))
+
+
+def measure() -> None:
+    """What the stages evaluate and tables do, for every run that is there, in the working directory."""
+    for metrics in Path("runs").glob("*/*/metrics.json"):
+        evaluate.main(list(metrics.parts[1:3]))
+    tables.main()
 
 
 def history(index: int, seed: int, diverged: bool) -> list[dict]:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline.tables import RUN_FILES
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,14 @@ class Step:
     @property
     def trainings(self) -> set[str]:
         """The runs among them."""
-        return {stage.removeprefix("train@") for stage in self.stages if stage.startswith("train@")}
+        return self._runs_of("train")
+
+    @property
+    def evaluations(self) -> set[str]:
+        return self._runs_of("evaluate")
+
+    def _runs_of(self, stage: str) -> set[str]:
+        return {name.removeprefix(f"{stage}@") for name in self.stages if name.startswith(f"{stage}@")}
 
 
 class Clone:
@@ -151,7 +159,9 @@ def story(tmp_path_factory):
 
 
 def test_from_nothing_to_the_report(story):
-    assert story.first.stages == ["fetch", "train@vit-0", "train@osa_exact-0", "evaluate", "report"]
+    assert story.first.stages == [
+        *("fetch", "train@vit-0", "train@osa_exact-0", "evaluate@vit-0", "evaluate@osa_exact-0", "tables", "report")
+    ]
     page = story.first.files["paper_outputs/report.html"].decode()
     for text in ("Orthogonal Self-Attention", "ViT", "OSA (exact)"):
         assert text in page
@@ -166,7 +176,7 @@ def test_training_does_without_mlflow(story):
 def test_git_sees_the_results_and_nothing_else(story):
     changes = {line[3:] for line in story.changes.output.splitlines()}
     variants = ("vit", "osa_exact")
-    expected = {f"runs/{variant}/0/{name}" for variant in variants for name in ("metrics.json", "history.csv")}
+    expected = {f"runs/{variant}/0/{name}" for variant in variants for name in RUN_FILES}
     expected |= {f"records/{variant}/0.json" for variant in variants}
     assert {path for path in changes if not path.startswith("paper_outputs/")} == expected | {"dvc.lock"}
 
@@ -179,7 +189,8 @@ def test_a_second_time_nothing_runs(story):
 
 def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
     assert story.grown.trainings == {"vit-1", "osa_exact-1", "osa_wide-0", "osa_wide-1"}
-    assert story.grown.stages[-2:] == ["evaluate", "report"]
+    assert story.grown.evaluations == story.grown.trainings
+    assert story.grown.stages[-2:] == ["tables", "report"]
     for name, content in story.first.files.items():
         if name.startswith(("runs/", "records/")):
             assert story.grown.files[name] == content, name
@@ -200,7 +211,7 @@ def test_metrics_are_those_of_the_runs(story):
         path = f"runs/{variant}/1/metrics.json"
         expected = json.loads(story.labelled.files[path])
         assert shown[path]["data"] == {key: value for key, value in expected.items() if value is not None}
-    summary = shown["paper_outputs/evaluation/summary.json"]["data"]
+    summary = shown["paper_outputs/tables/summary.json"]["data"]
     accuracies = [shown[f"runs/vit/{seed}/metrics.json"]["data"]["test_accuracy"] for seed in (0, 1)]
     assert summary["vit"]["test_accuracy"] == pytest.approx(sum(accuracies) / 2, abs=1e-6)
 
@@ -214,7 +225,7 @@ def test_plots_are_drawn(story):
 
 def test_an_experiment_trains_with_the_value_that_it_sets(story):
     assert story.experiment.trainings == {"vit-0"}
-    assert story.experiment.stages[-2:] == ["evaluate", "report"]
+    assert story.experiment.stages[-3:] == ["evaluate@vit-0", "tables", "report"]
     config = json.loads(story.experiment.files["records/vit/0.json"])["config"]
     assert config["train"]["learning_rate"] == 1e-6
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline import claims, evaluate, figures, params, report, report_text, results
+from pipeline import claims, figures, params, report, report_text, results
 from pipeline.errors import UserError
 from tests.pipeline import synthetic, test_claims
 
@@ -24,7 +24,7 @@ README = synthetic.ROOT / "README.md"
 def make(folder: Path, edit=lambda raw: None, **project) -> None:
     """A project in `folder`, which is the working directory, evaluated and reported."""
     synthetic.write_project(folder, edit, **project)
-    evaluate.main()
+    synthetic.measure()
     report.main([])
 
 
@@ -77,7 +77,7 @@ def contents_of_files() -> list:
     found = leaves(yaml.safe_load(Path("params.yaml").read_text()))
     for path in [*Path("records").glob("*/*.json"), *OUTPUTS.glob("*.json")]:
         found += leaves(json.loads(path.read_text()))
-    for path in [*OUTPUTS.glob("*.csv"), *OUTPUTS.glob("evaluation/[rs]u*.csv")]:
+    for path in [*OUTPUTS.glob("*.csv"), *OUTPUTS.glob("tables/[rs]u*.csv")]:
         with open(path) as file:
             found += [cell for row in csv.reader(file) for cell in row]
     return found
@@ -278,7 +278,7 @@ def test_missing_and_diverged_runs_are_told_first(empty):
     synthetic.write_project(empty, diverged={("osa_ns", 1)})
     shutil.rmtree("runs/vit/0")
     Path("records/vit/0.json").unlink()
-    evaluate.main()
+    synthetic.measure()
     report.main([])
     for name in ("report.md", "report.html"):
         head = (OUTPUTS / name).read_text().split("Table 2")[0]
@@ -348,14 +348,14 @@ def test_an_evaluation_of_other_runs_is_refused(project, capsys):
     edit_params(lambda raw: raw["run"].update(seeds=[0, 1]))
     with pytest.raises(SystemExit):
         report.main([])
-    assert "`dvc repro evaluate`" in capsys.readouterr().err
+    assert "`dvc repro tables`" in capsys.readouterr().err
 
 
 def test_a_missing_table_is_named(project, capsys):
-    (OUTPUTS / "evaluation/layers.csv").unlink()
+    (OUTPUTS / "tables/layers.csv").unlink()
     with pytest.raises(SystemExit):
         report.main([])
-    assert "paper_outputs/evaluation/layers.csv" in capsys.readouterr().err
+    assert "paper_outputs/tables/layers.csv" in capsys.readouterr().err
 
 
 def claim_error(change, empty) -> str:

@@ -108,7 +108,7 @@ class Run:
         metrics |= {"diverged": self.diverged, "diverged_at_step": steps if self.diverged else None}
         files.write_json(out / "metrics.json", metrics | {"steps": steps, "num_parameters": 31})
         if weights:
-            files.write_bytes(out / "weights.pt", b"weights")
+            files.write_bytes(base / "weights" / self.variant / f"{self.seed}.pt", b"weights")
         status = "diverged" if self.diverged else "finished"
         files.write_json(base / "records" / self.variant / f"{self.seed}.json", self.record(status, count))
         return self
@@ -212,7 +212,7 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
     def artifacts(run):
         return [file.path for file in client.list_artifacts(run.info.run_id)]
 
-    assert artifacts(child) == ["history.csv", "metrics.json", "record.json", "weights.pt"]
+    assert artifacts(child) == ["history.csv", "metrics.json", "record.json", "weights"]
     assert artifacts(parent) == ["figure_1.svg", "table_2.md"]
     diverged = named("vit_noskip/seed0")
     assert (diverged.info.status, diverged.data.tags["diverged"]) == ("FAILED", "true")
@@ -230,10 +230,10 @@ def test_a_newer_measurement_takes_the_place_of_an_older_one(database):
     assert curve(named("vit/seed0"), "test_accuracy") == [(0, 0.1), (117, 0.6)]
     assert curve(named("ViT"), "test_accuracy_mean") == [(0, pytest.approx(0.15)), (117, pytest.approx(0.65))]
 
-    files.write_bytes("runs/vit/0/weights.pt", b"pulled")  # weights that come later are added
+    files.write_bytes("weights/vit/0.pt", b"pulled")  # weights that come later are added
     tracking.sync(Path("."))
     run_id = named("vit/seed0").info.run_id
-    assert "weights.pt" in [file.path for file in tracker().client.list_artifacts(run_id)]
+    assert "weights" in [file.path for file in tracker().client.list_artifacts(run_id)]
 
     older = Path("older")  # an older training with another key, from another machine
     Run("vit", 0, [0.1, 0.2], key="other code", minutes=-10).finish(older)

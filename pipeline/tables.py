@@ -1,0 +1,173 @@
+"""The tables stage: every run that params.yaml lists, side by side and summarised over seeds: `python -m pipeline.tables`.
+
+Which runs there should be is read from params.yaml, never from the folder: one that is not there yet is listed as missing,
+a diverged one is counted, and one that is not listed is left out.
+"""
+
+import itertools
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from pipeline import files
+from pipeline.errors import UserError, entry_point
+from pipeline.params import Params, load
+from pipeline.summary import DIGITS, rounded_table, summarise
+
+FOLDER = Path("paper_outputs/tables")
+CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
+RUN_FILES = ("metrics.json", "history.csv", "evaluation.json")
+RUN = ["variant", "seed"]
+STATUSES = ("finished", "diverged", "missing")
+COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", "train_loss", "test_loss", "test_accuracy"]
+MEASURED = {
+    "per_class": ["class", "images", "accuracy"],
+    "confusion": ["label", "prediction", "count"],
+    "layers": ["layer", "head", "alpha", "error_max", "error_median", "norm_max", "norm_median"],
+}
+
+
+@entry_point
+def main() -> None:
+    params = load()
+    runs = find_runs(params)
+    tables = {name: measured(runs, name) for name in MEASURED}
+    tables["runs"] = runs_table(runs)
+    tables["histories"] = read_histories(tables["runs"])
+    tables["curves"] = summarise_curves(tables["histories"], params.tables.confidence)
+    for curve in ("train_loss", "test_loss"):
+        tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
+    tables["summary"] = summarise_runs(tables["runs"], params)
+    for name, table in tables.items():
+        write_csv(FOLDER / f"{name}.csv", table)
+    files.write_json(FOLDER / "summary.json", headline_metrics(tables["summary"]))
+
+
+def find_runs(params: Params) -> list[dict]:
+    """For each run that params.yaml lists: variant, seed, status, and what training and evaluate wrote of it.
+
+    `status` is finished, diverged or missing. Warns of runs that are missing, or there without being listed.
+
+    Raises:
+        UserError: there is no run at all, or the evaluation of one is not of its training.
+    """
+    listed = list(itertools.product(params.run.variants, params.run.seeds))
+    runs = [read_run(variant, seed) for variant, seed in listed]
+    missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
+    if len(missing) == len(runs):
+        raise UserError(f"runs/ holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
+    if missing:
+        warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
+    strays = {path.parent for path in Path("runs").glob("*/*/metrics.json")} - {run_folder(*run) for run in listed}
+    if strays:
+        warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")
+    return runs
+
+
+def read_run(variant: str, seed: int) -> dict:
+    """The identity, the status, the metrics and the evaluation of one run."""
+    run, folder = {"variant": variant, "seed": seed}, run_folder(variant, seed)
+    if not all((folder / name).exists() for name in RUN_FILES):
+        return run | {"status": "missing"}
+    metrics, evaluation = (files.read_json(folder / name) for name in ("metrics.json", "evaluation.json"))
+    if evaluation["metrics_sha256"] != files.sha256(folder / "metrics.json"):
+        raise UserError(f"{folder}/evaluation.json is of an earlier training: run `dvc repro evaluate@{variant}-{seed}`.")
+    return run | {"status": "diverged" if metrics["diverged"] else "finished"} | metrics | evaluation
+
+
+def run_folder(variant: str, seed: int) -> Path:
+    return Path("runs", variant, str(seed))
+
+
+def warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr)
+
+
+def measured(runs: list[dict], name: str) -> pd.DataFrame:
+    """One of the tables of MEASURED over all finished runs, below one another."""
+    parts = []
+    for run in runs:
+        if run["status"] == "finished" and run[name]:
+            table = long_form(np.array(run[name])) if name == "confusion" else pd.DataFrame(run[name])
+            parts.append(table.assign(variant=run["variant"], seed=run["seed"]))
+    return pd.concat(parts) if parts else pd.DataFrame(columns=RUN + MEASURED[name])
+
+
+def long_form(confusion: np.ndarray) -> pd.DataFrame:
+    """Counts (classes, classes) as one row for each pair of label and prediction."""
+    label, prediction = np.indices(confusion.shape)
+    return pd.DataFrame({"label": label.ravel(), "prediction": prediction.ravel(), "count": confusion.ravel()})
+
+
+def runs_table(runs: list[dict]) -> pd.DataFrame:
+    """One row for each run, with test loss and accuracy as evaluate measured them. A diverged run has no final losses."""
+    table = pd.DataFrame(runs).reindex(columns=RUN + COLUMNS)
+    finals = ["train_loss", "test_loss", "test_accuracy"]
+    table[finals] = table[finals].astype(float).where(table["status"] == "finished")
+    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # whole even where a run has none
+    return table.astype(whole)
+
+
+def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
+    """One row per variant: how many runs finished, diverged and are missing, and statistics of the finished ones."""
+    rows = []
+    for variant in params.run.variants:
+        group = runs[runs["variant"] == variant]
+        count = group["status"].value_counts()
+        row = {"variant": variant} | {f"n_{status}": count.get(status, 0) for status in STATUSES}
+        for quantity in SUMMARISED:
+            summary = asdict(summarise(group[quantity].dropna(), params.tables.confidence))
+            row |= {f"{quantity}_{name}": value for name, value in summary.items() if name != "n"}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
+    """The curves of every run, diverged ones included, one below the other."""
+    there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
+    return pd.concat(pd.read_csv(run_folder(*run) / "history.csv").assign(**run._asdict()) for run in there)
+
+
+def summarise_curves(histories: pd.DataFrame, confidence: float) -> pd.DataFrame:
+    """Long form: variant, step, epoch, curve and the statistics over those seeds that have a finite value there."""
+    long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
+    groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
+    statistics = ("n", "mean", "std", "min", "max")
+    return pd.DataFrame(
+        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summarise(values, confidence), s) for s in statistics}
+        for group, values in groups
+    )
+
+
+def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]) -> pd.DataFrame:
+    """The mean of one curve in the form that `dvc plots` draws: epoch, then a column per variant."""
+    wide = curves[curves["curve"] == curve].pivot(index="epoch", columns="variant", values="mean")
+    return wide.reindex(columns=variants).reset_index()
+
+
+def headline_metrics(summary: pd.DataFrame) -> dict:
+    """What `dvc metrics show` and `dvc exp show` list: a handful of numbers for each variant."""
+    names = {
+        "n_finished": "n",
+        "n_diverged": "diverged",
+        "test_accuracy_mean": "test_accuracy",
+        "test_accuracy_std": "test_accuracy_std",
+        "test_loss_mean": "test_loss",
+        "train_loss_mean": "train_loss",
+    }
+    return rounded_table(summary.set_index("variant")[list(names)]).rename(columns=names).to_dict("index")
+
+
+def write_csv(path: Path, table: pd.DataFrame) -> None:
+    """Run first, then whatever else there is."""
+    identity = [name for name in RUN if name in table]
+    table = table[identity + [name for name in table if name not in identity]]
+    files.write_text(path, table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n"))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import UserError
 
@@ -34,8 +35,8 @@ def write_json(path: str | Path, value: object) -> None:
     write_text(path, json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def read_json(path: str | Path) -> dict:
-    """Reads a JSON object. Raises UserError naming the file if it is absent or not JSON."""
+def read_json(path: str | Path) -> Any:
+    """Reads JSON. Raises UserError naming the file if it is absent or not JSON."""
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:

@@ -62,7 +62,16 @@ def draw_figures(inputs: Inputs) -> dict:
     files.write_bytes(FOLDER / "figure_1.png", figures.png(figure))
     panels = {curve: figures.svg(figures.panel(curves, curve, labels, looks)) for curve in figures.PANELS}
     inline = [figures.inline(svg, curve, f"{figures.PANELS[curve]} by epoch") for curve, svg in panels.items()]
-    return {"panels": inline, "labels": labels, "looks": looks}
+    return {"panels": inline, "labels": labels, "looks": looks, "drawings": read_drawings(inputs.findings)}
+
+
+def read_drawings(findings: list[dict]) -> dict[str, str]:
+    """The figure of each finding that has one, for the page."""
+    drawn = [finding for finding in findings if finding["figure"]]
+    return {
+        finding["id"]: figures.inline((finding["folder"] / finding["figure"]).read_text(), finding["id"], finding["caption"])
+        for finding in drawn
+    }
 
 
 def write_pages(context: dict) -> None:

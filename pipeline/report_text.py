@@ -35,7 +35,8 @@ def context(inputs: Inputs, judged: dict) -> dict:
     return {
         "paper": params.paper,
         "verdict": verdict["overall"],
-        "tally": tally(verdict["claims"], verdict["undecided that lean the paper's way"]),
+        "tally": tally(verdict["claims"], "claims", verdict["undecided that lean the paper's way"]),
+        "findings_tally": tally(verdict["theorems and costs"], "theorems and costs"),
         "coverage": coverage(verdict),
         "notices": notices(inputs),
         "confidence": per_cent(params.tables.confidence),
@@ -43,6 +44,7 @@ def context(inputs: Inputs, judged: dict) -> dict:
         "table_2": table_2(inputs),
         "figure_caption": figure_caption(inputs),
         "claims": [claim_text(inputs, name, *judgement) for name, judgement in judged.items()],
+        "findings": [finding_text(finding) for finding in inputs.findings],
         "spread": spread_table(inputs),
         "deviations": deviations_table(inputs),
         "choices": choices_table(params),
@@ -54,12 +56,12 @@ def context(inputs: Inputs, judged: dict) -> dict:
     }
 
 
-def tally(count: dict[str, int], leaning: int) -> str:
+def tally(count: dict[str, int], things: str, leaning: int = 0) -> str:
     """e.g. Of 9 claims, 5 are supported, 1 is not supported and 3 are undecided. 2 of the undecided lean the paper's way."""
     parts = [f"{count[v]} {'is' if count[v] == 1 else 'are'} {v}" for v in claims.VERDICTS if count[v]]
     listing = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     lean = f" {leaning} of the undecided {'leans' if leaning == 1 else 'lean'} the paper's way." if leaning else ""
-    return f"Of {count['total']} claims, {listing}.{lean}"
+    return f"Of {count['total']} {things}, {listing}.{lean}"
 
 
 def coverage(verdict: dict) -> str:
@@ -149,6 +151,26 @@ def measure_text(inputs: Inputs, kind: str, measure: claims.Measure) -> dict[str
         value += f" ({fixed(measure.low, 2)} to {fixed(measure.high, 2)})"
     note = f"has to be {measure.side} {fixed(measure.limit, 2)}; n = {measure.n}"
     return {"what": what, "value": value, "note": f"{note}; {measure.note}" if measure.note else note}
+
+
+def finding_text(finding: dict) -> dict:
+    """A finding with its measures and its table as text, and its files by their paths from the repository's root."""
+    folder, table = finding["folder"], finding["table"]
+    return finding | {
+        "anchor": finding["id"].replace("_", "-"),
+        "measures": [finding_measure(measure) for measure in finding["measures"]],
+        "figure": folder / finding["figure"] if finding["figure"] else None,
+        "table": table and Table("", table["align"], table["columns"], [(None, row) for row in table["rows"]], ""),
+    }
+
+
+def finding_measure(measure: dict) -> dict[str, str]:
+    limit = f"has to be {measure['side']} {compact(measure['limit'])}" if measure["side"] else ""
+    return {
+        "what": measure["what"],
+        "value": f"{compact(measure['value'])} {measure['unit']}".strip(),
+        "note": "; ".join(filter(None, [limit, measure["note"]])),
+    }
 
 
 def spread_table(inputs: Inputs) -> Table:
@@ -297,6 +319,16 @@ def scientific(value: float) -> str:
     """e.g. 1.2 × 10⁻⁶."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa} × 10{str(int(exponent)).translate(SUPERSCRIPTS)}"
+
+
+def compact(value: float | None) -> str:
+    """Three digits or so: 0.998, 12.3, 4 096, 1.2 × 10⁻⁶."""
+    if value is None or value == 0 or not math.isfinite(value):
+        return ABSENT if value != 0 else "0"
+    size = abs(value)
+    if not 0.01 <= size < 1e5:
+        return scientific(value)
+    return grouped(value) if size >= 1000 else fixed(value, 3 if size < 10 else 1)
 
 
 def grouped(value: float) -> str:

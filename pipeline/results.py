@@ -17,15 +17,17 @@ from pipeline.summary import rounded, rounded_table
 
 FOLDER = Path("paper_outputs/tables")
 TABLES = ("runs", "summary", "curves", "histories", "layers")
+MEASUREMENTS = ("theory", "complexity")  # the stages that leave paper_outputs/STAGE/findings.json
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a report is made from: params.yaml, the tables, and the record of every run that is there."""
+    """What a report is made from: params.yaml, the tables, the record of every run that is there, and the findings."""
 
     params: Params
     tables: dict[str, pd.DataFrame]
     records: dict[tuple[str, int], dict]
+    findings: list[dict]
 
     def label(self, variant: str) -> str:
         return self.params.report.labels.get(variant, variant)
@@ -45,14 +47,15 @@ def read(params: Params) -> Inputs:
     """Reads what the report needs.
 
     Raises:
-        UserError: a table or a record is missing, or belongs to other parameters than params.yaml has now.
+        UserError: a table, a record or the findings are missing, or belong to other parameters than params.yaml has now.
     """
     tables = {name: read_table(FOLDER / f"{name}.csv") for name in TABLES}
     runs = list(tables["runs"][["variant", "seed"]].itertuples(index=False, name=None))
     if runs != list(itertools.product(params.run.variants, params.run.seeds)):
         raise UserError(f"{FOLDER}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
     there = tables["runs"]["status"] != "missing"
-    return Inputs(params, tables, {run: read_record(params, *run) for run in itertools.compress(runs, there)})
+    records = {run: read_record(params, *run) for run in itertools.compress(runs, there)}
+    return Inputs(params, tables, records, read_findings())
 
 
 def read_table(path: Path) -> pd.DataFrame:
@@ -60,6 +63,12 @@ def read_table(path: Path) -> pd.DataFrame:
         return pd.read_csv(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): run `dvc repro tables`.") from None
+
+
+def read_findings() -> list[dict]:
+    """What was measured of the paper's theorems and costs, in reading order, each with the folder of its files."""
+    folders = [Path("paper_outputs", stage) for stage in MEASUREMENTS]
+    return [finding | {"folder": folder} for folder in folders for finding in files.read_json(folder / "findings.json")]
 
 
 def read_record(params: Params, variant: str, seed: int) -> dict:
@@ -79,11 +88,13 @@ def judge(inputs: Inputs) -> dict[str, tuple[str, list[claims.Measure]]]:
 def verdict(inputs: Inputs, judged: dict[str, tuple[str, list[claims.Measure]]]) -> dict:
     """The whole in a few numbers: an overall verdict, how the claims came out, and how many runs there are."""
     count = Counter(result for result, _ in judged.values())
+    found = Counter(finding["verdict"] for finding in inputs.findings)
     status = Counter(inputs.tables["runs"]["status"])
     run, total = inputs.params.run, status.total()
     return {
         "overall": overall(set(count)),
         "claims": {"total": len(judged)} | {name: count[name] for name in claims.VERDICTS},
+        "theorems and costs": {"total": len(inputs.findings)} | {name: found[name] for name in claims.VERDICTS},
         "undecided that lean the paper's way": sum(leans(*judgement) for judgement in judged.values()),
         "models": len(run.variants),
         "seeds": len(run.seeds),

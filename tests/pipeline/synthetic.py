@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 import yaml
+from matplotlib.figure import Figure
 
-from pipeline import data, evaluate, params, tables, train
+from pipeline import data, evaluate, figures, params, tables, train
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ def write_project(folder: Path, edit=lambda raw: None, seeds=(0, 1, 2), diverged
     for variant in settings.run.variants:
         for seed in settings.run.seeds:
             write_run(folder, settings, variant, seed, (variant, seed) in diverged)
+    write_findings(folder)
 
 
 def write_run(folder: Path, settings: params.Params, variant: str, seed: int, diverged: bool = False) -> None:
@@ -57,6 +59,47 @@ def write_run(folder: Path, settings: params.Params, variant: str, seed: int, di
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
     write_json(run / "metrics.json", last | divergence | {"steps": steps, "num_parameters": parameters})
     write_json(folder / "records" / variant / f"{seed}.json", record(config, variant, seed, mnist.sha256, diverged))
+
+
+def write_findings(folder: Path) -> None:
+    """What the stages theory and complexity leave for the report: one finding with a figure and a table, one without."""
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().plot([1, 2])
+    theory, complexity = folder / "paper_outputs/theory", folder / "paper_outputs/complexity"
+    theorem = {
+        "id": "theorem_2_2",
+        "title": "Attention keeps the spectrum",
+        "place": "Theorem 2.2",
+        "statement": "The eigenvalues of X Xᵀ do not change <with depth>.",
+        "rule": "The largest change is below 1e-10.",
+        "verdict": "supported",
+        "measures": [
+            measure_of("largest change", 1.5e-13, "", "below", 1e-10),
+            measure_of("rank", 49, "tokens", None, None),
+        ],
+        "remark": "Softmax attention collapses.",
+        "figure": "theorem_2_2.svg",
+        "caption": "Eigenvalues against depth.",
+        "table": {"columns": ["Depth", "Rank"], "align": "rr", "rows": [["1", "49"], ["64", "49"]]},
+        "sources": ["paper_outputs/theory/theorem_2_2.csv"],
+    }
+    cost = theorem | {
+        "id": "linear_in_n",
+        "title": "Memory is linear in N",
+        "place": "Section 3.1",
+        "verdict": "not supported",
+        "measures": [measure_of("slope", 1.2345, "", "below", 1.05)],
+        "remark": "",
+        "figure": None,
+        "table": None,
+    }
+    write_json(theory / "findings.json", [theorem])
+    write_json(complexity / "findings.json", [cost])
+    (theory / "theorem_2_2.svg").write_text(figures.svg(figure))
+
+
+def measure_of(what: str, value: float, unit: str, side: str | None, limit: float | None) -> dict:
+    return {"what": what, "value": value, "unit": unit, "side": side, "limit": limit, "note": ""}
 
 
 def measure() -> None:
@@ -124,6 +167,6 @@ def as_csv(rows: list[dict]) -> str:
     return text.getvalue()
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict | list) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))

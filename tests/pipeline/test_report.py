@@ -75,7 +75,7 @@ def leaves(value) -> list:
 def contents_of_files() -> list:
     """What params.yaml, the records and the tables and JSON files beside the report hold."""
     found = leaves(yaml.safe_load(Path("params.yaml").read_text()))
-    for path in [*Path("records").glob("*/*.json"), *OUTPUTS.glob("*.json")]:
+    for path in [*Path("records").glob("*/*.json"), *OUTPUTS.glob("*.json"), *OUTPUTS.glob("*/findings.json")]:
         found += leaves(json.loads(path.read_text()))
     for path in [*OUTPUTS.glob("*.csv"), *OUTPUTS.glob("tables/[rs]u*.csv")]:
         with open(path) as file:
@@ -123,6 +123,38 @@ def test_every_number_of_the_report_is_in_a_file(project):
     assert len(numbers(text)) > 350
     assert strangers(text) == []
     assert strangers(text + " 97.3591 and 12 345.5") == ["97.3591", "345.5"]
+
+
+def test_findings_stand_in_the_first_screen_in_the_claims_and_in_sections_of_their_own(project):
+    page, text = ((OUTPUTS / name).read_text() for name in ("report.html", "report.md"))
+    header, rest = page.split("</header>")
+    assert "Of 2 theorems and costs, 1 is supported and 1 is not supported." in header
+    assert '<a href="#theorem-2-2">Attention keeps the spectrum</a>' in header
+    assert rest.count("Attention keeps the spectrum") == 2
+    assert rest.count("do not change &lt;with depth&gt;.") == 4  # of both findings
+    section = rest.split('<section id="theorem-2-2">')[1].split("</section>")[0]
+    assert section.count("<svg") == 1 and "Softmax attention collapses." in section
+    assert "1.5 × 10⁻¹³" in section and "has to be below 1.0 × 10⁻¹⁰" in section
+    assert "<code>paper_outputs/theory/theorem_2_2.csv</code>" in section
+    assert "![Eigenvalues against depth.](theory/theorem_2_2.svg)" in text
+    assert "| 64 | 49 |" in text
+    assert "**Not supported.**" in text and "- slope: **1.234**; has to be below 1.050" in text
+    assert results.verdict(results.read(params.load()), {})["theorems and costs"]["not supported"] == 1
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0, "0"), (None, "–"), (1.5e-13, "1.5 × 10⁻¹³"), (0.998, "0.998"), (-12.34, "−12.3"), (4096, "4\u202f096")],
+)
+def test_numbers_of_findings_are_short(value, text):
+    assert report_text.compact(value) == text
+
+
+def test_missing_findings_are_named(project, capsys):
+    (OUTPUTS / "theory/findings.json").unlink()
+    with pytest.raises(SystemExit):
+        report.main([])
+    assert "paper_outputs/theory/findings.json is missing" in capsys.readouterr().err
 
 
 def test_every_number_of_the_table_is_in_its_own_file(project):
@@ -196,7 +228,8 @@ def test_the_verdict_and_every_claim_come_before_the_first_table(reported):
     verdict = json.loads((reported / OUTPUTS / "verdict.json").read_text())
     assert verdict["overall"] in head and f"Of {verdict['claims']['total']} claims" in head
     assert "18 of 18 runs trained, 0 diverged" in head
-    assert head.count('class="badge') == verdict["claims"]["total"] == 9
+    assert verdict["claims"]["total"] == 9
+    assert head.count('class="badge') == 9 + verdict["theorems and costs"]["total"]
 
 
 def test_text_from_params_is_escaped(empty):
@@ -440,13 +473,13 @@ def test_numbers_as_text(text, expected):
 )
 def test_tally(count, sentence):
     names = dict(zip(report_text.claims.VERDICTS, count, strict=True))
-    assert report_text.tally(names | {"total": sum(count)}, 0) == sentence
+    assert report_text.tally(names | {"total": sum(count)}, "claims") == sentence
 
 
 def test_tally_says_where_the_undecided_lean():
     count = dict(zip(report_text.claims.VERDICTS, (1, 0, 2, 0), strict=True)) | {"total": 3}
-    assert report_text.tally(count, 1).endswith("2 are undecided. 1 of the undecided leans the paper's way.")
-    assert report_text.tally(count, 2).endswith("2 are undecided. 2 of the undecided lean the paper's way.")
+    assert report_text.tally(count, "claims", 1).endswith("2 are undecided. 1 of the undecided leans the paper's way.")
+    assert report_text.tally(count, "claims", 2).endswith("2 are undecided. 2 of the undecided lean the paper's way.")
 
 
 @pytest.mark.parametrize("first, leaning", [(97.0, True), (96.0, False)])

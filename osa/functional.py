@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from osa.linalg import EPSILON, newton_schulz, phi1_times, qr_basis
+from osa.linalg import EPSILON, newton_schulz_gram, phi1_times, qr_basis
 
 METHODS = ("qr", "newton_schulz", "exact")
 
@@ -25,18 +25,21 @@ def orthogonal_attention(
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
-        method           L                          Z                  Y
-        "exact"          scale · M                  scale · J MᵀM      J MᵀV
-        "qr"             B, the reduced QR of M     [S] = BᵀSB         [S] BᵀV
-        "newton_schulz"  B = M_K of Eq. 9           [S]                [S] BᵀV
+        method           L             Z                     Y
+        "exact"          scale · M     scale · J G           J MᵀV
+        "qr"             B             [S] = BᵀSB            [S] BᵀV
+        "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV
 
-    with Z at most 2d×2d. No N×N matrix is formed: time O(N d² + d³), memory O(N d + d²).
+    with G = MᵀM and Z at most 2d×2d. No N×N matrix is formed: time O(N d² + d³), memory O(N d + d²).
 
-    "qr" and "newton_schulz" are Theorem 2.1, exp(S) = I + B (exp[S] − I) Bᵀ with exp[S] − I = φ₁([S]) [S].
+    "qr" is Theorem 2.1, exp(S) = I + B (exp[S] − I) Bᵀ with exp[S] − I = φ₁([S]) [S] and B of the reduced QR of M.
     "exact" needs no orthonormal basis because f(AB) A = A f(BA) (Higham 2008, Section 1.8; for the exponential of a
-    low-rank matrix see Xiao & Liu, ICML 2020); its rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for
-    Q ≈ K), where that of "qr" grows with ‖S‖₂. "newton_schulz" runs K iterations and no more, so that its B, and the
-    result, are orthogonal only as far as those have converged (Theorem 3.1).
+    low-rank matrix see Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9: by the same identity
+    its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. It runs K iterations and no more, so that the
+    result is orthogonal only as far as those have converged (Theorem 3.1); where they have, G_K is a projector that
+    changes nothing, and the result that of "exact".
+
+    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with "qr" it grows with ‖S‖₂.
 
     Args:
         query: (..., N, d).
@@ -120,37 +123,34 @@ def _attend(
         elif scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
         v = value.to(m.dtype)
-        if method == "exact":
-            output = _exact(m, v, scale)
-        elif method == "qr":
-            basis = qr_basis(m)  # (..., N, r), r = min(N, 2d)
-            output = v + basis @ _expm1_times(scale, basis.mT @ m, basis.mT @ v)
+        if method == "qr":
+            output = _by_basis(m, v, scale)
         else:
-            output = _newton_schulz(m, v, scale, 6 if num_iterations is None else num_iterations)
+            output = _by_gram(m, v, scale, (num_iterations or 6) if method == "newton_schulz" else None)
         return output.to(value.dtype)  # (..., N, d_value)
 
 
-def _exact(m: Tensor, v: Tensor, scale: float | Tensor) -> Tensor:
+def _by_gram(m: Tensor, v: Tensor, scale: float | Tensor, num_iterations: int | None) -> Tensor:
+    """By Gram matrices alone: "newton_schulz", or "exact" where there are no iterations."""
     d = m.shape[-1] // 2
-    gram = scale * (m.mT @ m)  # (..., 2d, 2d)
-    products = m.mT @ v  # (..., 2d, d_value)
-    core = phi1_times(_apply_j(gram, d), _apply_j(products, d))
-    return v + m @ (scale * core)
-
-
-def _newton_schulz(m: Tensor, v: Tensor, scale: float | Tensor, num_iterations: int) -> Tensor:
-    inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)  # (..., 1, 1)
     gram = m.mT @ m  # (..., 2d, 2d)
-    h = inverse_norm * newton_schulz(inverse_norm.square() * gram, num_iterations)  # B = M h, h symmetric
-    return v + m @ (h @ _expm1_times(scale, h @ gram, h @ (m.mT @ v)))
+    products = m.mT @ v  # (..., 2d, d_value)
+    z = _apply_j(scale * gram, d)
+    if num_iterations is None:
+        y = _apply_j(products, d)
+    else:
+        inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)  # (..., 1, 1)
+        projector = newton_schulz_gram(inverse_norm.square() * gram, num_iterations)  # G_K
+        z, y = projector @ z, projector @ _apply_j(projector @ products, d)
+    return v + m @ (scale * phi1_times(z, y))
 
 
-def _expm1_times(scale: float | Tensor, r: Tensor, y: Tensor) -> Tensor:
-    """(exp[S] − I) Y with [S] = scale · R J Rᵀ (Eq. 7), R = BᵀM (..., r, 2d)."""
-    d = r.shape[-1] // 2
-    half = scale * (r[..., :d] @ r[..., d:].mT)
-    skew = half - half.mT  # (..., r, r), skew to the last bit
-    return phi1_times(skew, skew @ y)
+def _by_basis(m: Tensor, v: Tensor, scale: float | Tensor) -> Tensor:
+    basis = qr_basis(m)  # (..., N, r), r = min(N, 2d)
+    query, key = (basis.mT @ m).chunk(2, dim=-1)  # (..., r, d) each
+    half = scale * (query @ key.mT)
+    skew = half - half.mT  # [S] (Eq. 7), (..., r, r), skew to the last bit
+    return v + basis @ phi1_times(skew, skew @ (basis.mT @ v))
 
 
 def _apply_j(x: Tensor, d: int) -> Tensor:

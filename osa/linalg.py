@@ -27,74 +27,61 @@ def qr_basis(m: Tensor) -> Tensor:
     return torch.linalg.qr(m, mode="reduced").Q
 
 
-def newton_schulz(gram: Tensor, num_iterations: int = 6) -> Tensor:
-    """The polynomial h with M_K = M₀ h(M₀ᵀM₀), where M_K is the Newton–Schulz iterate (Eq. 9).
+def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
+    """G_K = M_KᵀM_K of the Newton–Schulz iterate M_K (Eq. 9), given G₀ = M₀ᵀM₀.
 
-    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_k = M_kᵀM_k becomes T_k G_k T_k: the iteration never leaves
-    2d_v×2d_v matrices, where all factors are polynomials in G₀ and commute. Small singular values do not converge in few
-    steps; that is part of the method and is not corrected here.
+    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_{k+1} = T_k G_k T_k: the iteration never leaves 2d_v×2d_v
+    matrices, where all factors are polynomials in G₀ and commute. Where the singular values of M₀ have converged, G_K is
+    the projector onto its row space. Small ones do not converge in few steps; that is part of the method and is not
+    corrected here.
 
     Args:
-        gram: (..., n, n), M₀ᵀM₀ with ‖M₀‖₂ < √3.
+        gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ < √3. Its gradient is the symmetric part of the gradient.
         num_iterations: K ≥ 1. Appendix D: 6.
 
     Returns:
         (..., n, n), symmetric.
     """
     if not _is_readable(gram):
-        return _newton_schulz(gram, num_iterations)[0]
-    return _NewtonSchulz.apply(_flat(gram), num_iterations).view(gram.shape)
+        return _newton_schulz_gram(gram, num_iterations)[0]
+    return _NewtonSchulzGram.apply(_flat(gram), num_iterations).view(gram.shape)
 
 
-def _newton_schulz(gram: Tensor, num_iterations: int) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """h_K, and what each iteration k after the first was made of: h_k, T_{k+1}, G_k T_k, G_k and T_k."""
+def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> tuple[Tensor, list[Tensor]]:
+    """G_K, and G_k and T_k of each iteration."""
     trail = []
-    h = t = _half_three_minus(gram)
-    for _ in range(num_iterations - 1):
-        half = gram @ t
-        following = half @ t  # G_{k+1} = G_k T_k T_k
-        following_t = _half_three_minus(following)
-        trail.append((h, following_t, half, gram, t))
-        h, gram, t = h @ following_t, following, following_t
-    return h, trail
+    for _ in range(num_iterations):
+        t = -0.5 * gram
+        t.diagonal(dim1=-2, dim2=-1).add_(1.5)
+        trail += [gram, t]
+        gram = gram @ t @ t
+    return gram, trail
 
 
-def _half_three_minus(gram: Tensor) -> Tensor:
-    """T = ½ (3I − G)."""
-    t = -0.5 * gram
-    t.diagonal(dim1=-2, dim2=-1).add_(1.5)
-    return t
-
-
-class _NewtonSchulz(torch.autograd.Function):
-    """`_newton_schulz` for (b, n, n) with a backward of six plain products per iteration that accumulates in place."""
+class _NewtonSchulzGram(torch.autograd.Function):
+    """`_newton_schulz_gram` for (b, n, n) with a backward of three products an iteration."""
 
     @staticmethod
     def forward(ctx, gram: Tensor, num_iterations: int) -> Tensor:
-        h, trail = _newton_schulz(gram, num_iterations)
-        ctx.save_for_backward(gram, *(matrix for step in trail for matrix in step))
+        result, trail = _newton_schulz_gram(gram, num_iterations)
+        ctx.save_for_backward(*trail)
         ctx.num_iterations = num_iterations
-        return h
+        return result
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        gram, *saved = ctx.saved_tensors
+        trail = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of the gradient is asked for: leave it to autograd
-            h, _ = _newton_schulz(gram, ctx.num_iterations)
-            return *torch.autograd.grad(h, gram, grad, create_graph=True), None
-        # Gradients are kept transposed, which spares the products the slower transposed operands.
-        grad_h = grad.mT.contiguous()
-        grad_t, grad_gram = torch.zeros_like(grad_h), torch.zeros_like(grad_h)
-        for i in range(len(saved) - 5, -1, -5):
-            h, following_t, half, gram, t = saved[i : i + 5]
-            grad_t.baddbmm_(grad_h, h)  # h_{k+1} = h_k T_{k+1}
-            grad_h = torch.bmm(following_t, grad_h)
-            grad_gram.add_(grad_t, alpha=-0.5)  # T_{k+1} = ½ (3I − G_{k+1})
-            grad_half = torch.bmm(t, grad_gram)  # G_{k+1} = (G_k T_k) T_k
-            grad_t = torch.bmm(grad_gram, half).baddbmm_(grad_half, gram)
-            grad_gram = torch.bmm(t, grad_half)
-        grad_gram.add_(grad_t.add_(grad_h), alpha=-0.5)  # h_1 = T_0
-        return grad_gram.mT, None
+            result, _ = _newton_schulz_gram(trail[0], ctx.num_iterations)
+            return *torch.autograd.grad(result, trail[0], grad, create_graph=True), None
+        # With E the symmetric gradient of G_{k+1} = G T T and U = E T: that of T is G (U + Uᵀ), because G and T commute,
+        # and that of G the symmetric part of U T − ½ G (U + Uᵀ). Sums with the transpose are not halved: each doubles E.
+        grad = grad + grad.mT
+        for gram, t in zip(trail[-2::-2], trail[::-2], strict=True):
+            half = torch.bmm(grad, t)
+            grad = torch.bmm(gram, half + half.mT).mul_(-0.5).baddbmm_(half, t)
+            grad = grad + grad.mT
+        return grad * 0.5 ** (ctx.num_iterations + 1), None
 
 
 def phi1(z: Tensor) -> Tensor:

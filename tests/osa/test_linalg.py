@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from osa import reference
-from osa.linalg import EPSILON, newton_schulz, phi1, phi1_times, qr_basis
+from osa.linalg import EPSILON, newton_schulz_gram, phi1, phi1_times, qr_basis
 from tests.osa.helpers import draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -21,18 +21,33 @@ def test_qr_basis_is_orthonormal_and_spans_the_columns(tokens, width):
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2, 3, 6, 11])
-def test_newton_schulz_polynomial_is_the_iteration_as_written(num_iterations):
-    """M₀ h(M₀ᵀM₀) is M_K of Eq. 9, in value and gradient."""
+def test_gram_matrix_of_newton_schulz_is_that_of_the_iteration_as_written(num_iterations):
+    """G_K = M_KᵀM_K with M_K of Eq. 9, in value and gradient."""
     query, key, _ = draw(11, 3)
     m = torch.cat([query, key], dim=-1)
     m0 = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
-    actual = m0 @ newton_schulz(m0.mT @ m0, num_iterations)
-    expected = reference.newton_schulz_basis(query, key, num_iterations=num_iterations)
+    actual = newton_schulz_gram(m0.mT @ m0, num_iterations)
+    basis = reference.newton_schulz_basis(query, key, num_iterations=num_iterations)
+    expected = basis.mT @ basis
     assert relative_error(actual, expected) < 1e-13
     cotangent = torch.randn_like(expected)
     gradient = torch.autograd.grad(actual, (query, key), cotangent)
     expected_gradient = torch.autograd.grad(expected, (query, key), cotangent)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-11)
+
+
+def test_gradients_of_the_gram_matrix_are_symmetric_and_have_gradients():
+    """The gradient is that along symmetric matrices, so the numerical one is asked along those."""
+
+    def along_symmetric(x):
+        return newton_schulz_gram(x + x.mT, 3)
+
+    x = 0.1 * torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(along_symmetric, x)
+    assert torch.autograd.gradgradcheck(along_symmetric, x)
+    gram = (x @ x.mT).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(newton_schulz_gram(gram, 3), gram, torch.randn_like(gram))
+    assert torch.equal(gradient, gradient.mT)
 
 
 def skew_symmetric(radius, dtype=torch.float64):
@@ -132,8 +147,8 @@ def test_fixed_loop_where_values_cannot_be_read(matrices, radius):
 def test_newton_schulz_under_a_function_transform(num_iterations):
     m = torch.randn(2, 11, 6, dtype=torch.float64)
     gram = m.mT @ m / m.square().sum((-2, -1), keepdim=True)
-    transformed = torch.func.vmap(lambda g: newton_schulz(g, num_iterations))(gram)
-    torch.testing.assert_close(transformed, newton_schulz(gram, num_iterations))
+    transformed = torch.func.vmap(lambda g: newton_schulz_gram(g, num_iterations))(gram)
+    torch.testing.assert_close(transformed, newton_schulz_gram(gram, num_iterations))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

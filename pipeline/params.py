@@ -137,6 +137,70 @@ class Tracking(Section):
     experiment: Annotated[str, Field(min_length=1)]
 
 
+class TokenSweep(Section):
+    sizes: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=3)]
+    width: PositiveInt
+
+
+class WidthSweep(Section):
+    sizes: Annotated[list[PositiveInt], Field(min_length=3)]
+    tokens: PositiveInt
+
+
+class JointSweep(Section):
+    sizes: Annotated[list[PositiveInt], Field(min_length=3)]
+    tokens_per_width: PositiveInt
+
+
+_TERM = r"(N(\^\d)?( d(\^\d)?)?|d(\^\d)?)"
+Order = Annotated[str, Field(pattern=rf"^{_TERM}( \+ {_TERM})*$")]  # what stands inside O(…)
+
+
+class Orders(Section):
+    operations: Order
+    memory: Order | None
+
+
+class Complexity(Section):
+    seed: Annotated[int, Field(ge=0)]
+    norm: PositiveFloat
+    decay: NonNegativeFloat
+    num_iterations: PositiveInt
+    tokens: TokenSweep
+    widths: WidthSweep
+    joint: JointSweep
+    norms: Annotated[list[PositiveFloat], Field(min_length=2)]
+    most_tokens_matrix: PositiveInt
+    most_tokens_exponential: PositiveInt
+    repeats: PositiveInt
+    sample_seconds: PositiveFloat
+    fit_points: Annotated[int, Field(ge=3)]
+    confidence: Fraction
+    tolerance: NonNegativeFloat
+    paper: dict[Literal["qr", "newton_schulz", "small", "exponential", "application", "osa", "softmax", "naive"], Orders]
+
+    @model_validator(mode="after")
+    def _basis_is_narrow(self):
+        """M is N×2d with 2d ≤ N, as in Section 3."""
+        points = [(n, self.tokens.width) for n in self.tokens.sizes] + [(self.widths.tokens, d) for d in self.widths.sizes]
+        points += [(self.joint.tokens_per_width, 1)]
+        for tokens, width in points:
+            if tokens < 2 * width:
+                raise ValueError(f"{tokens} tokens are fewer than twice the width {width}: Table 1 is about 2d ≤ N")
+        return self
+
+    @model_validator(mode="after")
+    def _slopes_can_be_fitted(self):
+        for key in ("tokens", "widths", "joint"):
+            sizes = getattr(self, key).sizes
+            if sizes != sorted(set(sizes)):
+                raise ValueError(f"{key}.sizes should rise")
+        for key in ("most_tokens_matrix", "most_tokens_exponential"):
+            if sum(n <= getattr(self, key) for n in self.tokens.sizes) < 3:
+                raise ValueError(f"{key} leaves fewer than 3 of tokens.sizes, too few for a slope")
+        return self
+
+
 class Paper(Section):
     title: str
     authors: str
@@ -261,7 +325,8 @@ class Params(Section):
     evaluate: Evaluate
     tables: Tables
     tracking: Tracking
-    quickstart: dict[Literal["data", "run", "model", "train"], dict[str, Any]]
+    complexity: Complexity
+    quickstart: dict[Literal["data", "run", "model", "train", "complexity"], dict[str, Any]]
     paper: Paper
     claims: dict[Name, AnyClaim]
     report: Report

@@ -14,6 +14,17 @@ from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"patch_size": 7, "embed_dim": 12, "depth": 3, "num_heads": 2}  # N = 17, d_v = 6
+COMPLEXITY = {
+    "tokens": {"sizes": [32, 64, 128, 256, 512], "width": 4},
+    "widths": {"sizes": [2, 4, 8], "tokens": 64},
+    "joint": {"sizes": [2, 4, 8], "tokens_per_width": 16},
+    "norms": [0.1, 10.0],
+    "most_tokens_matrix": 512,
+    "most_tokens_exponential": 128,
+    "repeats": 2,
+    "sample_seconds": 1e-4,
+    "fit_points": 3,
+}
 EPOCHS, POINTS = 10, 4
 
 
@@ -24,6 +35,7 @@ def write_params(folder: Path, edit=lambda raw: None, seeds=(0, 1, 2)) -> None:
     raw["model"] |= SMALL
     raw["paper"]["settings"]["model"] |= SMALL
     raw["evaluate"] |= {"batch_size": 31, "attention_images": 13}
+    raw["complexity"] |= COMPLEXITY
     edit(raw)
     (folder / "params.yaml").write_text(yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
 

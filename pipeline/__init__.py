@@ -1,4 +1,7 @@
-"""The replication, stage by stage: fetch → train → evaluate → tables → report. Each is a module with a `main` of its own."""
+"""The replication, stage by stage: fetch → train → evaluate → tables, theory, complexity → report.
+
+Each stage is a module with a `main` of its own.
+"""
 
 import importlib.util
 import sys

@@ -133,6 +133,108 @@ class Tables(Section):
     confidence: Fraction
 
 
+Seeds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+HeadSize = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # N, d_v
+LayerSize = Annotated[list[PositiveInt], Field(min_length=3, max_length=3)]  # N, d, h
+AtLeastOne = Annotated[float, Field(ge=1)]
+
+
+class Theorem21(Section):
+    sizes: Annotated[list[HeadSize], Field(min_length=1)]
+    norms: Annotated[list[PositiveFloat], Field(min_length=2)]
+    conditions: Annotated[list[AtLeastOne], Field(min_length=2)]
+    norm: PositiveFloat
+
+
+class Theorem22(Section):
+    depths: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
+    alphas: Annotated[list[PositiveFloat], Field(min_length=1)]
+    tolerance: PositiveFloat
+
+    @model_validator(mode="after")
+    def _depths_rise(self):
+        if self.depths[0] != 0 or self.depths != sorted(set(self.depths)):
+            raise ValueError("depths must rise from 0")
+        return self
+
+
+class Theorem31(Section):
+    sizes: Annotated[list[HeadSize], Field(min_length=1)]
+    iterations: PositiveInt
+    norms: Annotated[list[PositiveFloat], Field(min_length=1)]
+    conditions: Annotated[list[AtLeastOne], Field(min_length=1)]
+
+
+class Theorem41(Section):
+    sizes: Annotated[list[LayerSize], Field(min_length=1)]
+    alpha: PositiveFloat
+
+
+class Theorem42(Section):
+    sizes: Annotated[list[HeadSize], Field(min_length=1)]  # d, h
+
+
+class Theorems4344(Section):
+    sizes: Annotated[list[LayerSize], Field(min_length=1)]
+    alphas: Annotated[list[PositiveFloat], Field(min_length=3)]
+    fit_below: PositiveFloat
+    slope_tolerance: PositiveFloat
+    confidence: Fraction
+    heads: PositiveInt
+    layer_stride: PositiveInt
+
+    @model_validator(mode="after")
+    def _fit_has_points(self):
+        if sum(alpha <= self.fit_below for alpha in self.alphas) < 3:
+            raise ValueError(f"fit_below {self.fit_below:g} leaves fewer than 3 of alphas to fit a slope with an interval")
+        return self
+
+
+class Trainability(Section):
+    models: Annotated[list[Name], Field(min_length=1)]
+    baseline: Name
+    depths: Annotated[list[PositiveInt], Field(min_length=2)]
+    gradient_images: PositiveInt
+    samples: PositiveInt
+    power_iterations: PositiveInt
+    gain_factor: Annotated[float, Field(gt=1)]
+
+    @model_validator(mode="after")
+    def _baseline_is_measured(self):
+        if self.baseline not in self.models:
+            raise ValueError(f"baseline {self.baseline!r} must be one of models")
+        return self
+
+
+class Theory(Section):
+    """One block for each finding."""
+
+    seeds: Seeds
+    images: PositiveInt
+    products: PositiveInt
+    theorem_2_1: Theorem21
+    theorem_2_2: Theorem22
+    theorem_3_1: Theorem31
+    theorem_4_1: Theorem41
+    theorem_4_2: Theorem42
+    theorems_4_3_4_4: Theorems4344
+    trainability: Trainability
+
+    @model_validator(mode="after")
+    def _shapes_fit(self):
+        for key in ("theorem_2_1", "theorem_3_1"):
+            for tokens, width in getattr(self, key).sizes:
+                if tokens < 2 * width:
+                    raise ValueError(
+                        f"{key}.sizes has N = {tokens} < 2 d_v = {2 * width}: M needs full rank for its condition"
+                    )
+        for key in ("theorem_4_1", "theorem_4_2", "theorems_4_3_4_4"):
+            for *_, d, heads in getattr(self, key).sizes:
+                if heads < 2 or d % heads:
+                    raise ValueError(f"{key}.sizes has h = {heads} for d = {d}: h must be 2 or more and divide d")
+        return self
+
+
 class Tracking(Section):
     experiment: Annotated[str, Field(min_length=1)]
 
@@ -324,9 +426,10 @@ class Params(Section):
     variants: dict[Name, Variant]
     evaluate: Evaluate
     tables: Tables
-    tracking: Tracking
+    theory: Theory
     complexity: Complexity
-    quickstart: dict[Literal["data", "run", "model", "train", "complexity"], dict[str, Any]]
+    tracking: Tracking
+    quickstart: dict[Literal["data", "run", "model", "train", "theory", "complexity"], dict[str, Any]]
     paper: Paper
     claims: dict[Name, AnyClaim]
     report: Report
@@ -335,6 +438,7 @@ class Params(Section):
     def _names_exist(self):
         places = {"run.variants": self.run.variants}
         places |= {"paper.table_2": self.paper.table_2, "report.labels": self.report.labels}
+        places["theory.trainability"] = self.theory.trainability.models
         places |= {f"claims.{key}": claim.names() for key, claim in self.claims.items()}
         for place, names in places.items():
             for name in names:

@@ -28,6 +28,22 @@ COMPLEXITY = {
 EPOCHS, POINTS = 10, 4
 
 
+def shrink_theory(theory: dict) -> None:
+    """Sizes at which the stage takes seconds, for the models osa_qr and vit."""
+    theory |= {
+        "seeds": [0],
+        "images": 1,
+        "theorem_2_1": {"sizes": [[7, 2]], "norms": [0.01, 1, 20], "conditions": [1, 1e3], "norm": 1},
+        "theorem_2_2": {"depths": [0, 1, 4], "alphas": [0.5], "tolerance": 1e-10},
+        "theorem_3_1": {"sizes": [[7, 2]], "iterations": 7, "norms": [0.1, 3], "conditions": [1, 10]},
+        "theorem_4_1": {"sizes": [[3, 4, 2]], "alpha": 1},
+        "theorem_4_2": {"sizes": [[6, 3]]},
+    }
+    theory["theorems_4_3_4_4"] |= {"sizes": [[3, 4, 2]], "alphas": [1e-5, 1e-4, 1e-3, 1], "layer_stride": 2}
+    theory["trainability"] |= {"models": ["osa_qr", "vit"], "baseline": "vit", "depths": [2, 4, 6]}
+    theory["trainability"] |= {"gradient_images": 2, "samples": 4, "power_iterations": 3}
+
+
 def write_params(folder: Path, edit=lambda raw: None, seeds=(0, 1, 2)) -> None:
     """The repository's params.yaml with small models, after `edit`."""
     raw = yaml.safe_load((ROOT / "params.yaml").read_text())

@@ -237,7 +237,19 @@ def test_an_unknown_variant_is_named():
 
 def test_the_schema_supplies_no_value():
     """Without any one key of the shared sections the file is refused: DVC tracks what is written, not a default."""
-    for section in ("run", "fetch", "data", "model", "init", "train", "evaluate", "tables", "tracking"):
+    for section in (
+        "run",
+        "fetch",
+        "data",
+        "model",
+        "init",
+        "train",
+        "evaluate",
+        "tables",
+        "theory",
+        "complexity",
+        "tracking",
+    ):
         for key in RAW[section]:
             assert sentence(edited((section, key), ABSENT)) == f"params.yaml: {section}.{key} is missing."
 

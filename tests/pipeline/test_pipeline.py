@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from pipeline.results import MEASUREMENTS
 from pipeline.tables import RUN_FILES
 from tests.pipeline.mnist_files import write_mnist
-from tests.pipeline.synthetic import COMPLEXITY
+from tests.pipeline.synthetic import COMPLEXITY, shrink_theory
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ("dvc.lock", "paper_outputs/", "records/", "runs/")  # which the clone makes itself
@@ -122,6 +122,7 @@ def shrink(files: dict):
         raw["train"] |= {"epochs": 2, "batch_size": 13}
         raw["evaluate"] |= {"batch_size": 17, "attention_images": 7}
         raw["complexity"] |= COMPLEXITY
+        shrink_theory(raw["theory"])
 
     return change
 

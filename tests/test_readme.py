@@ -184,7 +184,7 @@ def test_layout_is_complete():
         paths = [f"{folder if indent else ''}{name}" for name in names.split(", ")]
         folder = folder if indent else paths[0]
         listed.update(paths)
-    made = {"runs/", "records/"}  # by training
+    made = {"runs/", "records/", "weights/"}  # by training
     assert all((ROOT / path).exists() for path in listed - made)
     modules = {str(path.relative_to(ROOT)) for name in ("osa", "pipeline") for path in (ROOT / name).glob("[!_]*.py")}
     assert modules <= listed

@@ -306,7 +306,7 @@ def theorem_4_2(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
 
 def _weight_groups(table: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """The heads by where they come from."""
-    for (source, state), own in table.fillna({"state": ""}).groupby(["source", "state"], sort=False):
+    for (source, state), own in table.groupby(["source", table["state"].astype(object).fillna("")], sort=False):
         if state != "initialised":  # which is Section 4 again
             yield source, state, own
 

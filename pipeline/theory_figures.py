@@ -115,10 +115,7 @@ def theorem_2_2(params: Params, tables: dict[str, pd.DataFrame]) -> Figure:
         axes.yaxis.set_minor_locator(NullLocator())
         own = summary[(summary["stack"] == stack) & (summary["tokens"] == own["tokens"].iloc[0])]
         ranks = own[own["seed"] == own["seed"].iloc[0]].set_index("depth")["effective_rank"]
-        axes.set(title=title, xlabel="Layers")
-        text = f"effective rank\n{ranks.iloc[0]:.2f} → {ranks.iloc[-1]:.2f}"
-        box = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 2}
-        axes.text(0.97, 0.03, text, transform=axes.transAxes, ha="right", va="bottom", bbox=box, zorder=200)
+        axes.set(title=title, xlabel=f"Layers\neffective rank {ranks.iloc[0]:.2f} → {ranks.iloc[-1]:.2f}")
     panels[0].set_ylabel("Eigenvalues λᵢ/λ₁ of X Xᵀ")
     return figure
 
@@ -203,7 +200,7 @@ def theorem_4_2(params: Params, tables: dict[str, pd.DataFrame]) -> Figure:
     table = tables["theorem_4_2"]
     table = table[(table["dtype"] == "float64") | table["source"].isin(list(params.variants))]
     figure, (left, right) = _panels(2, 3.6, sharey=True)
-    for source, colour in (("Xavier", PALETTE[3]), ("Section 4", PALETTE[0])):
+    for source, colour in (("Xavier", PALETTE[3]), ("Section 4", PALETTE[6])):
         _spectra(left, table[table["source"] == source], colour, 0.35)
     state = shown_state(table)
     styles = looks(list(params.variants))
@@ -218,7 +215,7 @@ def theorem_4_2(params: Params, tables: dict[str, pd.DataFrame]) -> Figure:
         axes.plot([0, 100], [1, 1], **EXPECTED)
         _logarithmic(axes, "y")
         axes.yaxis.set_major_formatter("{x:g}")
-    first = [Line2D([], [], color=PALETTE[0], label="Section 4"), Line2D([], [], color=PALETTE[3], label="Xavier")]
+    first = [Line2D([], [], color=PALETTE[6], label="Section 4"), Line2D([], [], color=PALETTE[3], label="Xavier")]
     _legend(figure, [*first, _expected_line("Theorem 4.2"), *handles])
     return figure
 

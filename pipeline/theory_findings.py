@@ -423,9 +423,8 @@ def trainability(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
     return _finding(
         "trainability", ["trainability"], measures,
         title="What reaches the first block of a deep network",
-        place="Sections 1 and 4",
-        statement="OSA is designed so that networks without skip connections and layer norm have well-conditioned "
-        "Jacobians and train",
+        place="Abstract and Section 4",
+        statement="OSA allows Transformers without skip connections and normalisation layers to be more easily trained",
         rule="At initialisation, for each of the paper’s OSA models: the attention layers alone change ‖J‖_F by a "
         f"factor of at most {settings.gain_factor:g} a block, and ∂logits/∂X₀ of the whole network shrinks less a "
         f"block, and at depth {depths[1]} has a smaller condition number, than that of {base_name}.",

@@ -46,6 +46,10 @@ class Step:
     def evaluations(self) -> set[str]:
         return self._runs_of("evaluate")
 
+    @property
+    def others(self) -> set[str]:
+        return {name for name in self.stages if "@" not in name}
+
     def _runs_of(self, stage: str) -> set[str]:
         return {name.removeprefix(f"{stage}@") for name in self.stages if name.startswith(f"{stage}@")}
 
@@ -194,7 +198,7 @@ def test_a_second_time_nothing_runs(story):
 def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
     assert story.grown.trainings == {"vit-1", "osa_exact-1", "osa_wide-0", "osa_wide-1"}
     assert story.grown.evaluations == story.grown.trainings
-    assert story.grown.stages[-2:] == ["tables", "report"]
+    assert story.grown.others == {"tables", "theory", "report"} and story.grown.stages[-1] == "report"
     for name, content in story.first.files.items():
         if name.startswith(("runs/", "records/")):
             assert story.grown.files[name] == content, name
@@ -204,7 +208,7 @@ def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
 
 
 def test_an_edit_of_the_report_runs_the_report(story):
-    assert story.labelled.stages == ["report"]
+    assert story.labelled.stages == ["theory", "report"]  # both of which write labels
     assert "The baseline" in story.labelled.files["paper_outputs/report.html"].decode()
     assert "The baseline" not in story.grown.files["paper_outputs/report.html"].decode()
 
@@ -229,7 +233,8 @@ def test_plots_are_drawn(story):
 
 def test_an_experiment_trains_with_the_value_that_it_sets(story):
     assert story.experiment.trainings == {"vit-0"}
-    assert story.experiment.stages[-3:] == ["evaluate@vit-0", "tables", "report"]
+    assert story.experiment.evaluations == {"vit-0"}
+    assert story.experiment.others == {"tables", "theory", "report"}
     config = json.loads(story.experiment.files["records/vit/0.json"])["config"]
     assert config["train"]["learning_rate"] == 1e-6
 

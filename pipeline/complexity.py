@@ -213,8 +213,9 @@ def calls(tokens: int, width: int, config: Complexity, device: torch.device) -> 
         whole["softmax_dense"] = Call(softmax_dense, (x.query, x.key, x.value))
     if tokens <= config.most_tokens_exponential:
         whole["exponential_dense"] = Call(partial(exponential_dense, x.scale), (x.query, x.key, x.value))
-    forward = {(name, FORWARD): call for name, call in (parts | whole).items()}
-    return forward | {(name, BOTH): call.with_backward() for name, call in whole.items()}
+    every = parts | whole
+    forward = {(name, FORWARD): call for name, call in every.items()}
+    return forward | {(name, BOTH): call.with_backward() for name, call in every.items()}
 
 
 def points(config: Complexity, sweeps: Iterable[str]) -> list[tuple[str, int, int]]:

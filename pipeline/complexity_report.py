@@ -131,8 +131,18 @@ def components_remark(tables: Tables, config: Complexity) -> str:
         f"Eq. 7 and Eq. 6 as they are written form N×N matrices and grow with {formed}: their entries hold for products in "
         "the order that avoids those. The entry of exp[S] holds where ‖[S]‖₁ is held fixed, which the paper does not ask: "
         f"torch's matrix_exp squares about log₂‖[S]‖₁ times, so that it takes {of_norm} products at ‖S‖₂ = {norms}, and "
-        f"{of_width} at d = {widths} where ‖S‖₂ = {config.norm:g}. At 2d ≤ N the d³ of an entry is of the order of its Nd²."
+        f"{of_width} at d = {widths} where ‖S‖₂ = {config.norm:g}. At 2d ≤ N the d³ of an entry is of the order of its Nd². "
+        f"Table 1 is about the forward pass; with the backward pass the largest excess is {largest_excess(tables, BOTH)}."
     )
+
+
+def largest_excess(tables: Tables, direction: str) -> str:
+    """The largest excess over all components of Table 1, and whose it is."""
+    slopes = tables["slopes"]
+    rows = slopes[slopes["part"].isin(TABLE_1) & (slopes["pass"] == direction) & slopes["sweep"].isin(JUDGED)]
+    worst = rows.loc[rows["excess"].idxmax()]
+    of = f"{QUANTITIES[worst['quantity']]} of {LABELS[worst['part']]} against {SWEEPS[worst['sweep']]}"
+    return f"{worst['excess']:.3f} ({of})"
 
 
 def components_table(tables: Tables, config: Complexity) -> dict:

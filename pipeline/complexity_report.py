@@ -229,7 +229,7 @@ def crossover(folder: Path, tables: Tables, config: Complexity, device_name: str
         for quantity, against in (("multiply_adds", "softmax"), ("bytes", "softmax_dense")):
             worst = crossings(tables, quantity, part, against).sort_values("ratio").iloc[-1]
             what = f"{LABELS[part]}: {QUANTITIES[quantity]} at N = {worst['largest']:,}, of {LABELS[against]}"
-            measures.append(measure(what, worst["ratio"], "×", "below", 1.0, worst["pass"]))
+            measures.append(measure(what, worst["ratio"], "", "below", 1.0, worst["pass"]))
         for _, row in crossings(tables, "seconds", part, "softmax").iterrows():
             note = "; ".join(filter(None, (row["pass"], row["note"])))
             measures.append(

@@ -159,9 +159,22 @@ def finding_text(finding: dict) -> dict:
     return finding | {
         "anchor": finding["id"].replace("_", "-"),
         "measures": [finding_measure(measure) for measure in finding["measures"]],
+        "closest": finding_measure(closest(finding["measures"])),
         "figure": folder / finding["figure"] if finding["figure"] else None,
         "table": table and Table("", table["align"], table["columns"], [(None, row) for row in table["rows"]], ""),
     }
+
+
+def closest(measures: list[dict]) -> dict:
+    """Of the measures that decide, the one that is nearest to its limit, or farthest beyond it."""
+
+    def share(measure: dict) -> float:
+        value, limit = measure["value"], measure["limit"]
+        if value is None:
+            return math.inf
+        return value / limit if measure["side"] == "below" else limit / value if value > 0 else math.inf
+
+    return max((measure for measure in measures if measure["side"]), key=share)
 
 
 def finding_measure(measure: dict) -> dict[str, str]:

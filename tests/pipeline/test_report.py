@@ -138,6 +138,8 @@ def test_findings_stand_in_the_first_screen_in_the_claims_and_in_sections_of_the
     assert "<code>paper_outputs/theory/theorem_2_2.csv</code>" in section
     assert "![Eigenvalues against depth.](theory/theorem_2_2.svg)" in text
     assert "| 64 | 49 |" in text
+    claims_table = rest.split('id="claims"')[1].split("</table>")[0]
+    assert "largest change" in claims_table and "49 tokens" not in claims_table
     assert "**Not supported.**" in text and "- slope: **1.234**; has to be below 1.050" in text
     assert results.verdict(results.read(params.load()), {})["theorems and costs"]["not supported"] == 1
 

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from osa.functional import orthogonal_attention
 from osa.linalg import EPSILON, newton_schulz_gram, phi1_times, qr_basis
-from pipeline import complexity_report, files, tally
+from pipeline import complexity_report, files, findings, tally
 from pipeline.complexity_report import BOTH, FORWARD, METHODS, ORDER_OF
 from pipeline.errors import entry_point
 from pipeline.params import Complexity, load
@@ -46,11 +46,10 @@ def main() -> None:
     tables["crossover"] = find_crossovers(tables["counts"], ("multiply_adds", "bytes"))
     tables["time_crossover"] = find_crossovers(tables["times"], ("seconds",))
     tables = {name: rounded_table(table) for name, table in tables.items()}
-    for name, table in tables.items():
-        text = table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
-        files.write_text(FOLDER / f"{name}.csv", text)
-    files.write_json(FOLDER / "environment.json", environment(device))
-    complexity_report.write(FOLDER, tables, config, environment(device)["device_name"])
+    where = environment(device)
+    files.write_json(FOLDER / "environment.json", where)
+    found, drawn = complexity_report.report(FOLDER, tables, config, where["device_name"])
+    findings.write(FOLDER, tables, found, drawn)
 
 
 @dataclass(frozen=True)

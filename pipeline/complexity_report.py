@@ -10,11 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from pipeline import figures, files
-from pipeline.claims import NOT_SUPPORTED, SUPPORTED
+from pipeline import figures
 from pipeline.figures import INK, PALETTE
+from pipeline.findings import measure, verdict
 from pipeline.params import Complexity, Orders
-from pipeline.summary import rounded
 
 FORWARD, BOTH = "forward", "forward and backward"
 TABLE_1 = ("qr", "newton_schulz", "newton_schulz_gram", "small", "exponential", "phi1", "application")
@@ -80,18 +79,15 @@ LOOKS = {  # colour and line style; methods and softmax attention as in Figure 1
 Tables = dict[str, pd.DataFrame]
 
 
-def write(folder: Path, tables: Tables, config: Complexity, device_name: str) -> None:
-    """findings.json, and the figure of each finding as SVG and PNG."""
-    findings = [
+def report(folder: Path, tables: Tables, config: Complexity, device_name: str) -> tuple[list[dict], dict[str, Figure]]:
+    """The findings, and the figure of each by its name."""
+    found = [
         components(folder, tables, config),
         linear_in_n(folder, tables, config),
         crossover(folder, tables, config, device_name),
     ]
-    files.write_json(folder / "findings.json", findings)
     drawn = (components_figure(tables, config), operators_figure(tables), crossover_figure(tables))
-    for each, figure in zip(findings, drawn, strict=True):
-        files.write_text(folder / each["figure"], figures.svg(figure))
-        files.write_bytes((folder / each["figure"]).with_suffix(".png"), figures.png(figure))
+    return found, {each["id"]: figure for each, figure in zip(found, drawn, strict=True)}
 
 
 def components(folder: Path, tables: Tables, config: Complexity) -> dict:
@@ -305,20 +301,7 @@ def crossings(tables: Tables, quantity: str, part: str, against: str) -> pd.Data
 
 
 def finding(name: str, *, measures: list[dict], **texts) -> dict:
-    holds = all(is_met(each) for each in measures if each["side"])
-    verdict = SUPPORTED if holds else NOT_SUPPORTED
-    return {"id": name, "figure": f"{name}.svg", "measures": measures, "verdict": verdict, **texts}
-
-
-def is_met(measured: dict) -> bool:
-    """Whether a measure is on its side of its limit."""
-    value, limit = measured["value"], measured["limit"]
-    return value < limit if measured["side"] == "below" else value > limit
-
-
-def measure(what: str, value: float, unit: str, side: str | None = None, limit: float | None = None, note: str = "") -> dict:
-    value = None if math.isnan(value) else rounded(value)
-    return {"what": what, "value": value, "unit": unit, "side": side, "limit": limit, "note": note}
+    return {"id": name, "figure": f"{name}.svg", "measures": measures, "verdict": verdict(measures), **texts}
 
 
 def excess(slopes: pd.DataFrame, part: str, direction: str, tolerance: float) -> dict:

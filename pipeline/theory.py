@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import osa
 from osa import functional, reference, theory
 from osa.init import stiefel_uniform
-from pipeline import data, evaluate, figures, files, theory_figures, theory_findings, train
+from pipeline import data, evaluate, findings, theory_figures, theory_findings, train
 from pipeline.errors import entry_point
 from pipeline.params import Params, RunConfig, load, resolve
-from pipeline.summary import DIGITS, rounded_table
+from pipeline.summary import rounded_table
 
 METHODS = functional.METHODS
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -67,12 +67,7 @@ def write(params: Params, tables: dict[str, pd.DataFrame]) -> None:
     folder = theory_findings.FOLDER
     found = theory_findings.findings(params, tables)
     tables = tables | {"measures": theory_findings.measure_table(found)}
-    for name, table in tables.items():
-        files.write_text(folder / f"{name}.csv", table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n"))
-    for name, figure in theory_figures.draw(params, tables).items():
-        files.write_text(folder / f"{name}.svg", figures.svg(figure))
-        files.write_bytes(folder / f"{name}.png", figures.png(figure))
-    files.write_json(folder / "findings.json", found)
+    findings.write(folder, tables, found, theory_figures.draw(params, tables))
 
 
 def frame(rows: list[dict], columns: tuple[str, ...]) -> pd.DataFrame:

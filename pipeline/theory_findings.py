@@ -13,8 +13,8 @@ import torch
 from scipy.stats import linregress, t
 
 from osa.theory import rounding
+from pipeline.findings import measure, verdict
 from pipeline.params import Params
-from pipeline.summary import rounded
 
 FOLDER = Path("paper_outputs/theory")
 METHOD_LABELS = {"qr": "QR", "newton_schulz": "Newton–Schulz", "exact": "exact"}
@@ -32,16 +32,6 @@ def measure_table(found: list[dict]) -> pd.DataFrame:
     return pd.DataFrame({"finding": finding["id"]} | measure for finding in found for measure in finding["measures"])
 
 
-def verdict(measures: list[dict]) -> str:
-    judged = [measure for measure in measures if measure["limit"] is not None]
-    holds = all(
-        measure["value"] is not None
-        and (measure["value"] <= measure["limit"] if measure["side"] == "below" else measure["value"] >= measure["limit"])
-        for measure in judged
-    )
-    return "supported" if holds else "not supported"
-
-
 def _finding(identifier: str, sources: list[str], measures: list[dict], **texts) -> dict:
     files = [*sources, "measures"]
     return {
@@ -51,11 +41,6 @@ def _finding(identifier: str, sources: list[str], measures: list[dict], **texts)
         "figure": f"{identifier}.svg",
         "sources": [f"{FOLDER}/{name}.csv" for name in files],
     } | texts
-
-
-def _measure(what: str, value: float, unit: str = "", side: str | None = None, limit: float | None = None, note: str = ""):
-    value = rounded(float(value)) if np.isfinite(value) else None
-    return {"what": what, "value": value, "unit": unit, "side": side, "limit": limit, "note": note}
 
 
 def _table(columns: list[str], rows: list[list[str]]) -> dict:
@@ -104,11 +89,11 @@ def theorem_2_1(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
             note = f"the largest of {len(own)} cases; its error is at most {_number(own['error'].max())}"
             ratio = (own["error"] / own["tolerance"]).max()
             what = f"{METHOD_LABELS[method]}, float64: error over what rounding allows"
-            measures.append(_measure(what, ratio, "", "below", 1.0, note))
+            measures.append(measure(what, ratio, "", "below", 1.0, note))
         single = layers[(layers["method"] == method) & (layers["dtype"] == "float32")]
         if len(single):
             what = f"{METHOD_LABELS[method]}, float32: largest error in the {shown_state(table)} layers"
-            measures.append(_measure(what, single["error"].max()))
+            measures.append(measure(what, single["error"].max()))
         for dtype in ("float32", "float64"):
             own = table[(table["method"] == method) & (table["dtype"] == dtype)]
             at = [own[(own["sweep"] == "norm") & (own["value"] == norm)]["error"].max() for norm in _ends(settings.norms)]
@@ -149,12 +134,12 @@ def theorem_2_2(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         if method in EXACT:
             what = f"{stack_label(stack)}: largest relative change of an eigenvalue"
             note = f"tokens of {own.groupby(['tokens', 'seed']).ngroups} inputs, depth up to {deepest}"
-            measures.append(_measure(what, own["change"].max(), "", "below", settings.tolerance, note))
+            measures.append(measure(what, own["change"].max(), "", "below", settings.tolerance, note))
         elif method == "newton_schulz":
-            measures.append(_measure(f"{stack_label(stack)}: largest relative change of an eigenvalue", own["change"].max()))
+            measures.append(measure(f"{stack_label(stack)}: largest relative change of an eigenvalue", own["change"].max()))
         else:
             what = f"{stack_label(stack)}: largest effective rank at depth {deepest}"
-            measures.append(_measure(what, last["effective_rank"].max()))
+            measures.append(measure(what, last["effective_rank"].max()))
         ranks = []
         for tokens in dict.fromkeys(table["tokens"]):
             mean = own[own["tokens"] == tokens].groupby("depth")["effective_rank"].mean()
@@ -200,16 +185,16 @@ def theorem_3_1(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
     measures = []
     for bound, name in (("bound_10", "Eq. 10"), ("bound_11", "Eq. 11")):
         what, note = f"Newton–Schulz: measured over {name} + rounding", f"the largest of {classical.sum()} cases"
-        measures.append(_measure(what, ratios[bound][classical].max(), "", "below", 1.0, note))
+        measures.append(measure(what, ratios[bound][classical].max(), "", "below", 1.0, note))
     violated = ~classical & (ratios["bound_10"] > 1)
     above_one = (violated & (table["sigma_max"] > 1)).sum()
     note = f"of {(~classical).sum()}; {above_one} of them have a singular value of B above 1"
-    measures.append(_measure("Polar Express: cases above Eq. 10", violated.sum(), "cases", note=note))
+    measures.append(measure("Polar Express: cases above Eq. 10", violated.sum(), "cases", note=note))
     what = "Polar Express: measured over the bound with ‖B‖₂² ‖S‖₂ for ‖S‖₂, + rounding"
-    measures.append(_measure(what, ratios["bound_general"][~classical].max()))
+    measures.append(measure(what, ratios["bound_general"][~classical].max()))
     if len(layers):
-        measures.append(_measure(f"{state.capitalize()} layers: largest ‖YᵀY − I‖₂ by Newton–Schulz", layers["error"].max()))
-        measures.append(_measure(f"{state.capitalize()} layers: largest bound of Eq. 10", layers["bound_10"].max()))
+        measures.append(measure(f"{state.capitalize()} layers: largest ‖YᵀY − I‖₂ by Newton–Schulz", layers["error"].max()))
+        measures.append(measure(f"{state.capitalize()} layers: largest bound of Eq. 10", layers["bound_10"].max()))
     rows = []
     iterations = params.theory.theorem_3_1.iterations
     for condition in params.theory.theorem_3_1.conditions:
@@ -252,7 +237,7 @@ def theorem_4_1(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         ratio = (own["error"] / own["tolerance"]).max()
         note = f"the largest of {len(own)} cases; the relative error is at most {_number(own['error'].max())}"
         what = f"{METHOD_LABELS[method]}: relative error over what rounding allows"
-        measures.append(_measure(what, ratio, "", "below", 1.0, note))
+        measures.append(measure(what, ratio, "", "below", 1.0, note))
         norms = [f"{_number(own[c].min())} to {_number(own[c].max())}" for c in ("first_norm", "second_norm")]
         rows.append([METHOD_LABELS[method], *norms, _number(own["error"].max())])
     return _finding(
@@ -278,14 +263,14 @@ def theorem_4_2(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         tolerance = own["embed_dim"].map(lambda d, dtype=dtype: rounding(d, getattr(torch, dtype), params.theory.products))
         note = f"the largest of {len(own)} heads; |σ − 1| is at most {_number(own['deviation'].max())}"
         what = f"{dtype}: |σ − 1| over what rounding allows"
-        measures.append(_measure(what, (own["deviation"] / tolerance).max(), "", "below", 1.0, note))
+        measures.append(measure(what, (own["deviation"] / tolerance).max(), "", "below", 1.0, note))
     for source, state, own in _weight_groups(exact):
         name = {"Section 4": "Section 4, as initialised", "Xavier": "Xavier, as initialised"}.get(source)
         name = name or f"{label(params, source)}, {state}"
         values = [own["sigma_min"].min(), own["sigma_max"].max(), own["kappa"].median(), own["kappa"].max()]
         rows.append([name, str(len(own)), *map(_number, values)])
         if source == "Xavier" or state == "trained":
-            measures.append(_measure(f"{name}: median κ(W̃)", own["kappa"].median()))
+            measures.append(measure(f"{name}: median κ(W̃)", own["kappa"].median()))
     return _finding(
         "theorem_4_2", ["theorem_4_2"], measures,
         title="The query–key product starts with condition 1",
@@ -319,24 +304,24 @@ def theorems_4_3_4_4(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         value, low, high = slope(own[own["alpha"] <= settings.fit_below], settings.confidence)
         note = f"slope {value:.5f}, {settings.confidence:.0%} interval {low:.5f} to {high:.5f}"
         what = f"{name}: |slope − 1| of ‖J₁‖₂ against α"
-        measures.append(_measure(what, abs(value - 1), "", "below", settings.slope_tolerance, note))
+        measures.append(measure(what, abs(value - 1), "", "below", settings.slope_tolerance, note))
         bounded = own[np.isfinite(own["bound_excess"])]
         note = f"the largest of the {len(bounded)} of {len(own)} cases in which δ + ‖J₁‖₂ < 1"
         what = f"{name}: κ(J) − 1 over that of the bound"
-        measures.append(_measure(what, (bounded["excess"] / bounded["bound_excess"]).max(), "", "below", 1.0, note))
+        measures.append(measure(what, (bounded["excess"] / bounded["bound_excess"]).max(), "", "below", 1.0, note))
         if method in EXACT:
             ratio = (own["first_norm"] / (own["constant"] * own["alpha"])).max()
-            measures.append(_measure(f"{name}: ‖J₁‖₂ over Cα with C = 2‖X‖₂²/√d_v", ratio, "", "below", 1.0, "for every α"))
+            measures.append(measure(f"{name}: ‖J₁‖₂ over Cα with C = 2‖X‖₂²/√d_v", ratio, "", "below", 1.0, "for every α"))
     rows = []
     if len(layers):
         before = layers[layers["state"] == "initialised"]
-        measures.append(_measure("One head of a model's layer as initialised: largest κ(J)", before["kappa"].max()))
+        measures.append(measure("One head of a model's layer as initialised: largest κ(J)", before["kappa"].max()))
         after = layers[layers["state"] == "trained"]
         if len(after):
-            measures.append(_measure("One head of a trained layer: largest κ(J)", after["kappa"].max()))
+            measures.append(measure("One head of a trained layer: largest κ(J)", after["kappa"].max()))
         note = f"largest {_number(before['kappa_sum'].max())}; 1 for each head by itself"
         what = "All heads of a layer as initialised: median κ of Σᵢ W^Vᵢ W^Oᵢ"
-        measures.append(_measure(what, before["kappa_sum"].median(), note=note))
+        measures.append(measure(what, before["kappa_sum"].median(), note=note))
         rows = _layer_rows(layers)
     sources = list(dict.fromkeys(layers["source"])) if len(layers) else []
     columns = ["Layer", *(f"{column}, {label(params, s)}" for s in sources for column in ("α", "κ(J)"))]
@@ -395,21 +380,19 @@ def trainability(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         own, text = gains[name], label(params, name)
         factor = max(own["attention_gain"], 1 / own["attention_gain"])
         note = f"‖J‖_F/√(Nd) changes by the factor {own['attention_gain']:.3f} a block"
-        measures.append(
-            _measure(f"{text}, attention alone: factor a block", factor, "", "below", settings.gain_factor, note)
-        )
+        measures.append(measure(f"{text}, attention alone: factor a block", factor, "", "below", settings.gain_factor, note))
         what = f"{text}, attention alone at depth {depths[1]}: ‖J‖₂ over its root mean square singular value"
         measures.append(
-            _measure(
+            measure(
                 what, (deep["attention_spectral"].mean() / deep["attention_gain"].mean())[name], note="1 for an isometry"
             )
         )
         ratio = own["logits_frobenius"] / base["logits_frobenius"]
         note = f"{own['logits_frobenius']:.3f} a block, against {base['logits_frobenius']:.3f}"
-        measures.append(_measure(f"{text}: ‖∂logits/∂X₀‖_F kept a block, over {base_name}", ratio, "", "above", 1.0, note))
+        measures.append(measure(f"{text}: ‖∂logits/∂X₀‖_F kept a block, over {base_name}", ratio, "", "above", 1.0, note))
         note = f"{_number(kappa[name])} against {_number(kappa[settings.baseline])}"
         what = f"{text}: κ(∂logits/∂X₀) at depth {depths[1]}, over {base_name}"
-        measures.append(_measure(what, kappa[name] / kappa[settings.baseline], "", "below", 1.0, note))
+        measures.append(measure(what, kappa[name] / kappa[settings.baseline], "", "below", 1.0, note))
     rows = []
     for name in settings.models:
         own = table[table["model"] == name].groupby("depth")

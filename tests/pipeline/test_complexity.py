@@ -12,6 +12,7 @@ from scipy.stats import t
 from osa import reference
 from pipeline import complexity, complexity_report, params
 from pipeline.errors import UserError
+from pipeline.findings import is_met
 from tests.pipeline import synthetic
 
 CPU = torch.device("cpu")
@@ -238,7 +239,7 @@ def test_a_component_that_forms_the_matrix_is_caught(tables, config, monkeypatch
     monkeypatch.setattr(complexity, "small_skew", small_skew)
     found = judge(recounted(tables, config), config, "table_1_components")
     assert found["verdict"] == "not supported"
-    failed = [each["what"] for each in found["measures"] if not complexity_report.is_met(each)]
+    failed = [each["what"] for each in found["measures"] if not is_met(each)]
     assert failed == ["[S]: largest excess of a slope"]
 
 

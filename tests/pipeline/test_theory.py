@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from osa import theory as mathematics
-from pipeline import figures, params, theory, theory_figures, theory_findings, train
+from pipeline import figures, findings, params, theory, theory_figures, theory_findings, train
 from pipeline.errors import UserError
 from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.synthetic import ROOT, SMALL, shrink_theory
@@ -186,9 +186,9 @@ def test_a_condition_above_its_bound_is_not_supported(inside, tables):
 
 
 def test_a_measure_without_a_value_supports_nothing():
-    measure = theory_findings._measure("x", math.nan, "", "below", 1.0)
+    measure = findings.measure("x", math.nan, "", "below", 1.0)
     assert measure["value"] is None
-    assert theory_findings.verdict([measure]) == "not supported"
+    assert findings.verdict([measure]) == "not supported"
 
 
 def test_figures_depend_on_the_tables_alone(inside, tables):

@@ -5,9 +5,19 @@ import math
 import torch
 from torch import Tensor
 
-from osa.linalg import EPSILON, newton_schulz_gram, phi1_times, qr_basis
+from osa.linalg import (
+    EPSILON,
+    flat,
+    is_recorded,
+    newton_schulz_gram,
+    phi1_times,
+    polar_express_gram,
+    qr_basis,
+    recorded_grad,
+)
 
-METHODS = ("qr", "newton_schulz", "exact")
+METHODS = ("qr", "newton_schulz", "exact", "polar_express")
+ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
 
 
 def orthogonal_attention(
@@ -18,6 +28,7 @@ def orthogonal_attention(
     scale: float | Tensor | None = None,
     method: str = "exact",
     num_iterations: int | None = None,
+    epsilon: float = EPSILON,
 ) -> Tensor:
     """exp(S) V with S = scale · (Q Kᵀ − K Qᵀ) (Eq. 5), where exp(S) is orthogonal.
 
@@ -29,6 +40,7 @@ def orthogonal_attention(
         "exact"          scale · M     scale · J G           J MᵀV
         "qr"             B             [S] = BᵀSB            [S] BᵀV
         "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV
+        "polar_express"  as "newton_schulz", with other polynomials
 
     with G = MᵀM and Z at most 2d×2d. No N×N matrix is formed: time O(N d² + d³), memory O(N d + d²).
 
@@ -37,7 +49,8 @@ def orthogonal_attention(
     low-rank matrix see Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9: by the same identity
     its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. It runs K iterations and no more, so that the
     result is orthogonal only as far as those have converged (Theorem 3.1); where they have, G_K is a projector that
-    changes nothing, and the result that of "exact".
+    changes nothing, and the result that of "exact". "polar_express" is the same with the steps of Amsel et al. (2025),
+    which converge in seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
 
     The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with "qr" it grows with ‖S‖₂.
 
@@ -47,8 +60,9 @@ def orthogonal_attention(
         value: (..., N, d_value).
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
-        method: "exact", "qr" or "newton_schulz".
-        num_iterations: K of Eq. 9, for "newton_schulz" alone. Default 6 (Appendix D).
+        method: "exact", "qr", "newton_schulz" or "polar_express".
+        num_iterations: K of Eq. 9, for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7) alone.
+        epsilon: ε of Section 3, which those two add to ‖M‖_F.
 
     Returns:
         (..., N, d_value), of value's type. With bfloat16 or float16 inputs the small matrices are float32.
@@ -57,7 +71,7 @@ def orthogonal_attention(
         ValueError: the shapes do not match, or the method is unknown.
     """
     _check(query, key, value, scale, method, num_iterations)
-    return _attend(query, key, value, scale, method, num_iterations)
+    return _attend(query, key, value, scale, method, num_iterations, epsilon)
 
 
 def orthogonal_attention_matrix(
@@ -67,6 +81,7 @@ def orthogonal_attention_matrix(
     scale: float | Tensor | None = None,
     method: str = "exact",
     num_iterations: int | None = None,
+    epsilon: float = EPSILON,
 ) -> Tensor:
     """The attention matrix A = exp(S) that `orthogonal_attention` applies, for figures and tests: O(N²) memory.
 
@@ -78,7 +93,7 @@ def orthogonal_attention_matrix(
     _check(query, key, query, scale, method, num_iterations)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    return _attend(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations)
+    return _attend(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
 
 
 def _check(
@@ -86,8 +101,9 @@ def _check(
 ) -> None:
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-    if num_iterations is not None and (method != "newton_schulz" or num_iterations < 1):
-        raise ValueError(f"num_iterations must be 1 or more and belongs to newton_schulz, not {num_iterations} to {method}")
+    if num_iterations is not None and (method not in ITERATIONS or num_iterations < 1):
+        names = " and ".join(ITERATIONS)
+        raise ValueError(f"num_iterations must be 1 or more and belongs to {names}, not {num_iterations} to {method}")
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
     if not all(x.is_floating_point() for x in (query, key, value)):
@@ -113,46 +129,151 @@ def _check(
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str, num_iterations: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | Tensor | None,
+    method: str,
+    num_iterations: int | None,
+    epsilon: float,
 ) -> Tensor:
     with torch.autocast(query.device.type, enabled=False):
-        m = torch.cat(torch.broadcast_tensors(query, key), dim=-1)  # (..., N, 2d)
-        m = m.to(torch.promote_types(m.dtype, torch.float32))
-        if isinstance(scale, Tensor):
-            scale = scale.to(m.dtype)
-        elif scale is None:
+        least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
+        dtype = torch.promote_types(query.dtype, least)
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
+        query, key, v = (x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value))
+        if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
-        v = value.to(m.dtype)
+        scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale)
+        scale = scale.expand(*batch, 1, 1)
         if method == "qr":
-            output = _by_basis(m, v, scale)
+            m = torch.cat([query, scale * key], dim=-1)  # (..., N, 2d): the span of [Q, K], and S = M J Mᵀ
+            output = _by_basis(flat(m), flat(v))
         else:
-            output = _by_gram(m, v, scale, (num_iterations or 6) if method == "newton_schulz" else None)
-        return output.to(value.dtype)  # (..., N, d_value)
+            m = torch.cat([query, key], dim=-1)  # (..., N, 2d)
+            options = method, num_iterations or ITERATIONS.get(method), epsilon
+            output = _by_gram(flat(m), flat(v), flat(scale), *options)
+        return output.view(v.shape).to(value.dtype)  # (..., N, d_value)
 
 
-def _by_gram(m: Tensor, v: Tensor, scale: float | Tensor, num_iterations: int | None) -> Tensor:
-    """By Gram matrices alone: "newton_schulz", or "exact" where there are no iterations."""
-    d = m.shape[-1] // 2
-    gram = m.mT @ m  # (..., 2d, 2d)
-    products = m.mT @ v  # (..., 2d, d_value)
-    z = _apply_j(scale * gram, d)
-    if num_iterations is None:
-        y = _apply_j(products, d)
+def _by_gram(m: Tensor, v: Tensor, scale: Tensor, *options) -> Tensor:
+    """By Gram matrices alone, (b, N, 2d) and (b, N, d_value); the options are those of `_mixing`."""
+    return (_ByGram.apply if is_recorded(m, v, scale) else _by_differentiable_gram)(m, v, scale, *options)
+
+
+def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, *options) -> Tensor:
+    return torch.baddbmm(v, m, _mixing(torch.bmm(m.mT, m), torch.bmm(m.mT, v), scale, *options))
+
+
+def _mixing(
+    gram: Tensor, products: Tensor, scale: Tensor, method: str, num_iterations: int | None, epsilon: float
+) -> Tensor:
+    """(exp(S) − I) V = M · (this), given MᵀM (b, 2d, 2d) and MᵀV (b, 2d, d_value)."""
+    z = _apply_j(scale * gram)
+    if method == "exact":
+        y = _apply_j(products)
     else:
-        inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)  # (..., 1, 1)
-        projector = newton_schulz_gram(inverse_norm.square() * gram, num_iterations)  # G_K
-        z, y = projector @ z, projector @ _apply_j(projector @ products, d)
-    return v + m @ (scale * phi1_times(z, y))
+        square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        square_norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny)  # the root's derivative at M = 0 is infinite
+        inverse_norm = 1 / (square_norm.sqrt() + epsilon)  # 1 / (‖M‖_F + ε)
+        iterate = newton_schulz_gram if method == "newton_schulz" else polar_express_gram
+        projector = iterate(inverse_norm.square() * gram, num_iterations)  # G_K
+        z, y = projector @ z, projector @ _apply_j(projector @ products)
+    return scale * phi1_times(z, y)
 
 
-def _by_basis(m: Tensor, v: Tensor, scale: float | Tensor) -> Tensor:
-    basis = qr_basis(m)  # (..., N, r), r = min(N, 2d)
-    query, key = (basis.mT @ m).chunk(2, dim=-1)  # (..., r, d) each
-    half = scale * (query @ key.mT)
-    skew = half - half.mT  # [S] (Eq. 7), (..., r, r), skew to the last bit
-    return v + basis @ phi1_times(skew, skew @ (basis.mT @ v))
+class _ByGram(torch.autograd.Function):
+    """`_by_differentiable_gram` with its own backward: autograd's for the small matrices, five products for the others."""
+
+    @staticmethod
+    def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, *options) -> Tensor:
+        gram, products = torch.bmm(m.mT, m), torch.bmm(m.mT, v)
+        with torch.enable_grad():
+            small = [x.detach().requires_grad_() for x in (gram, products, scale)]
+            mixing = _mixing(*small, *options)
+        ctx.save_for_backward(m, v, scale)
+        ctx.options, ctx.small, ctx.mixing = options, small, mixing
+        return torch.baddbmm(v, m, mixing.detach())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        m, v, scale = ctx.saved_tensors
+        unused = [None] * len(ctx.options)
+        if torch.is_grad_enabled():
+            return *recorded_grad(lambda *x: _by_differentiable_gram(*x, *ctx.options), (m, v, scale), grad), *unused
+        grad_mixing = torch.bmm(m.mT, grad)
+        grad_gram, grad_products, grad_scale = torch.autograd.grad(ctx.mixing, ctx.small, grad_mixing, retain_graph=True)
+        grad_m = torch.bmm(grad, ctx.mixing.detach().mT)  # (b, N, 2d)
+        grad_m.baddbmm_(v, grad_products.mT).baddbmm_(m, grad_gram + grad_gram.mT)
+        return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, *unused
 
 
-def _apply_j(x: Tensor, d: int) -> Tensor:
+def _by_basis(m: Tensor, v: Tensor) -> Tensor:
+    """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
+    return (_ByBasis.apply if is_recorded(m, v) else _by_differentiable_basis)(m, v)
+
+
+def _by_differentiable_basis(m: Tensor, v: Tensor) -> Tensor:
+    basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
+    skew = _skew(torch.bmm(basis.mT, m))  # (b, r, r)
+    return torch.baddbmm(v, basis, torch.bmm(skew, phi1_times(skew, torch.bmm(basis.mT, v))))
+
+
+def _skew(coordinates: Tensor) -> Tensor:
+    """[S] = C J Cᵀ of C = BᵀM (Eq. 7), skew to the last bit."""
+    query, key = coordinates.chunk(2, dim=-1)
+    half = query @ key.mT
+    return half - half.mT
+
+
+class _ByBasis(torch.autograd.Function):
+    """`_by_differentiable_basis` with the gradient of exp(S) V itself, to which the choice of the basis is immaterial.
+
+    With U = φ₁([S]) W, W = BᵀV, the forward is V + B [S] U. For a gradient G let H = BᵀG, Ū = φ₁(−[S]) H and A the skew
+    part, twice, of the gradient of [S] with B held fixed. A change of M outside the span of B moves B too; to first order
+    that is (I − BBᵀ) dM J CᵀU + B φ₁([S]) C J dMᵀ (I − BBᵀ) V, so that
+
+        grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
+
+    This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too.
+    """
+
+    @staticmethod
+    def forward(ctx, m: Tensor, v: Tensor) -> Tensor:
+        basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
+        coordinates = torch.bmm(basis.mT, m)  # C, (b, r, 2d)
+        with torch.enable_grad():
+            small = [x.requires_grad_() for x in (_skew(coordinates), torch.bmm(basis.mT, v))]
+            u = phi1_times(*small)
+        ctx.save_for_backward(m, v, basis, coordinates)
+        ctx.small, ctx.u = small, u
+        skew, u = small[0].detach(), u.detach()
+        return torch.baddbmm(v, basis, torch.bmm(skew, u))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        m, v, basis, coordinates = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return recorded_grad(_by_differentiable_basis, (m, v), grad)
+        h = torch.bmm(basis.mT, grad)  # (b, r, d_value)
+        grad_skew, u_bar = torch.autograd.grad(ctx.u, ctx.small, h, retain_graph=True)
+        skew, w, u = (x.detach() for x in (*ctx.small, ctx.u))
+        outer = torch.bmm(h, u.mT)
+        bar = torch.baddbmm(outer, skew, grad_skew, alpha=-1)  # gradient of [S] with B fixed, (b, r, r)
+        inside = outer.baddbmm_(w, u_bar.mT, alpha=-1) - (bar - bar.mT)  # H Uᵀ − W Ūᵀ − A
+        c_j = _times_j(coordinates)  # (b, r, 2d)
+        grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
+        grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)
+        return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1)
+
+
+def _apply_j(x: Tensor) -> Tensor:
     """J X with J = [[0, I], [−I, 0]]."""
-    return torch.cat([x[..., d:, :], -x[..., :d, :]], dim=-2)
+    upper, lower = x.chunk(2, dim=-2)
+    return torch.cat([lower, -upper], dim=-2)
+
+
+def _times_j(x: Tensor) -> Tensor:
+    """X J."""
+    query, key = x.chunk(2, dim=-1)
+    return torch.cat([-key, query], dim=-1)

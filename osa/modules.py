@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from osa.functional import METHODS, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
+from osa.linalg import EPSILON
 
 
 class _SelfAttention(nn.Module):
@@ -57,8 +58,8 @@ class OrthogonalSelfAttention(_SelfAttention):
     Args:
         embed_dim: d.
         num_heads: h ≥ 2, so that 2 d_v ≤ d for d_v = d/h, which Section 4.2 needs.
-        method: "exact", "qr" or "newton_schulz"; see `osa.functional.orthogonal_attention`.
-        num_iterations: K of Eq. 9, for "newton_schulz". Default 6.
+        method, num_iterations, epsilon: as for `osa.functional.orthogonal_attention`; kept as `options` for calls of it and
+            of `orthogonal_attention_matrix`.
         alpha_init: initial α.
         alpha_per_head: one α for each head, or one for the layer.
 
@@ -73,6 +74,7 @@ class OrthogonalSelfAttention(_SelfAttention):
         *,
         method: str = "exact",
         num_iterations: int | None = None,
+        epsilon: float = EPSILON,
         alpha_init: float = 0.1,
         alpha_per_head: bool = True,
     ) -> None:
@@ -84,7 +86,7 @@ class OrthogonalSelfAttention(_SelfAttention):
             )
         if method not in METHODS:
             raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-        self.method, self.num_iterations = method, num_iterations
+        self.options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
         self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1))
         init_orthogonal_attention_(self, alpha=alpha_init)
 
@@ -93,9 +95,7 @@ class OrthogonalSelfAttention(_SelfAttention):
         return (self.alpha / math.sqrt(self.embed_dim // self.num_heads))[:, None, None]
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
-        heads = orthogonal_attention(
-            query, key, value, scale=self.scale(), method=self.method, num_iterations=self.num_iterations
-        )
+        heads = orthogonal_attention(query, key, value, scale=self.scale(), **self.options)
         return heads[:, :, :num_outputs]  # (B, h, N, d_v)
 
 

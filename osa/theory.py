@@ -12,18 +12,7 @@ from torch import Generator, Tensor
 
 from osa import reference
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
-from osa.linalg import EPSILON
-
-POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-    (1.875, -1.25, 0.375),
-)
+from osa.linalg import EPSILON, POLAR_EXPRESS
 
 
 def rounding(length: int, dtype: torch.dtype, products: int) -> float:
@@ -72,11 +61,9 @@ def low_rank_exponential(basis: Tensor, s: Tensor) -> Tensor:
     return identity + basis @ (exponential((small - small.mT) / 2) - torch.eye(small.shape[-1], dtype=s.dtype)) @ basis.mT
 
 
-def exponential_error(
-    query: Tensor, key: Tensor, scale: float | Tensor, method: str, num_iterations: int | None = None
-) -> Tensor:
+def exponential_error(query: Tensor, key: Tensor, scale: float | Tensor, method: str, **options) -> Tensor:
     """‖A − exp(S)‖₂, (...): A by `method` in the inputs' own dtype, exp(S) dense in float64 from the same inputs."""
-    a = orthogonal_attention_matrix(query, key, scale=scale, method=method, num_iterations=num_iterations)
+    a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(reference.skew(query, key, scale)))
 
 

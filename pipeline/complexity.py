@@ -6,7 +6,6 @@ at fixed N/d, which measures the total degree.
 """
 
 import math
-import platform
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from osa.functional import orthogonal_attention
 from osa.linalg import EPSILON, newton_schulz_gram, phi1_times, qr_basis
-from pipeline import complexity_report, files, findings, tally
+from pipeline import complexity_report, files, findings, hardware, tally
 from pipeline.complexity_report import BOTH, FORWARD, METHODS, ORDER_OF
 from pipeline.errors import entry_point
 from pipeline.params import Complexity, load
@@ -46,7 +45,7 @@ def main() -> None:
     tables["crossover"] = find_crossovers(tables["counts"], ("multiply_adds", "bytes"))
     tables["time_crossover"] = find_crossovers(tables["times"], ("seconds",))
     tables = {name: rounded_table(table) for name, table in tables.items()}
-    where = environment(device)
+    where = hardware.describe(device)
     files.write_json(FOLDER / "environment.json", where)
     found, drawn = complexity_report.report(FOLDER, tables, config, where["device_name"])
     findings.write(FOLDER, tables, found, drawn)
@@ -333,27 +332,6 @@ def crossing(tokens: np.ndarray, ratio: np.ndarray) -> tuple[float, str]:
         return math.nan, f"not less up to the largest N measured, {tokens[-1]:,}"
     (x, following_x), (y, following_y) = np.log(tokens[i : i + 2]), np.log(ratio[i : i + 2])
     return float(np.exp(x + (following_x - x) * y / (y - following_y))), ""
-
-
-def environment(device: torch.device) -> dict:
-    """What the times depend on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {
-        "device": device.type,
-        "device_name": name,
-        "num_threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -145,9 +145,7 @@ def head_statistics(number: int, layer: osa.OrthogonalSelfAttention, x: torch.Te
 def orthogonality(layer: osa.OrthogonalSelfAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """‖AᵀA − I‖₂ and ‖S‖₂, each (batch, heads), for a layer's input x (batch, N, d)."""
     query, key, _ = layer.project(x)  # (batch, heads, N, d_v)
-    a = orthogonal_attention_matrix(
-        query, key, scale=layer.scale(), method=layer.method, num_iterations=layer.num_iterations
-    ).double()  # (batch, heads, N, N)
+    a = orthogonal_attention_matrix(query, key, scale=layer.scale(), **layer.options).double()  # (batch, heads, N, N)
     half = layer.scale().double() * query.double() @ key.double().mT
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     return torch.linalg.matrix_norm(a.mT @ a - identity, 2), torch.linalg.matrix_norm(half - half.mT, 2)

@@ -106,21 +106,38 @@ class Variant(Section):
     skip: bool
     norm: bool
     init: Literal["osa", "xavier"]
-    method: Literal["qr", "newton_schulz", "exact"] | None = None
+    method: Literal["qr", "newton_schulz", "exact", "polar_express"] | None = None
     num_iterations: PositiveInt | None = None
+    epsilon: NonNegativeFloat | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _method_fits(self):
         if self.attention == "orthogonal" and self.method is None:
-            raise ValueError("method is missing; write qr, newton_schulz or exact")
-        if self.attention == "softmax" and (self.method or self.num_iterations):
-            raise ValueError("method and num_iterations belong to attention: orthogonal")
-        if self.num_iterations and self.method != "newton_schulz":
-            raise ValueError("num_iterations belongs to method: newton_schulz")
+            raise ValueError("method is missing; write qr, newton_schulz, exact or polar_express")
+        if self.attention == "softmax" and self.method:
+            raise ValueError("method belongs to attention: orthogonal")
+        iterates = self.method in ("newton_schulz", "polar_express")
+        for key in ("num_iterations", "epsilon"):
+            if iterates and getattr(self, key) is None:
+                raise ValueError(f"{key} is missing; method {self.method} needs it")
+            if not iterates and getattr(self, key) is not None:
+                raise ValueError(f"{key} belongs to method: newton_schulz or polar_express")
         if "source" in (self.overrides or {}).get("data", {}):
             raise ValueError("overrides cannot replace data.source: all variants learn from the data that fetch stores")
         return self
+
+
+class Alternative(Section):
+    """One training of a variant with something else in place of a value that the paper leaves open."""
+
+    variant: Name
+    overrides: Annotated[dict[SharedSection, dict[str, Any]], Field(min_length=1)]
+
+
+class Choices(Section):
+    seed: Annotated[int, Field(ge=0)]
+    runs: dict[Name, Alternative]
 
 
 class Evaluate(Section):
@@ -424,6 +441,7 @@ class Params(Section):
     init: Init
     train: Train
     variants: dict[Name, Variant]
+    choices: Choices
     evaluate: Evaluate
     tables: Tables
     theory: Theory
@@ -439,12 +457,16 @@ class Params(Section):
         places = {"run.variants": self.run.variants}
         places |= {"paper.table_2": self.paper.table_2, "report.labels": self.report.labels}
         places["theory.trainability"] = self.theory.trainability.models
+        places |= {f"choices.runs.{key}": [run.variant] for key, run in self.choices.runs.items()}
         places |= {f"claims.{key}": claim.names() for key, claim in self.claims.items()}
         for place, names in places.items():
             for name in names:
                 if name not in self.variants:
                     hint = _hint(name, self.variants)
                     raise ValueError(f"{place} names {name!r}, which has no block under variants{hint}")
+        both = sorted(self.variants.keys() & self.choices.runs.keys())
+        if both:
+            raise ValueError(f"choices.runs.{both[0]} has the name of a variant, whose runs it would replace")
         for key, items in (("variants", self.run.variants), ("seeds", self.run.seeds)):
             twice = [item for item in items if items.count(item) > 1]
             if twice:
@@ -470,24 +492,31 @@ def load(path: str | Path = "params.yaml") -> Params:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
     params = _validate(Params, read(path), str(path))
-    for name in params.variants:
+    for name in (*params.variants, *params.choices.runs):
         resolve(params, name)
     return params
 
 
-def resolve(params: Params, variant: str) -> RunConfig:
-    """The configuration of one variant: the shared sections with the variant's overrides in place.
+def resolve(params: Params, name: str) -> RunConfig:
+    """The configuration of a variant, or of a run of `choices`: the shared sections with its overrides in place.
 
     Raises:
         UserError: there is no such variant, or an override is unknown or impossible.
     """
-    if variant not in params.variants:
-        raise UserError(_ended(f"params.yaml has no variants.{variant}{_hint(variant, params.variants)}"))
-    block = params.variants[variant]
-    merged = {"variant": block.model_dump(exclude={"overrides"})}
+    if name in params.choices.runs:
+        block, where = params.choices.runs[name], f"choices.runs.{name}"
+        variant, layers = params.variants[block.variant], [params.variants[block.variant].overrides, block.overrides]
+    elif name in params.variants:
+        variant, where = params.variants[name], f"variants.{name}"
+        layers = [variant.overrides]
+    else:
+        raise UserError(_ended(f"params.yaml has no variants.{name}{_hint(name, params.variants)}"))
+    merged = {"variant": variant.model_dump(exclude={"overrides"})}
     for section in SHARED:
-        merged[section] = getattr(params, section).model_dump() | (block.overrides or {}).get(section, {})
-    return _validate(RunConfig, merged, f"params.yaml: variants.{variant}" + (".overrides" if block.overrides else ""))
+        merged[section] = getattr(params, section).model_dump()
+        for layer in filter(None, layers):
+            merged[section] |= layer.get(section, {})
+    return _validate(RunConfig, merged, f"params.yaml: {where}" + (".overrides" if any(layers) else ""))
 
 
 def read(path: str | Path) -> Any:

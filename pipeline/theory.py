@@ -27,7 +27,7 @@ from pipeline.errors import entry_point
 from pipeline.params import Params, RunConfig, load, resolve
 from pipeline.summary import rounded_table
 
-METHODS = functional.METHODS
+METHODS = ("qr", "newton_schulz", "exact")  # the paper's two, and ours
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 LAYER = ("source", "state", "layer")  # columns that a table of layers has, whether or not a model has any
 LAYER_CONDITIONS = (*LAYER, "head", "alpha", "alpha_mean", "kappa", "jacobian_norm", "kappa_sum")
@@ -115,10 +115,6 @@ class Layer:
     def identity(self) -> dict:
         return {"source": self.variant, "state": self.state, "layer": self.number}
 
-    @property
-    def method(self) -> dict:
-        return {"method": self.attention.method, "num_iterations": self.attention.num_iterations}
-
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, (images, h, N, d_v), and the scale, (h, 1, 1)."""
         query, key, _ = self.attention.project(self.x)
@@ -186,19 +182,19 @@ def exponential_errors(params: Params, layers: list[Layer]) -> pd.DataFrame:
         query, key, scale = layer.project()
         sizes = {"tokens": query.shape[-2], "width": query.shape[-1], "seed": params.run.seeds[0]}
         rows += _exponential_rows(
-            layer.identity | {"sweep": "layer"} | sizes, query, key, scale, **layer.method, params=params
+            layer.identity | {"sweep": "layer"} | sizes, query, key, scale, **layer.attention.options, params=params
         )
     return frame(rows, LAYER)
 
 
 def _exponential_rows(
-    identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: str, num_iterations: int | None, params: Params
+    identity: dict, query: Tensor, key: Tensor, scale: Tensor, params: Params, method: str, **options
 ) -> list[dict]:
     """A row for each dtype; for the heads of a layer, one each, with the largest error over the images."""
     rows = []
     for name, dtype in DTYPES.items():
         q, k, c = query.to(dtype), key.to(dtype), scale.to(dtype)
-        error = theory.exponential_error(q, k, c, method, num_iterations)
+        error = theory.exponential_error(q, k, c, method, **options)
         columns = {
             "norm": theory.norm(reference.skew(q, k, c)),
             "condition": torch.linalg.cond(torch.cat([q, k], -1).double()),
@@ -330,7 +326,7 @@ def _layer_orthogonality(layer: Layer, params: Params) -> list[dict]:
     """A row for each head and image. Layers that use no iteration are given the paper's K = 6."""
     query, key, scale = layer.project()
     m = torch.cat([query, key], -1)
-    num_iterations = layer.attention.num_iterations or 6
+    num_iterations = layer.attention.options["num_iterations"] or 6
     sizes = {"tokens": query.shape[-2], "width": query.shape[-1], "seed": params.run.seeds[0]}
     rows = []
     for iteration, bases in _bases(m, num_iterations).items():
@@ -483,7 +479,7 @@ def _head_condition(layer: Layer, head: int) -> dict:
     coordinates = torch.linalg.qr(w_out.mT).R.mT  # (d_v, d_v)
     scale = layer.attention.scale().expand(layer.attention.num_heads, 1, 1)[head]
     weights = (*inputs, coordinates)
-    whole = theory.jacobian(lambda x: theory.head(x, weights, scale, **layer.method), layer.x[0])
+    whole = theory.jacobian(lambda x: theory.head(x, weights, scale, **layer.attention.options), layer.x[0])
     values = torch.linalg.eigvalsh(whole @ whole.mT).clamp(min=0).sqrt().flip(0)
     return {"kappa": theory.condition(values, rank=len(values)), "jacobian_norm": values[0].item()}
 

@@ -12,11 +12,11 @@ import json
 import math
 import os
 import pickle
-import platform
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import osa
 from osa import init
-from pipeline import data, files, params
+from pipeline import data, files, hardware, params
 from pipeline.errors import UserError, entry_point
 from pipeline.params import RunConfig
 
@@ -66,12 +66,9 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     def attention() -> nn.Module:
         if variant.attention == "softmax":
             return osa.SoftmaxSelfAttention(model.embed_dim, model.num_heads)
+        iteration = {"num_iterations": variant.num_iterations, "epsilon": variant.epsilon} if variant.num_iterations else {}
         return osa.OrthogonalSelfAttention(
-            model.embed_dim,
-            model.num_heads,
-            method=variant.method,
-            num_iterations=variant.num_iterations,
-            alpha_per_head=config.init.alpha_per_head,
+            model.embed_dim, model.num_heads, method=variant.method, alpha_per_head=config.init.alpha_per_head, **iteration
         )
 
     vit = osa.VisionTransformer(
@@ -159,6 +156,7 @@ class Training:
             )
         self.model = build_model(config, seed).to(device)
         self.optimizer = _optimizer(self.model, config.train)
+        self.sampler = _Batches(len(self.data.train_labels), config.train)
         self.progress = Progress()
         self.environment = _environment(device)
         self.code_sha256 = _code_sha256()
@@ -170,30 +168,28 @@ class Training:
     def run(self) -> None:
         """Trains to the last epoch or to divergence; resumes where a checkpoint lies."""
         self._restore()
-        sampler, train = _Batches(len(self.data.train_labels), self.config.train), self.config.train
-        progress = self.progress
-        with self._clock(), self._bar(sampler) as bar:
+        train, progress = self.config.train, self.progress
+        with self._clock(), self._bar() as bar:
             if not progress.history:
                 few = slice(len(self.data.test_labels))  # as many training images as there are test images
                 first = evaluate_split(self.model, self.data.train_images[few], self.data.train_labels[few])
                 self._record(0.0, first)
             while progress.epoch < train.epochs and not progress.diverged:
-                self._run_epoch(sampler, bar)
+                self._run_epoch(bar)
                 self._checkpoint()
 
-    def _run_epoch(self, sampler: "_Batches", bar: tqdm) -> None:
+    def _run_epoch(self, bar: tqdm) -> None:
         progress, total = self.progress, _Total(self.device)
-        order = sampler.order(self.seed, progress.epoch).to(self.device)
         start = time.perf_counter()
-        for i, batch in enumerate(order.split(self.config.train.batch_size)[: sampler.steps], 1):
-            total.add(*self._step(self.data.train_images[batch], self.data.train_labels[batch]), len(batch))
+        for i, (images, labels) in enumerate(self.batches(progress.epoch), 1):
+            total.add(*self.step(images, labels), len(labels))
             progress.step += 1
-            progress.images += len(batch)
-            bar.update(len(batch))
-            if i in sampler.points:
+            progress.images += len(labels)
+            bar.update(len(labels))
+            if i in self.sampler.points:
                 train = total.take()  # reads the device: the step's time is in before the clock stops
                 progress.training_seconds += time.perf_counter() - start
-                self._record(progress.epoch + i / sampler.steps, train)
+                self._record(progress.epoch + i / self.sampler.steps, train)
                 row = progress.history[-1]
                 bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
                 if progress.diverged:
@@ -201,7 +197,14 @@ class Training:
                 start = time.perf_counter()
         progress.epoch += 1
 
-    def _step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each step of an epoch."""
+        order = self.sampler.order(self.seed, epoch).to(self.device)
+        for batch in order.split(self.config.train.batch_size)[: self.sampler.steps]:
+            yield self.data.train_images[batch], self.data.train_labels[batch]
+
+    def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the optimiser. Returns the loss and the number of correct predictions before it, on the device."""
         logits = self.model(images)
         loss = F.cross_entropy(logits, labels)
         self.optimizer.zero_grad()
@@ -216,8 +219,8 @@ class Training:
         files.write_text(self.scratch / "history.csv", self.history_csv())
         files.write_json(self.scratch / "record.json", self.record("running"))
 
-    def _bar(self, sampler: "_Batches") -> tqdm:
-        images = sampler.images_per_epoch
+    def _bar(self) -> tqdm:
+        images = self.sampler.images_per_epoch
         return tqdm(
             total=images * self.config.train.epochs,
             initial=images * self.progress.epoch,
@@ -375,18 +378,11 @@ def _code_sha256() -> str:
 
 
 def _environment(device: torch.device) -> dict:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     dirty = _git("status", "--porcelain", "--", "osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt")
     return {
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": None if dirty is None else bool(dirty),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": device.type,
-        "device_name": name,
-        "num_threads": torch.get_num_threads(),
-        "platform": platform.platform(),
-    }
+    } | hardware.describe(device)
 
 
 def _git(*arguments: str) -> str | None:
@@ -395,14 +391,6 @@ def _git(*arguments: str) -> str | None:
         return subprocess.run(command, cwd=_root(), capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 @contextmanager
@@ -444,7 +432,7 @@ def make_deterministic() -> None:
 @entry_point
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=__doc__.splitlines()[0])
-    parser.add_argument("variant", help="a name under variants in params.yaml")
+    parser.add_argument("variant", help="a name under variants or choices.runs in params.yaml")
     parser.add_argument("seed", type=int)
     parser.add_argument("--no-tracking", action="store_true", help="do not follow the run in MLflow")
     arguments = parser.parse_args()

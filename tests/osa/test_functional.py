@@ -1,4 +1,4 @@
-"""The three methods against the dense float64 reference: values, gradients, invariants, degenerate and bad inputs."""
+"""The four methods against the dense float64 reference: values, gradients, invariants, degenerate and bad inputs."""
 
 import math
 
@@ -8,19 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from osa import reference
+from osa import reference, theory
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
+from osa.linalg import POLAR_EXPRESS
 from tests.osa.helpers import draw, orthogonality_error, relative_error
 
 REFERENCE = {
     "qr": reference.orthogonal_attention,
     "newton_schulz": reference.newton_schulz_attention,
     "exact": reference.orthogonal_attention,
+    "polar_express": lambda query, key, value, scale: polar_express_attention(query, key, value, scale),
 }
 METHODS = list(REFERENCE)
 ORTHOGONAL = ["qr", "exact"]  # K = 6 Newton–Schulz iterations leave an orthogonality error
 SIZES = [(5, 3), (7, 3), (11, 5), (53, 5)]  # (N, d), with N < 2d and N > 2d; draw() has 2 images, 3 heads, d_value = 7
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}  # ‖S‖ is up to 30
+
+
+def polar_express_attention(query, key, value, scale, num_iterations=7):
+    m = torch.cat([query, key], dim=-1).double()
+    basis = theory.polar_express_bases(m, num_iterations)[-1]  # in N×2d space
+    return reference.low_rank_matrix(query, key, scale, basis) @ value.double()
 
 
 def head_scales(dtype=torch.float64):
@@ -82,21 +90,23 @@ def test_batch_dimensions_are_optional_and_broadcast(method):
     shared_key = orthogonal_attention(query, key[:1], value[:, :1], scale=0.3, method=method)
     expanded = orthogonal_attention(query, key[:1].expand_as(key), value[:, :1].expand_as(value), scale=0.3, method=method)
     torch.testing.assert_close(shared_key, expanded)
+    values = torch.stack([value, 2 * value])  # more batch dimensions than query and key
+    stacked = orthogonal_attention(query, key, values, scale=0.3, method=method)
+    torch.testing.assert_close(stacked[1], 2 * orthogonal_attention(query, key, value, scale=0.3, method=method))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("method", METHODS)
 def test_one_token_attends_to_itself(method, dtype):
-    """N = 1 ⇒ S = 0: the output is the value, and nothing else has a gradient ("qr" has none to speak of)."""
+    """N = 1 ⇒ S = 0: the output is the value, and nothing else has a gradient."""
     query, key, value = draw(1, 3, dtype=dtype)
     scale = head_scales(dtype)
     output = orthogonal_attention(query, key, value, scale=scale, method=method)
     torch.testing.assert_close(output, value)
-    if method != "qr":
-        cotangent = torch.randn_like(output)
-        gradients = torch.autograd.grad(output, (query, key, value, scale), cotangent)
-        expected = (torch.zeros_like(query), torch.zeros_like(key), cotangent, torch.zeros_like(scale))
-        torch.testing.assert_close(gradients, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    cotangent = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, (query, key, value, scale), cotangent)
+    expected = (torch.zeros_like(query), torch.zeros_like(key), cotangent, torch.zeros_like(scale))
+    torch.testing.assert_close(gradients, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def zeros(query, key):
@@ -127,7 +137,7 @@ def two_tokens(query, key):
 @pytest.mark.parametrize("degenerate", [zeros, equal, opposite, dependent_columns, one_live_token, two_tokens])
 @pytest.mark.parametrize("method", METHODS)
 def test_rank_deficient_inputs(method, degenerate):
-    """Where M = [Q, K] has dependent columns the output is finite and right, and so are the gradients, but for "qr"."""
+    """Where M = [Q, K] has dependent columns the output is finite and right, and so are the gradients."""
     query, key = degenerate(*draw(7, 3)[:2])
     query, key = query.detach().requires_grad_(), key.detach().requires_grad_()
     value = draw(query.shape[-2], 3)[2]
@@ -137,11 +147,13 @@ def test_rank_deficient_inputs(method, degenerate):
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     if degenerate in (zeros, equal, opposite, one_live_token):
         torch.testing.assert_close(actual, value, rtol=1e-10, atol=1e-10)  # S = 0
-    if method != "qr":
-        cotangent = torch.randn_like(actual)
-        inputs = (query, key, value, scale)
-        gradients = torch.autograd.grad(actual, inputs, cotangent)
-        torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, cotangent), rtol=1e-10, atol=1e-10)
+    cotangent = torch.randn_like(actual)
+    inputs = (query, key, value, scale)
+    gradients = torch.autograd.grad(actual, inputs, cotangent)
+    rounding = (
+        math.prod(a for a, _, _ in POLAR_EXPRESS[:7]) ** 2 * 1e-15 if method == "polar_express" else 1e-10
+    )  # raised from 0
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, inputs, cotangent), rtol=rounding, atol=rounding)
 
 
 def test_newton_schulz_adds_epsilon_to_the_norm():
@@ -152,6 +164,10 @@ def test_newton_schulz_adds_epsilon_to_the_norm():
     actual = orthogonal_attention(query, key, value, scale=scale, method="newton_schulz")
     assert relative_error(expected, value) > 1e-3
     assert relative_error(actual, expected) < 1e-12
+    larger = orthogonal_attention(query, key, value, scale=scale, method="newton_schulz", epsilon=2e-7)
+    basis = reference.newton_schulz_basis(query, key, epsilon=2e-7)
+    expected_larger = reference.low_rank_matrix(query, key, scale, basis) @ value
+    assert relative_error(larger, expected_larger) < 1e-12 < 1e-3 < relative_error(larger, expected)
 
 
 def conditioned(tokens, width, condition, dtype):
@@ -266,8 +282,8 @@ def test_unknown_method_lists_the_known_ones():
     assert all(method in str(error.value) for method in METHODS)
 
 
-@pytest.mark.parametrize("method, num_iterations", [("newton_schulz", 0), ("exact", 6), ("qr", 6)])
-def test_iterations_belong_to_newton_schulz_and_are_positive(method, num_iterations):
+@pytest.mark.parametrize("method, num_iterations", [("newton_schulz", 0), ("polar_express", 0), ("exact", 6), ("qr", 6)])
+def test_iterations_belong_to_iterations_and_are_positive(method, num_iterations):
     with pytest.raises(ValueError, match="num_iterations"):
         orthogonal_attention(*draw(5, 3), method=method, num_iterations=num_iterations)
 

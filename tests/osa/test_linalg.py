@@ -1,10 +1,12 @@
-"""The small matrices: the QR basis, Newton–Schulz in the Gram matrix, and φ₁ against a dense block exponential."""
+"""The small matrices: the QR basis, both iterations on the Gram matrix, and φ₁ against a dense block exponential."""
+
+import math
 
 import pytest
 import torch
 
-from osa import reference
-from osa.linalg import EPSILON, newton_schulz_gram, phi1, phi1_times, qr_basis
+from osa import reference, theory
+from osa.linalg import EPSILON, newton_schulz_gram, phi1, phi1_times, polar_express_gram, qr_basis
 from tests.osa.helpers import draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -34,6 +36,20 @@ def test_gram_matrix_of_newton_schulz_is_that_of_the_iteration_as_written(num_it
     gradient = torch.autograd.grad(actual, (query, key), cotangent)
     expected_gradient = torch.autograd.grad(expected, (query, key), cotangent)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("least", [1e-3, 0.1])
+def test_seven_steps_of_polar_express_make_small_singular_values_one(least):
+    """Orthonormal to 1e-6 for σ_min ≥ 10⁻³ ‖M‖_F, which Newton–Schulz is not; and as the iteration on N×2d matrices."""
+    m = torch.randn(3, 11, 5, dtype=torch.float64)
+    values = torch.logspace(math.log10(least), 0, 5, dtype=torch.float64)
+    m = torch.linalg.qr(m).Q * (values / values.norm()) @ torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
+    gram = m.mT @ m / (1 + EPSILON) ** 2
+    assert torch.linalg.matrix_norm(polar_express_gram(gram) - torch.eye(5), 2).max() < 1e-6
+    assert torch.linalg.matrix_norm(newton_schulz_gram(gram, 7) - torch.eye(5), 2).min() > 1e-2
+    for num_iterations in (1, 3, 9):
+        basis = theory.polar_express_bases(m, num_iterations)[-1]
+        torch.testing.assert_close(polar_express_gram(gram, num_iterations), basis.mT @ basis, rtol=1e-8, atol=1e-8)
 
 
 def test_gradients_of_the_gram_matrix_are_symmetric_and_have_gradients():

@@ -107,10 +107,33 @@ def test_the_repositorys_parameters_are_valid():
         ),
         ("run.variants", ["ViT-B"], "run.variants.0 should match pattern '^[a-z][a-z0-9_]*$', not 'ViT-B'."),
         # variants
-        ("variants.osa_qr.method", "rq", "variants.osa_qr.method should be 'qr', 'newton_schulz' or 'exact', not 'rq'."),
-        ("variants.osa_qr.method", ABSENT, "variants.osa_qr: method is missing; write qr, newton_schulz or exact."),
-        ("variants.osa_qr.num_iterations", 6, "variants.osa_qr: num_iterations belongs to method: newton_schulz."),
-        ("variants.vit.method", "qr", "variants.vit: method and num_iterations belong to attention: orthogonal."),
+        (
+            "variants.osa_qr.method",
+            "rq",
+            "variants.osa_qr.method should be 'qr', 'newton_schulz', 'exact' or 'polar_express', not 'rq'.",
+        ),
+        (
+            "variants.osa_qr.method",
+            ABSENT,
+            "variants.osa_qr: method is missing; write qr, newton_schulz, exact or polar_express.",
+        ),
+        (
+            "variants.osa_qr.num_iterations",
+            6,
+            "variants.osa_qr: num_iterations belongs to method: newton_schulz or polar_express.",
+        ),
+        ("variants.vit.method", "qr", "variants.vit: method belongs to attention: orthogonal."),
+        ("variants.osa_ns.epsilon", ABSENT, "variants.osa_ns: epsilon is missing; method newton_schulz needs it."),
+        (
+            "choices.runs.exact_drop_last.variant",
+            "osa_exat",
+            "choices.runs.exact_drop_last names 'osa_exat', which has no block under variants; did you mean 'osa_exact'?",
+        ),
+        (
+            "choices.runs.exact_drop_last.overrides",
+            {"train": {"drop_lst": True}},
+            "choices.runs.exact_drop_last.overrides: train.drop_lst is not a known key; did you mean 'drop_last'?",
+        ),
         # overrides
         (
             "variants.vit.overrides",

@@ -136,7 +136,10 @@ class Alternative(Section):
 
 
 class Choices(Section):
+    """Trainings that show what hangs on a choice. `computes`: which variant of the paper has the function of one of ours."""
+
     seed: Annotated[int, Field(ge=0)]
+    computes: dict[Name, Name]
     runs: dict[Name, Alternative]
 
 
@@ -447,7 +450,7 @@ class Params(Section):
     theory: Theory
     complexity: Complexity
     tracking: Tracking
-    quickstart: dict[Literal["data", "run", "model", "train", "theory", "complexity"], dict[str, Any]]
+    quickstart: dict[Literal["data", "run", "model", "train", "choices", "theory", "complexity"], dict[str, Any]]
     paper: Paper
     claims: dict[Name, AnyClaim]
     report: Report
@@ -458,6 +461,7 @@ class Params(Section):
         places |= {"paper.table_2": self.paper.table_2, "report.labels": self.report.labels}
         places["theory.trainability"] = self.theory.trainability.models
         places |= {f"choices.runs.{key}": [run.variant] for key, run in self.choices.runs.items()}
+        places["choices.computes"] = [*self.choices.computes, *self.choices.computes.values()]
         places |= {f"claims.{key}": claim.names() for key, claim in self.claims.items()}
         for place, names in places.items():
             for name in names:

@@ -29,6 +29,7 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # one thread each: together faster than one after another
         list(pool.map(lambda run: _run(*run), runs))
     _stage("tables")
+    _stage("choices")
     _stage("theory")
     _stage("complexity")
     _stage("report")

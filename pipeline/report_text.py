@@ -36,7 +36,7 @@ def context(inputs: Inputs, judged: dict) -> dict:
         "paper": params.paper,
         "verdict": verdict["overall"],
         "tally": tally(verdict["claims"], "claims", verdict["undecided that lean the paper's way"]),
-        "findings_tally": tally(verdict["theorems and costs"], "theorems and costs"),
+        "findings_tally": tally(verdict["theorems, costs and choices"], "theorems, costs and choices"),
         "coverage": coverage(verdict),
         "notices": notices(inputs),
         "confidence": per_cent(params.tables.confidence),

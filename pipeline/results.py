@@ -17,7 +17,7 @@ from pipeline.summary import rounded, rounded_table
 
 FOLDER = Path("paper_outputs/tables")
 TABLES = ("runs", "summary", "curves", "histories", "layers")
-MEASUREMENTS = ("theory", "complexity")  # the stages that leave paper_outputs/STAGE/findings.json
+MEASUREMENTS = ("theory", "complexity", "choices")  # the stages that leave paper_outputs/STAGE/findings.json
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def read_findings() -> list[dict]:
-    """What was measured of the paper's theorems and costs, in reading order, each with the folder of its files."""
+    """What was measured of the paper's theorems, costs and choices, in reading order, each with the folder of its files."""
     folders = [Path("paper_outputs", stage) for stage in MEASUREMENTS]
     return [finding | {"folder": folder} for folder in folders for finding in files.read_json(folder / "findings.json")]
 
@@ -94,7 +94,7 @@ def verdict(inputs: Inputs, judged: dict[str, tuple[str, list[claims.Measure]]])
     return {
         "overall": overall(set(count)),
         "claims": {"total": len(judged)} | {name: count[name] for name in claims.VERDICTS},
-        "theorems and costs": {"total": len(inputs.findings)} | {name: found[name] for name in claims.VERDICTS},
+        "theorems, costs and choices": {"total": len(inputs.findings)} | {name: found[name] for name in claims.VERDICTS},
         "undecided that lean the paper's way": sum(leans(*judgement) for judgement in judged.values()),
         "models": len(run.variants),
         "seeds": len(run.seeds),

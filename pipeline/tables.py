@@ -62,7 +62,8 @@ def find_runs(params: Params) -> list[dict]:
         raise UserError(f"runs/ holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
-    strays = {path.parent for path in Path("runs").glob("*/*/metrics.json")} - {run_folder(*run) for run in listed}
+    known = {run_folder(*run) for run in [*listed, *((name, params.choices.seed) for name in params.choices.runs)]}
+    strays = {path.parent for path in Path("runs").glob("*/*/metrics.json")} - known
     if strays:
         warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")
     return runs

@@ -90,7 +90,7 @@ def write_run(folder: Path, settings: params.Params, variant: str, seed: int, di
 
 
 def write_findings(folder: Path) -> None:
-    """What the stages theory and complexity leave for the report: one finding with a figure and a table, one without."""
+    """What the measuring stages leave for the report: one finding with a figure and a table, one without, and none."""
     figure = Figure(figsize=(3, 2))
     figure.subplots().plot([1, 2])
     theory, complexity = folder / "paper_outputs/theory", folder / "paper_outputs/complexity"
@@ -123,6 +123,7 @@ def write_findings(folder: Path) -> None:
     }
     write_json(theory / "findings.json", [theorem])
     write_json(complexity / "findings.json", [cost])
+    write_json(folder / "paper_outputs/choices/findings.json", [])
     (theory / "theorem_2_2.svg").write_text(figures.svg(figure))
 
 

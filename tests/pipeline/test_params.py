@@ -267,6 +267,7 @@ def test_the_schema_supplies_no_value():
         "model",
         "init",
         "train",
+        "choices",
         "evaluate",
         "tables",
         "theory",

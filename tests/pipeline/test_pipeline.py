@@ -125,6 +125,7 @@ def shrink(files: dict):
         raw["model"] |= {"patch_size": 14, "embed_dim": 8, "depth": 2, "num_heads": 2}
         raw["train"] |= {"epochs": 2, "batch_size": 13}
         raw["evaluate"] |= {"batch_size": 17, "attention_images": 7}
+        raw["choices"]["runs"] = {"vit_drop_last": {"variant": "vit", "overrides": {"train": {"drop_last": True}}}}
         raw["complexity"] |= COMPLEXITY
         shrink_theory(raw["theory"])
 
@@ -168,7 +169,7 @@ def story(tmp_path_factory):
 
 def test_from_nothing_to_the_report(story):
     in_order = ["fetch", "train@vit-0", "train@osa_exact-0", "evaluate@vit-0", "evaluate@osa_exact-0", "tables", "report"]
-    assert [stage for stage in story.first.stages if stage not in MEASUREMENTS] == in_order
+    assert [stage for stage in story.first.stages if stage not in (*MEASUREMENTS, "train_choices@vit_drop_last")] == in_order
     assert set(MEASUREMENTS) <= set(story.first.stages)
     page = story.first.files["paper_outputs/report.html"].decode()
     for text in ("Orthogonal Self-Attention", "ViT", "OSA (exact)"):
@@ -178,14 +179,15 @@ def test_from_nothing_to_the_report(story):
 
 
 def test_training_does_without_mlflow(story):
-    assert story.first.output.count("MLflow cannot be imported") == 2
+    assert story.first.output.count("MLflow cannot be imported") == 3
 
 
 def test_git_sees_the_results_and_nothing_else(story):
     changes = {line[3:] for line in story.changes.output.splitlines()}
     variants = ("vit", "osa_exact")
     expected = {f"runs/{variant}/0/{name}" for variant in variants for name in RUN_FILES}
-    expected |= {f"records/{variant}/0.json" for variant in variants}
+    expected |= {f"runs/vit_drop_last/0/{name}" for name in RUN_FILES if name != "evaluation.json"}
+    expected |= {f"records/{run}/0.json" for run in (*variants, "vit_drop_last")}
     assert {path for path in changes if not path.startswith("paper_outputs/")} == expected | {"dvc.lock"}
 
 
@@ -198,7 +200,7 @@ def test_a_second_time_nothing_runs(story):
 def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
     assert story.grown.trainings == {"vit-1", "osa_exact-1", "osa_wide-0", "osa_wide-1"}
     assert story.grown.evaluations == story.grown.trainings
-    assert story.grown.others == {"tables", "theory", "report"} and story.grown.stages[-1] == "report"
+    assert story.grown.others == {"tables", "choices", "theory", "report"} and story.grown.stages[-1] == "report"
     for name, content in story.first.files.items():
         if name.startswith(("runs/", "records/")):
             assert story.grown.files[name] == content, name
@@ -208,7 +210,7 @@ def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
 
 
 def test_an_edit_of_the_report_runs_the_report(story):
-    assert story.labelled.stages == ["theory", "report"]  # both of which write labels
+    assert set(story.labelled.stages) == {"choices", "theory", "report"}  # all of which write labels
     assert "The baseline" in story.labelled.files["paper_outputs/report.html"].decode()
     assert "The baseline" not in story.grown.files["paper_outputs/report.html"].decode()
 
@@ -234,7 +236,7 @@ def test_plots_are_drawn(story):
 def test_an_experiment_trains_with_the_value_that_it_sets(story):
     assert story.experiment.trainings == {"vit-0"}
     assert story.experiment.evaluations == {"vit-0"}
-    assert story.experiment.others == {"tables", "theory", "report"}
+    assert story.experiment.others == {"tables", "choices", "theory", "report"}
     config = json.loads(story.experiment.files["records/vit/0.json"])["config"]
     assert config["train"]["learning_rate"] == 1e-6
 

@@ -128,7 +128,7 @@ def test_every_number_of_the_report_is_in_a_file(project):
 def test_findings_stand_in_the_first_screen_in_the_claims_and_in_sections_of_their_own(project):
     page, text = ((OUTPUTS / name).read_text() for name in ("report.html", "report.md"))
     header, rest = page.split("</header>")
-    assert "Of 2 theorems and costs, 1 is supported and 1 is not supported." in header
+    assert "Of 2 theorems, costs and choices, 1 is supported and 1 is not supported." in header
     assert '<a href="#theorem-2-2">Attention keeps the spectrum</a>' in header
     assert rest.count("Attention keeps the spectrum") == 2
     assert rest.count("do not change &lt;with depth&gt;.") == 4  # of both findings
@@ -141,7 +141,7 @@ def test_findings_stand_in_the_first_screen_in_the_claims_and_in_sections_of_the
     claims_table = rest.split('id="claims"')[1].split("</table>")[0]
     assert "largest change" in claims_table and "49 tokens" not in claims_table
     assert "**Not supported.**" in text and "- slope: **1.234**; has to be below 1.050" in text
-    assert results.verdict(results.read(params.load()), {})["theorems and costs"]["not supported"] == 1
+    assert results.verdict(results.read(params.load()), {})["theorems, costs and choices"]["not supported"] == 1
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_verdict_and_every_claim_come_before_the_first_table(reported):
     assert verdict["overall"] in head and f"Of {verdict['claims']['total']} claims" in head
     assert "18 of 18 runs trained, 0 diverged" in head
     assert verdict["claims"]["total"] == 9
-    assert head.count('class="badge') == 9 + verdict["theorems and costs"]["total"]
+    assert head.count('class="badge') == 9 + verdict["theorems, costs and choices"]["total"]
 
 
 def test_text_from_params_is_escaped(empty):

@@ -177,7 +177,7 @@ def exponential_errors(params: Params, layers: list[Layer]) -> pd.DataFrame:
             scale = theory.scale_for_norm(query, key, skew_norm)
             identity = {"source": "gaussian", "sweep": sweep, "value": value, "tokens": tokens, "width": width, "seed": seed}
             for method in METHODS:
-                rows += _exponential_rows(identity, query, key, torch.tensor(scale).double(), method, None, params)
+                rows += _exponential_rows(identity, query, key, torch.tensor(scale).double(), params, method)
     for layer in layers:
         query, key, scale = layer.project()
         sizes = {"tokens": query.shape[-2], "width": query.shape[-1], "seed": params.run.seeds[0]}

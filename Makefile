@@ -5,7 +5,7 @@ VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test reproduce ui lint readme lock
+.PHONY: help setup quickstart test reproduce benchmark ui lint readme lock
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ test: setup  ## the test suite
 reproduce: setup  ## the paper on MNIST: fetch, train, evaluate, report, and the README's result
 	$(RUN) dvc repro
 	$(RUN) python -m pipeline.report --readme
+
+benchmark: setup  ## time attention and the training step on this machine, against what else one would run
+	$(RUN) python -m benchmarks.attention
+	$(RUN) python -m benchmarks.step
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
 	$(RUN) python -m pipeline.tracking ui

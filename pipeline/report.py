@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 import pandas as pd
 
-from pipeline import figures, files, report_text, results
+from pipeline import figures, files, report_text, results, speed
 from pipeline.errors import UserError, entry_point
 from pipeline.params import load
 from pipeline.results import Inputs
@@ -44,7 +44,7 @@ def write_report(inputs: Inputs) -> None:
     files.write_json(FOLDER / "provenance.json", results.provenance(inputs))
     files.write_json(FOLDER / "verdict.json", results.verdict(inputs, judged))
     drawn = draw_figures(inputs)
-    write_pages(report_text.context(inputs, judged) | drawn)
+    write_pages(report_text.context(inputs, judged) | drawn | {"machines": speed.machines(inputs)})
 
 
 def write_csv(name: str, table: pd.DataFrame) -> None:

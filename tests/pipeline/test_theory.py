@@ -122,7 +122,8 @@ def test_layers_are_those_of_the_model(inside):
     layer = theory.model_layers(inside, "osa_qr")[1]
     scale = layer.attention.scale()
     heads = [
-        mathematics.head(layer.x, layer.head_weights(i), scale[i], **layer.attention.options) for i in range(layer.attention.num_heads)
+        mathematics.head(layer.x, layer.head_weights(i), scale[i], **layer.attention.options)
+        for i in range(layer.attention.num_heads)
     ]
     torch.testing.assert_close(sum(heads), layer.attention(layer.x))
 

@@ -1,0 +1,91 @@
+"""What `benchmarks` has measured, machine by machine, as the report shows it. Nothing of it decides a verdict."""
+
+import math
+from pathlib import Path
+
+import pandas as pd
+
+from pipeline import figures, files
+from pipeline.report_text import ABSENT, Table, fixed, grouped
+from pipeline.results import Inputs
+
+FOLDER = Path("paper_outputs/benchmarks")
+CAPTIONS = {
+    "step": "Milliseconds of a training step: median, and 10 to 90 per cent of the samples.",
+    "attention": "Seconds of one attention call of one head against the number of tokens.",
+}
+COLUMNS = ["Model", "Weights", "Ours, ms", "Over ViT", "Straightforward, ms", "Over ours"]
+
+
+def machines(inputs: Inputs) -> list[dict]:
+    """For each machine that a benchmark was run on: what it is, the tables, and the figures for a page."""
+    return [machine(inputs, folder) for folder in sorted(FOLDER.glob("*/"))]
+
+
+def machine(inputs: Inputs, folder: Path) -> dict:
+    facts = {name: files.read_json(folder / f"{name}.json") for name in CAPTIONS if (folder / f"{name}.json").exists()}
+    tables = {"step": step_table, "attention": attention_table}
+    environment = next(iter(facts.values()))["environment"]
+    threads = environment["num_threads"]
+    return {
+        "anchor": folder.name,
+        "title": f"{environment['device_name']}, {threads} {'thread' if threads == 1 else 'threads'}",
+        "versions": f"PyTorch {environment['torch']}, {environment['platform']}",
+        "sentence": sentence(inputs, facts["step"]["ratios"]) if "step" in facts else "",
+        "parts": [
+            {
+                "table": tables[name](inputs, folder, facts[name]),
+                "path": folder / f"{name}.svg",
+                "drawing": figures.inline((folder / f"{name}.svg").read_text(), f"{folder.name}-{name}", CAPTIONS[name]),
+                "caption": CAPTIONS[name],
+            }
+            for name in facts
+        ],
+    }
+
+
+def sentence(inputs: Inputs, ratios: dict) -> str:
+    """The step in one sentence, with trained weights where they were there."""
+    weights, of = list(ratios.items())[-1]
+    models = [f"{inputs.label(name)} {fixed(ratio, 2)}" for name, ratio in of["over_vit"].items()]
+    text = f"With {weights} weights, a training step takes in multiples of ViT's: {', '.join(models)}."
+    whole = of["straightforward_over_ours"].get("all models of the paper")
+    return (
+        f"{text} Straightforward code takes {fixed(whole, 2)} times as long for all models of the paper." if whole else text
+    )
+
+
+def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
+    steps = pd.read_csv(folder / "step.csv").pivot(index=["model", "weights"], columns="code", values="seconds")
+    rows = []
+    for model in dict.fromkeys(pd.read_csv(folder / "step.csv")["model"]):
+        for weights, of in facts["ratios"].items():
+            if (model, weights) in steps.index:
+                ms = 1000 * steps.loc[(model, weights)]
+                ratio = of["over_vit"].get(model), of["straightforward_over_ours"].get(model)
+                ours, theirs = ms["ours"], ms.get("straightforward", math.nan)
+                cells = [inputs.label(model), weights, fixed(ours, 1), number(ratio[0]), fixed(theirs, 1), number(ratio[1])]
+                rows.append((model, cells))
+    for weights, of in facts["ratios"].items():
+        for name in ("the paper's OSA models", "all models of the paper"):
+            if name in of["straightforward_over_ours"]:
+                ratio = number(of["straightforward_over_ours"][name])
+                rows.append((None, [name.capitalize(), weights, ABSENT, ABSENT, ABSENT, ratio]))
+    note = f"One step of {facts['batch_size']} images, forward, backward, clipping and AdamW; all measured in turns."
+    return Table("Training step", "llrrrr", COLUMNS, rows, f"{folder}/step.csv", note)
+
+
+def attention_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
+    names = list(dict.fromkeys(key for ratio in facts["ratios"] for key in ratio if " / " in key))
+    rows = []
+    for ratio in sorted(facts["ratios"], key=lambda each: (each["width"], each["pass"], each["tokens"])):
+        identity = [grouped(ratio["tokens"]), str(ratio["width"]), ratio["pass"]]
+        rows.append((None, [*identity, *(number(ratio.get(name)) for name in names)]))
+    options = facts["options"]
+    note = f"Ratios of times, {options['dtype']}; what would take too long or too much memory is absent."
+    columns = ["Tokens N", "d_v", "Pass", *(name.replace("literal_", "literal ").replace("_", "-") for name in names)]
+    return Table("Attention alone", "rll" + "r" * len(names), columns, rows, f"{folder}/attention.json", note)
+
+
+def number(ratio: float | None) -> str:
+    return ABSENT if ratio is None else fixed(ratio, 2) if ratio < 10 else fixed(ratio, 1)

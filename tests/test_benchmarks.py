@@ -1,0 +1,200 @@
+"""The benchmarks compare like with like, write what they say, and refuse a rate that no machine reaches."""
+
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from benchmarks import attention, results, step, straightforward
+from osa.functional import orthogonal_attention
+from pipeline import hardware, params, tally, train
+from pipeline.errors import UserError
+from tests.pipeline.mnist_files import write_mnist
+from tests.pipeline.synthetic import ROOT, write_params
+
+PAPER = list(params.load(ROOT / "params.yaml").paper.table_2)
+QUICK_ATTENTION = ["--largest", "128", "--widths", "4", "--repeats", "2", "--sample-seconds", "1e-9"]
+QUICK_STEP = ["--repeats", "2", "--sample-seconds", "1e-9"]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A working directory of its own with small models and data; torch's settings as they were, afterwards."""
+
+    def edit(raw):
+        raw["model"] |= {"depth": 2}
+        raw["train"]["batch_size"] = 7
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(attention, "PRODUCTS", {256: 3})
+    monkeypatch.setattr(attention, "COPIES", [2**16, 2**20])
+    write_params(tmp_path, edit)
+    write_mnist("data/mnist", train=23, test=5)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield tmp_path
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def read(name):
+    """The table, the facts and the folder that a benchmark has left."""
+    (path,) = Path("paper_outputs/benchmarks").glob(f"*/{name}.csv")
+    assert {f"{name}.{kind}" for kind in ("csv", "json", "svg", "png")} <= {each.name for each in path.parent.iterdir()}
+    facts = json.loads(path.with_suffix(".json").read_text())
+    assert path.parent.name == results.slug(hardware.describe(results.default_device()))
+    return pd.read_csv(path), facts
+
+
+def models(variant, shared_alpha=False):
+    """Ours and the straightforward one with its weights, in float64, with an S that is not small."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = params.resolve(params.load(), variant)
+        config = config.model_copy(update={"init": config.init.model_copy(update={"alpha_per_head": not shared_alpha})})
+        ours = train.build_model(config, 0).double()
+        for name, parameter in ours.named_parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)  # biases and gains that are not 0 and 1
+            if name.endswith("alpha"):
+                parameter.data.copy_(torch.arange(1, 1 + len(parameter)))
+        theirs = straightforward.build(config).double()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    straightforward.load_weights(theirs, ours)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("variant", PAPER)
+def test_straightforward_models_compute_the_same(project, variant):
+    ours, theirs = models(variant)
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    torch.testing.assert_close(theirs(images), ours(images), rtol=1e-9, atol=1e-9)
+    sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_shared_alpha_is_that_of_every_head(project):
+    ours, theirs = models("osa_qr", shared_alpha=True)
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    torch.testing.assert_close(theirs(images), ours(images), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant, part", [("osa_ns", "key"), ("vit", "key"), ("vit", "out")])
+def test_another_weight_is_another_function(project, variant, part):
+    ours, theirs = models(variant)
+    getattr(ours.blocks[0].attention, part).weight.data *= 1.5
+    images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
+    assert not torch.allclose(theirs(images), ours(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("literal, ours", [({}, {"method": "qr"}), ({"num_iterations": 3}, {"method": "newton_schulz"})])
+def test_literal_formulas_are_the_methods(literal, ours):
+    query, key, value = torch.randn(3, 2, 20, 4, dtype=torch.float64)
+    expected = orthogonal_attention(query, key, value, scale=0.2, **ours, **literal)
+    torch.testing.assert_close(straightforward.orthogonal_attention(query, key, value, scale=0.2, **literal), expected)
+
+
+def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
+    made, new_training = [], train.Training
+    monkeypatch.setattr(train, "Training", lambda *arguments: made.append(new_training(*arguments)) or made[-1])
+    trained = train.build_model(params.resolve(params.load(), "vit"), 5).state_dict()
+    path = train.weights_path("vit", 0)
+    path.parent.mkdir(parents=True)
+    torch.save(trained, path)
+    step.main(QUICK_STEP)
+    table, facts = read("step")
+    expected = {(model, code, "initialised") for model in PAPER for code in ("ours", "straightforward")}
+    expected |= {("osa_exact", "ours", "initialised"), ("vit", "ours", "trained"), ("vit", "straightforward", "trained")}
+    assert set(table[step.KEYS].itertuples(index=False, name=None)) == expected
+    assert (table["p10"] <= table["seconds"]).all() and (table["seconds"] <= table["p90"]).all()
+    vits = [training.model.state_dict() for training in made if training.variant == "vit"]
+    kept = [all(tensor.equal(state[name]) for name, tensor in trained.items()) for state in vits]
+    assert kept == [False, True]  # the one that was given them has them still, after its steps
+    seconds = table[table["weights"] == "initialised"].set_index(["model", "code"])["seconds"]
+    of = facts["ratios"]["initialised"]
+    assert of["over_vit"]["osa_exact"] == pytest.approx(seconds["osa_exact", "ours"] / seconds["vit", "ours"], rel=1e-4)
+    sums = [sum(seconds[model, code] for model in ("osa_qr", "osa_ns")) for code in ("straightforward", "ours")]
+    assert of["straightforward_over_ours"]["the paper's OSA models"] == pytest.approx(sums[0] / sums[1], rel=1e-4)
+    assert set(of["straightforward_over_ours"]) == {*PAPER, "the paper's OSA models", "all models of the paper"}
+    assert set(facts["ratios"]["trained"]["straightforward_over_ours"]) == {"vit"}
+    assert facts["environment"]["torchvision"] and facts["options"]["repeats"] == 2
+
+
+def test_attention_is_timed_beside_its_error(project):
+    attention.main(QUICK_ATTENTION)
+    table, facts = read("attention")
+    assert set(table["tokens"]) == {50, 128} and set(table["pass"]) == {"forward", "forward and backward"}
+    ours = {"exact", "qr", "newton_schulz", "polar_express", "literal_qr", "literal_newton_schulz", "matrix_exp"}
+    assert ours | {"sdpa", "sdpa_math"} <= set(table["method"])
+    errors = table.set_index("method")["orthogonality_error"]
+    assert (errors[["exact", "qr", "matrix_exp"]] < 1e-5).all() and errors[["sdpa", "sdpa_math"]].isna().all()
+    assert (table[["seconds", "tflops", "gigabytes_per_second", "peak_bytes", "setup_seconds"]] > 0).all(axis=None)
+    rows = table[(table["tokens"] == 128) & (table["pass"] == "forward")].set_index("method")
+    products = 2 * 2 * 128 * 128 * 4  # floating-point operations of the scores and of their product with V
+    assert rows.loc["sdpa_math", "tflops"] * rows.loc["sdpa_math", "seconds"] * 1e12 == pytest.approx(products, rel=1e-4)
+    (ratio,) = [each for each in facts["ratios"] if each["tokens"] == 128 and each["pass"] == "forward"]
+    best = rows[rows.index.str.startswith("sdpa")]["seconds"].min()
+    assert ratio["best SDPA / exact"] == pytest.approx(best / rows.loc["exact", "seconds"], rel=1e-4)
+
+
+def test_a_clock_that_is_wrong_is_caught(project, monkeypatch, capsys):
+    seconds = tally.seconds
+    monkeypatch.setattr(tally, "seconds", lambda *arguments: seconds(*arguments) / 1e4)
+    with pytest.raises(SystemExit):
+        attention.main(QUICK_ATTENTION)
+    assert "the clock or the count is wrong" in capsys.readouterr().err
+    assert not Path("paper_outputs").exists()
+
+
+@pytest.mark.parametrize("column", ["tflops", "gigabytes_per_second"])
+def test_the_peak_may_be_reached_and_not_passed(column):
+    row = {"method": "qr", "pass": "forward", "tokens": 50, "width": 16, "tflops": 0, "gigabytes_per_second": 0}
+    peak = attention.Peak(flops=2e12 / attention.FLOPS_ALLOWANCE, bytes=2e9 / attention.BYTES_ALLOWANCE)
+    attention.check(row | {column: 1.99}, peak)
+    with pytest.raises(UserError, match=r"qr \(forward\) at N = 50, d_v = 16 is measured at 2.01"):
+        attention.check(row | {column: 2.01}, peak)
+
+
+def test_what_is_too_slow_or_too_large_is_left_out():
+    query = torch.empty(1, 1, 400, 4)
+    quadratic = attention.Route(orthogonal_attention, 2)
+    fits = [attention.fits("sdpa", quadratic, "forward", query, 2.0, (200, seconds)) for seconds in (0.49, 0.51)]
+    assert fits == [True, False]  # twice the tokens take four times as long
+    matrix = attention.Route(orthogonal_attention, 2, forms_matrix=True)
+    sizes = [torch.empty(1, 1, n, 4, device="meta") for n in (2**14, 2**14 + 1)]
+    assert [attention.fits("sdpa_math", matrix, "forward", query, 2.0, None) for query in sizes] == [True, False]
+    assert not attention.fits(
+        "literal_qr", attention.Route(orthogonal_attention, 1), "forward and backward", query[..., :7, :], 2.0, None
+    )
+
+
+def test_bfloat16_and_heads_are_taken():
+    options = attention.parse(["--dtype", "bfloat16", "--batch", "2", "--heads", "3"])
+    config = params.load(ROOT / "params.yaml").complexity
+    *tensors, scale = attention.draw_inputs(options, 4, 50, config, torch.device("cpu"))
+    query, key, value = tensors
+    assert query.shape == (2, 3, 50, 4) and query.dtype == torch.bfloat16
+    skew = scale * (query[0, 0].double() @ key[0, 0].double().mT)
+    assert torch.linalg.matrix_norm(skew - skew.mT, 2).item() == pytest.approx(config.norm, rel=0.05)  # of bfloat16
+    for name, route in attention.routes(scale, tuple(tensors), torch.device("cpu")).items():
+        output = route.function(query, key, value)
+        assert output.shape == value.shape and output.dtype == torch.bfloat16 and output.isfinite().all(), name
+
+
+def test_sizes_double():
+    assert attention.sizes(1024) == [50, 128, 256, 512, 1024]
+    assert attention.sizes(50) == [50]
+    assert math.log2(attention.sizes(attention.parse([]).largest)[-1]) == 16
+
+
+@pytest.mark.parametrize(
+    "name, threads, expected",
+    [
+        ("AMD EPYC", 2, "amd-epyc-2-threads"),
+        ("Intel(R) Xeon(R) CPU @ 2.10GHz", 1, "intel-r-xeon-r-cpu-2-10ghz-1-thread"),
+        ("NVIDIA H100 80GB HBM3", 16, "nvidia-h100-80gb-hbm3-16-threads"),
+    ],
+)
+def test_a_machine_has_a_folder(name, threads, expected):
+    assert results.slug({"device_name": name, "num_threads": threads}) == expected

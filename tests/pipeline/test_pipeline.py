@@ -61,8 +61,7 @@ class Clone:
         self.root = folder / "clone"
         listing = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
         for name in listing.splitlines():
-            result = name.startswith(RESULTS) and not name.startswith("paper_outputs/benchmarks/")  # no stage's
-            if not result and (ROOT / name).exists():
+            if not name.startswith(RESULTS) and (ROOT / name).exists():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, self.root / name)
         no_mlflow = folder / "packages/mlflow"

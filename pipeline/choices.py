@@ -193,7 +193,8 @@ def remark(there: pd.DataFrame, paper: float | None) -> str:
     if there.empty:
         return ""
     low, high = there["test_accuracy"].min(), there["test_accuracy"].max()
-    text = f"{low:.2f} to {high:.2f} per cent over the choices, {there['default_accuracy'].iloc[0]:.2f} with the defaults"
+    choices = f"{low:.2f} to {high:.2f}" if low < high else f"{low:.2f}"
+    text = f"{choices} per cent over the choices, {there['default_accuracy'].iloc[0]:.2f} with the defaults"
     return f"{text}; the paper has {paper}." if paper else f"{text}."
 
 

@@ -74,7 +74,8 @@ def read_findings() -> list[dict]:
 def read_record(params: Params, variant: str, seed: int) -> dict:
     path = Path("records", variant, f"{seed}.json")
     record = files.read_json(path)
-    if record["config"] != resolve(params, variant).model_dump(mode="json"):
+    written = {section: {k: v for k, v in values.items() if v is not None} for section, values in record["config"].items()}
+    if written != resolve(params, variant).model_dump(mode="json", exclude_none=True):  # None: the key does not apply
         raise UserError(f"{path} was made with other parameters than params.yaml has: run `dvc repro`.")
     return record
 

@@ -77,12 +77,14 @@ def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
 
 def attention_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
     names = list(dict.fromkeys(key for ratio in facts["ratios"] for key in ratio if " / " in key))
-    rows = []
-    for ratio in sorted(facts["ratios"], key=lambda each: (each["width"], each["pass"], each["tokens"])):
+    sizes = sorted({ratio["tokens"] for ratio in facts["ratios"]})
+    shown, rows = {*sizes[::3], sizes[-1]}, []
+    ratios = (ratio for ratio in facts["ratios"] if ratio["tokens"] in shown)
+    for ratio in sorted(ratios, key=lambda each: (each["width"], each["pass"], each["tokens"])):
         identity = [grouped(ratio["tokens"]), str(ratio["width"]), ratio["pass"]]
         rows.append((None, [*identity, *(number(ratio.get(name)) for name in names)]))
     options = facts["options"]
-    note = f"Ratios of times, {options['dtype']}; what would take too long or too much memory is absent."
+    note = f"Ratios of times in {options['dtype']}, at every third size; what takes too long or too much memory is absent."
     columns = ["Tokens N", "d_v", "Pass", *(name.replace("literal_", "literal ").replace("_", "-") for name in names)]
     return Table("Attention alone", "rll" + "r" * len(names), columns, rows, f"{folder}/attention.json", note)
 

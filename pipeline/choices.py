@@ -30,8 +30,8 @@ def main() -> None:
     table = choices_table(params, defaults)
     tables = {"choices": table, "spread": spread_table(defaults), "conclusions": conclusions_table(params, table, defaults)}
     tables = {name: rounded_table(each) for name, each in tables.items()}
-    found = findings_of(params, **tables)
-    findings.write(FOLDER, tables, found, {CHANGES: figure(params, tables["choices"], defaults)} if found else {})
+    drawn = {CHANGES: figure(params, tables["choices"], defaults)} if len(trained(table)) else {}
+    findings.write(FOLDER, tables, findings_of(params, **tables), drawn)
 
 
 def choices_table(params: Params, defaults: pd.DataFrame) -> pd.DataFrame:
@@ -109,7 +109,8 @@ def findings_of(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, con
         return []
     found = [sensitivity(params, rows, spread.set_index("variant")) for _, rows in choices.groupby("variant", sort=False)]
     found.append(robustness(params, choices, conclusions))
-    found[0] |= {"figure": f"{CHANGES}.svg", "caption": caption(params)}
+    if len(trained(choices)):
+        found[0] |= {"figure": f"{CHANGES}.svg", "caption": caption(params)}
     return found
 
 
@@ -211,8 +212,8 @@ def written(value: object) -> str:
 
 
 def figure(params: Params, choices: pd.DataFrame, defaults: pd.DataFrame) -> Figure:
-    """A panel for each variant, with a dot for each choice."""
-    variants = list(dict.fromkeys(choices["variant"]))
+    """A panel for each variant of which some choice is trained, with a dot for each choice that is."""
+    variants = list(dict.fromkeys(trained(choices)["variant"]))
     looks = figures.looks(list(params.variants))
     most = choices["variant"].value_counts().max()
     with matplotlib.rc_context(figures.STYLE):

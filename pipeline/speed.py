@@ -70,7 +70,7 @@ def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
         for name in ("the paper's OSA models", "all models of the paper"):
             if name in of["straightforward_over_ours"]:
                 ratio = number(of["straightforward_over_ours"][name])
-                rows.append((None, [name.capitalize(), weights, ABSENT, ABSENT, ABSENT, ratio]))
+                rows.append((None, [name[0].upper() + name[1:], weights, ABSENT, ABSENT, ABSENT, ratio]))
     note = f"One step of {facts['batch_size']} images, forward, backward, clipping and AdamW; all measured in turns."
     return Table("Training step", "llrrrr", COLUMNS, rows, f"{folder}/step.csv", note)
 

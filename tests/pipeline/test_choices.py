@@ -96,7 +96,10 @@ def test_a_model_of_ours_is_asked_what_the_paper_says_of_the_one_whose_function_
 
 
 def test_what_is_not_trained_yet_leaves_the_verdict_open_and_a_divergence_does_not(project):
+    nothing = project({})
+    assert {(finding["verdict"], finding["figure"]) for finding in nothing} == {("undecided", None)}
     found = by_id(project({"nonorm_drop": 0.62}))
+    assert (choices.FOLDER / found["choices_vit_noskip_nonorm"]["figure"]).exists()
     assert {finding["verdict"] for finding in found.values()} == {"undecided"}
     assert found["choices_osa_exact"]["measures"][0]["value"] is None
     found = by_id(project({"nonorm_drop": 0.62, "nonorm_standard": None}))

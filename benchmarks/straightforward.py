@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 import osa
-from osa.linalg import EPSILON
+from pipeline.complexity import newton_schulz_basis
 from pipeline.params import RunConfig
 
 RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
@@ -38,20 +38,11 @@ def orthogonal_attention(
     B is that of the reduced QR decomposition, or the result of `num_iterations` Newton–Schulz iterations (Eq. 9).
     """
     m = torch.cat([query, key], dim=-1)  # (..., N, 2 d_v)
-    basis = torch.linalg.qr(m).Q if num_iterations is None else newton_schulz(m, num_iterations)
+    basis = torch.linalg.qr(m).Q if num_iterations is None else newton_schulz_basis(num_iterations, m)
     query, key = basis.mT @ query, basis.mT @ key  # (..., 2 d_v, d_v)
     s = scale * (query @ key.mT - key @ query.mT)  # (..., 2 d_v, 2 d_v)
     identity = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     return value + basis @ ((torch.linalg.matrix_exp(s) - identity) @ (basis.mT @ value))
-
-
-def newton_schulz(m: Tensor, num_iterations: int) -> Tensor:
-    """M_K of Eq. 9."""
-    m = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
-    identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
-    for _ in range(num_iterations):
-        m = 0.5 * m @ (3 * identity - m.mT @ m)
-    return m
 
 
 class OrthogonalAttention(nn.Module):

@@ -15,6 +15,7 @@ from pipeline import figures, files, findings
 from pipeline.claims import NOT_SUPPORTED, UNDECIDED
 from pipeline.errors import entry_point
 from pipeline.params import AccuracyClaim, AnyClaim, DropsClaim, Params, load, resolve
+from pipeline.report_text import plain
 from pipeline.summary import rounded_table
 
 FOLDER = Path("paper_outputs/choices")
@@ -43,11 +44,11 @@ def choices_table(params: Params, defaults: pd.DataFrame) -> pd.DataFrame:
         metrics = files.read_json(path) if path.exists() else None
         ours = math.nan if metrics is None or metrics["diverged"] else 100 * metrics["test_accuracy"]
         status = "missing" if metrics is None else "diverged" if metrics["diverged"] else "finished"
-        plain = resolve(params, run.variant).model_dump()
+        unchanged = resolve(params, run.variant).model_dump()
         default = 100 * accuracy.get(run.variant, math.nan)
         for section, values in run.overrides.items():
             for key, value in values.items():
-                changed = [f"{section}.{key}", value, plain[section][key]]
+                changed = [f"{section}.{key}", value, unchanged[section][key]]
                 rows.append([name, run.variant, seed, *changed, status, ours, default, ours - default])
     return pd.DataFrame(rows, columns=COLUMNS)
 
@@ -117,7 +118,7 @@ def findings_of(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, con
 def sensitivity(params: Params, rows: pd.DataFrame, spread: pd.DataFrame) -> dict:
     """Whether some choice moves a variant by more than another seed does."""
     variant = rows["variant"].iloc[0]
-    label = params.report.labels.get(variant, variant)
+    label = params.label(variant)
     noise = spread.loc[variant, ["range", "two_standard_errors"]].max() if variant in spread.index else math.nan
     there = trained(rows)
     largest = there.loc[there["difference"].abs().idxmax()] if len(there) else None
@@ -128,11 +129,11 @@ def sensitivity(params: Params, rows: pd.DataFrame, spread: pd.DataFrame) -> dic
             "points",
             "below",
             float(noise),
-            "" if largest is None else f"{largest['key']}: {written(largest['value'])}",
+            "" if largest is None else f"{largest['key']}: {plain(largest['value'])}",
         )
     ]
     for row in there.to_dict("records"):
-        what = f"{row['key']}: {written(row['value'])} instead of {written(row['default'])}"
+        what = f"{row['key']}: {plain(row['value'])} instead of {plain(row['default'])}"
         measures.append(findings.measure(what, row["difference"], "points"))
     paper = params.paper.table_2.get(variant)
     return {
@@ -156,13 +157,13 @@ def robustness(params: Params, choices: pd.DataFrame, conclusions: pd.DataFrame)
     """Whether the comparisons of Section 5 hold with each choice made."""
     measures = []
     for claim, rows in conclusions.sort_values("margin").groupby("claim", sort=False):
-        least = rows.loc[rows["margin"].idxmin()]
+        least = rows.iloc[0]
         note = f"least with {least['run']}, of {rows['run'].nunique()} choices"
         measures.append(findings.measure(params.claims[claim].title, least["margin"], "points", "above", 0.0, note))
     if not measures:
         measures = [findings.measure("Least margin", math.nan, "points", "above", 0.0)]
     stands_for = "; ".join(
-        f"{params.report.labels.get(ours, ours)} stands for {params.report.labels.get(theirs, theirs)}, whose function it is"
+        f"{params.label(ours)} stands for {params.label(theirs)}, whose function it is"
         for ours, theirs in params.choices.computes.items()
     )
     return {
@@ -206,11 +207,6 @@ def caption(params: Params) -> str:
     )
 
 
-def written(value: object) -> str:
-    """A value as params.yaml has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def figure(params: Params, choices: pd.DataFrame, defaults: pd.DataFrame) -> Figure:
     """A panel for each variant of which some choice is trained, with a dot for each choice that is."""
     variants = list(dict.fromkeys(trained(choices)["variant"]))
@@ -220,7 +216,7 @@ def figure(params: Params, choices: pd.DataFrame, defaults: pd.DataFrame) -> Fig
         drawing = Figure(figsize=(7.2, 1.0 + 0.3 * most * len(variants)), layout="constrained")
         for axes, variant in zip(drawing.subplots(len(variants), 1, squeeze=False)[:, 0], variants, strict=True):
             rows = choices[choices["variant"] == variant]
-            names = [f"{key.split('.')[1]}: {written(value)}" for key, value in zip(rows["key"], rows["value"], strict=True)]
+            names = [f"{key.split('.')[1]}: {plain(value)}" for key, value in zip(rows["key"], rows["value"], strict=True)]
             colour = looks[variant].colour
             seeds = 100 * defaults.loc[defaults["variant"] == variant, "test_accuracy"].dropna()
             if len(seeds):
@@ -229,7 +225,7 @@ def figure(params: Params, choices: pd.DataFrame, defaults: pd.DataFrame) -> Fig
             if variant in params.paper.table_2:
                 axes.axvline(params.paper.table_2[variant], color=figures.INK, linewidth=0.9, linestyle=(0, (4, 2)))
             axes.plot(rows["test_accuracy"], range(len(rows)), "o", color=colour, markersize=5)
-            axes.set(title=params.report.labels.get(variant, variant), ylim=(len(rows) - 0.5, -0.5))
+            axes.set(title=params.label(variant), ylim=(len(rows) - 0.5, -0.5))
             axes.set_yticks(range(len(rows)), names)
             axes.margins(x=0.06)
         drawing.axes[-1].set_xlabel("Test accuracy (per cent)")

@@ -210,7 +210,7 @@ class Tracker:
         note = f"{about}\n\nTo repeat it: `dvc repro -f {stages}`."
         tags |= {"level": "variant", "seed": ",".join(seeds), "mlflow.note.content": note}
         start = min(run.info.start_time for run in children)
-        name = self.params.report.labels.get(variant, variant)
+        name = self.params.label(variant)
         run_id = self.client.create_run(self.experiment, start, tags, name).info.run_id
         self._log(run_id, params={key: value for key, value in children[0].data.params.items() if key != "seed"})
         self.client.set_terminated(run_id, "FINISHED", max(run.info.end_time or start for run in children))
@@ -263,7 +263,7 @@ class Tracker:
     def _about(self, variant: str) -> str:
         paper = self.params.paper.table_2.get(variant)
         number = "Not a model of the paper." if paper is None else f"The paper's test accuracy (Table 2): {paper} %."
-        label, title = self.params.report.labels.get(variant, variant), self.params.paper.title
+        label, title = self.params.label(variant), self.params.paper.title
         advice = "The report takes the last epoch, `final_*`; `best_*`, chosen by the test set, is for information only."
         return f"**{label}**, `{variant}`, in a replication of *{title}*. {number} {advice}"
 

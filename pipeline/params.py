@@ -455,6 +455,10 @@ class Params(Section):
     claims: dict[Name, AnyClaim]
     report: Report
 
+    def label(self, variant: str) -> str:
+        """What a reader calls a variant; one that is not listed goes by its own name."""
+        return self.report.labels.get(variant, variant)
+
     @model_validator(mode="after")
     def _names_exist(self):
         places = {"run.variants": self.run.variants}

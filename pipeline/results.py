@@ -30,7 +30,7 @@ class Inputs:
     findings: list[dict]
 
     def label(self, variant: str) -> str:
-        return self.params.report.labels.get(variant, variant)
+        return self.params.label(variant)
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ def sentence(inputs: Inputs, ratios: dict) -> str:
 
 
 def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
-    steps = pd.read_csv(folder / "step.csv").pivot(index=["model", "weights"], columns="code", values="seconds")
-    rows = []
-    for model in dict.fromkeys(pd.read_csv(folder / "step.csv")["model"]):
+    table, rows = pd.read_csv(folder / "step.csv"), []
+    steps = table.pivot(index=["model", "weights"], columns="code", values="seconds")
+    for model in table["model"].unique():
         for weights, of in facts["ratios"].items():
             if (model, weights) in steps.index:
                 ms = 1000 * steps.loc[(model, weights)]

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.figures import INK, LINE_WIDTH, PALETTE, STYLE, looks
 from pipeline.params import Params
-from pipeline.theory_findings import METHOD_LABELS, label, shown_state
+from pipeline.theory_findings import METHOD_LABELS, shown_state
 
 COLOURS = {"qr": PALETTE[0], "newton_schulz": PALETTE[1], "exact": PALETTE[5]}
 MARKERS = {"qr": "o", "newton_schulz": "s", "exact": "^"}
@@ -208,7 +208,7 @@ def theorem_4_2(params: Params, tables: dict[str, pd.DataFrame]) -> Figure:
     handles = []
     for source, own in layers.groupby("source", sort=False):
         _spectra(right, own, styles[source].colour, 0.3)
-        handles.append(Line2D([], [], color=styles[source].colour, label=label(params, source)))
+        handles.append(Line2D([], [], color=styles[source].colour, label=params.label(source)))
     left.set(title="As initialised", ylabel="Singular values of W̃", xlabel="Rank, % of 2d_v")
     right.set(title=f"Models, {state}", xlabel="Rank, % of 2d_v")
     for axes in (left, right):
@@ -300,7 +300,7 @@ def trainability(params: Params, tables: dict[str, pd.DataFrame]) -> Figure:
             [],
             color=styles[m].colour,
             linestyle=(0, styles[m].dashes) if styles[m].dashes else "-",
-            label=label(params, m),
+            label=params.label(m),
         )
         for m in settings.models
     ]

@@ -66,12 +66,8 @@ def _layer_names(params: Params, table: pd.DataFrame) -> str:
     """Which layers were measured, and the models whose weights are missing."""
     layers = table[table["state"].notna()]
     trained = set(layers.loc[layers["state"] == "trained", "source"])
-    missing = [label(params, name) for name in dict.fromkeys(layers["source"]) if name not in trained]
+    missing = [params.label(name) for name in dict.fromkeys(layers["source"]) if name not in trained]
     return f"Not trained yet, and measured as initialised alone: {', '.join(missing)}." if missing else ""
-
-
-def label(params: Params, variant: str) -> str:
-    return params.report.labels.get(variant, variant)
 
 
 def _joined(*sentences: str) -> str:
@@ -266,7 +262,7 @@ def theorem_4_2(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         measures.append(measure(what, (own["deviation"] / tolerance).max(), "", "below", 1.0, note))
     for source, state, own in _weight_groups(exact):
         name = {"Section 4": "Section 4, as initialised", "Xavier": "Xavier, as initialised"}.get(source)
-        name = name or f"{label(params, source)}, {state}"
+        name = name or f"{params.label(source)}, {state}"
         values = [own["sigma_min"].min(), own["sigma_max"].max(), own["kappa"].median(), own["kappa"].max()]
         rows.append([name, str(len(own)), *map(_number, values)])
         if source == "Xavier" or state == "trained":
@@ -324,7 +320,7 @@ def theorems_4_3_4_4(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         measures.append(measure(what, before["kappa_sum"].median(), note=note))
         rows = _layer_rows(layers)
     sources = list(dict.fromkeys(layers["source"])) if len(layers) else []
-    columns = ["Layer", *(f"{column}, {label(params, s)}" for s in sources for column in ("α", "κ(J)"))]
+    columns = ["Layer", *(f"{column}, {params.label(s)}" for s in sources for column in ("α", "κ(J)"))]
     return _finding(
         "theorems_4_3_4_4", ["theorems_4_3_4_4", "theorems_4_3_4_4_layers"], measures,
         title="A small α keeps one head's Jacobian well-conditioned",
@@ -374,10 +370,10 @@ def trainability(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
     gains = {name: _gains(table[table["model"] == name]) for name in settings.models}
     deep = table[table["depth"] == depths[1]].groupby("model")
     kappa = np.exp(deep["logits_kappa"].apply(lambda v: np.log(v).mean()))
-    base, base_name = gains[settings.baseline], label(params, settings.baseline)
+    base, base_name = gains[settings.baseline], params.label(settings.baseline)
     measures = []
     for name in orthogonal:
-        own, text = gains[name], label(params, name)
+        own, text = gains[name], params.label(name)
         factor = max(own["attention_gain"], 1 / own["attention_gain"])
         note = f"‖J‖_F/√(Nd) changes by the factor {own['attention_gain']:.3f} a block"
         measures.append(measure(f"{text}, attention alone: factor a block", factor, "", "below", settings.gain_factor, note))
@@ -400,7 +396,7 @@ def trainability(params: Params, tables: dict[str, pd.DataFrame]) -> dict:
         for column in ("logits_kappa", "first_gradient"):
             mean = np.exp(own[column].apply(lambda v: np.log(v).mean()))
             cells += [_number(mean[depth]) for depth in depths]
-        rows.append([label(params, name), *cells])
+        rows.append([params.label(name), *cells])
     columns = ["Model", "Attention’s factor a block", "Network’s factor a block"]
     columns += [f"{what}, depth {depth}" for what in ("κ(∂logits/∂X₀)", "Gradient of block 1") for depth in depths]
     return _finding(
@@ -428,7 +424,7 @@ def _gain_remark(params: Params, gains: dict[str, dict], orthogonal: list[str]) 
     """Which networks keep the norm of the logits' Jacobian, and why those of OSA do not if they do not."""
     least = 1 / params.theory.trainability.gain_factor
     keeping = [name for name in gains if gains[name]["logits_frobenius"] >= least]
-    names = ", ".join(label(params, name) for name in keeping) or "no model"
+    names = ", ".join(params.label(name) for name in keeping) or "no model"
     sentence = f"To within a factor {params.theory.trainability.gain_factor:g} a block, ‖∂logits/∂X₀‖_F is kept by {names}."
     if set(orthogonal) <= set(keeping):
         return sentence

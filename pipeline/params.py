@@ -132,7 +132,7 @@ class Alternative(Section):
     """One training of a variant with something else in place of a value that the paper leaves open."""
 
     variant: Name
-    overrides: Annotated[dict[SharedSection, dict[str, Any]], Field(min_length=1)]
+    overrides: Annotated[dict[SharedSection | Literal["variant"], dict[str, Any]], Field(min_length=1)]
 
 
 class Choices(Section):
@@ -459,6 +459,13 @@ class Params(Section):
         """What a reader calls a variant; one that is not listed goes by its own name."""
         return self.report.labels.get(variant, variant)
 
+    def value(self, key: str) -> Any:
+        """What stands under a key that is written with dots, as in train.epochs."""
+        content = self.model_dump()
+        for part in key.split("."):
+            content = content[part]
+        return content
+
     @model_validator(mode="after")
     def _names_exist(self):
         places = {"run.variants": self.run.variants}
@@ -484,12 +491,13 @@ class Params(Section):
     @model_validator(mode="after")
     def _keys_exist(self):
         keys = {f"{section}.{key}" for section in SHARED for key in type(getattr(self, section)).model_fields}
+        own = {f"variants.{name}.{key}" for name, variant in self.variants.items() for key in variant.model_fields_set}
         stated = [f"{section}.{key}" for section, values in self.paper.settings.items() for key in values]
         chosen = [choice.key for choice in self.report.choices if choice.key]
-        for place, names in (("paper.settings", stated), ("report.choices", chosen)):
+        for place, names, known in (("paper.settings", stated, keys), ("report.choices", chosen, keys | own)):
             for name in names:
-                if name not in keys:
-                    raise ValueError(f"{place} names {name!r}, which is not a key{_hint(name, sorted(keys))}")
+                if name not in known:
+                    raise ValueError(f"{place} names {name!r}, which is not a key{_hint(name, sorted(known))}")
         return self
 
 
@@ -519,11 +527,11 @@ def resolve(params: Params, name: str) -> RunConfig:
         layers = [variant.overrides]
     else:
         raise UserError(_ended(f"params.yaml has no variants.{name}{_hint(name, params.variants)}"))
-    merged = {"variant": variant.model_dump(exclude={"overrides"})}
-    for section in SHARED:
-        merged[section] = getattr(params, section).model_dump()
-        for layer in filter(None, layers):
-            merged[section] |= layer.get(section, {})
+    merged = {section: getattr(params, section).model_dump() for section in SHARED}
+    merged["variant"] = variant.model_dump(exclude={"overrides"})
+    for layer in filter(None, layers):
+        for section, values in layer.items():
+            merged[section] |= values
     return _validate(RunConfig, merged, f"params.yaml: {where}" + (".overrides" if any(layers) else ""))
 
 

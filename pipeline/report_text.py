@@ -218,8 +218,7 @@ def choices_table(params: Params) -> Table:
     for choice in params.report.choices:
         ours = choice.ours
         if choice.key:
-            section, key = choice.key.split(".")
-            ours = f"{plain(getattr(getattr(params, section), key))}\n{choice.key}"
+            ours = f"{plain(params.value(choice.key))}\n{choice.key}"
         rows.append((None, [choice.topic, choice.paper, ours, choice.why]))
     return Table("What the paper leaves open", "llll", ["Choice", "Paper", "Ours", "Why"], rows, "params.yaml")
 

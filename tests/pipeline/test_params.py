@@ -134,6 +134,16 @@ def test_the_repositorys_parameters_are_valid():
             {"train": {"drop_lst": True}},
             "choices.runs.exact_drop_last.overrides: train.drop_lst is not a known key; did you mean 'drop_last'?",
         ),
+        (
+            "choices.runs.exact_drop_last.overrides",
+            {"variant": {"epsilon": 1.0}},
+            "choices.runs.exact_drop_last.overrides: variant: epsilon belongs to method: newton_schulz or polar_express.",
+        ),
+        (
+            "report.choices",
+            [{"topic": "epsilon", "paper": "", "why": "", "key": "variants.osa_ns.epsilom"}],
+            "report.choices names 'variants.osa_ns.epsilom', which is not a key; did you mean 'variants.osa_ns.epsilon'?",
+        ),
         # overrides
         (
             "variants.vit.overrides",
@@ -250,6 +260,13 @@ def test_overrides_replace_values_of_one_variant_alone():
             for section, values in changes.items():
                 expected[section] |= values
         assert params.resolve(after, variant).model_dump() == expected
+
+
+def test_a_choice_may_replace_what_belongs_to_its_variant():
+    loaded = load(RAW)
+    default, chosen = (params.resolve(loaded, name) for name in ("osa_ns", "ns_epsilon"))
+    assert chosen.variant.epsilon != default.variant.epsilon == loaded.value("variants.osa_ns.epsilon")
+    assert chosen.variant.model_copy(update={"epsilon": default.variant.epsilon}) == default.variant
 
 
 def test_an_unknown_variant_is_named():

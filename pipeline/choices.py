@@ -1,7 +1,8 @@
 """The choices stage: what each choice that the paper leaves open does to a model: `python -m pipeline.choices`.
 
 A training of `choices.runs` differs from its variant in one value. Its test accuracy is set beside that of the variant
-with the same seed, beside what another seed does, and beside the comparisons of Section 5 that the variant is part of.
+with the same seed, beside what another seed does, beside the comparisons of Section 5 that the variant is part of, and
+beside the paper's own number.
 """
 
 import math
@@ -10,26 +11,33 @@ from pathlib import Path
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
+from scipy.stats import t
 
 from pipeline import figures, files, findings
 from pipeline.claims import NOT_SUPPORTED, UNDECIDED
 from pipeline.errors import entry_point
 from pipeline.params import AccuracyClaim, AnyClaim, DropsClaim, Params, load, resolve
-from pipeline.report_text import plain
+from pipeline.report_text import ABSENT, fixed, interval, per_cent, plain, signed
 from pipeline.summary import rounded_table
 
 FOLDER = Path("paper_outputs/choices")
 CHANGES = "changes"  # the figure
 TABLES = Path("paper_outputs/tables")
 COLUMNS = ["run", "variant", "seed", "key", "value", "default", "status", "test_accuracy", "default_accuracy", "difference"]
+ROUNDING = 0.05  # of the accuracies in Table 2, which have one decimal
 
 
 @entry_point
 def main() -> None:
     params = load()
     defaults = pd.read_csv(TABLES / "runs.csv")
-    table = choices_table(params, defaults)
-    tables = {"choices": table, "spread": spread_table(defaults), "conclusions": conclusions_table(params, table, defaults)}
+    table, spread = choices_table(params, defaults), spread_table(defaults)
+    tables = {
+        "choices": table,
+        "spread": spread,
+        "conclusions": conclusions_table(params, table, defaults),
+        "differences": differences_table(params, table, spread, defaults),
+    }
     tables = {name: rounded_table(each) for name, each in tables.items()}
     drawn = {CHANGES: figure(params, tables["choices"], defaults)} if len(trained(table)) else {}
     findings.write(FOLDER, tables, findings_of(params, **tables), drawn)
@@ -68,6 +76,7 @@ def spread_table(defaults: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame({"seeds": accuracies.count(), "range": 100 * (accuracies.max() - accuracies.min())})
     p = accuracies.mean()
     table["two_standard_errors"] = 100 * 2 * (2 * p * (1 - p) / images) ** 0.5
+    table["chance"] = table[["range", "two_standard_errors"]].max(axis=1)
     return table.reset_index()
 
 
@@ -104,53 +113,157 @@ def margins(claim: AnyClaim, accuracies: dict[str, float]) -> list[tuple[list[st
     return []
 
 
-def findings_of(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conclusions: pd.DataFrame) -> list[dict]:
-    """For each variant whether a choice moves it, and whether Section 5 holds whatever is chosen."""
+def differences_table(params: Params, table: pd.DataFrame, spread: pd.DataFrame, defaults: pd.DataFrame) -> pd.DataFrame:
+    """For each model of Table 2 the paper's accuracy, ours, and what may account for the difference, in per cent.
+
+    `low` and `high` are those of `one_more_run`, and `run` that of `nearest_choice`. `distance` is from the paper's number
+    to the nearest that is accounted for: by the interval, or as lying between the default and the choice.
+    """
+    chance, places, rows = spread.set_index("variant")["chance"], table["variant"].replace(params.choices.computes), []
+    for variant, paper in params.paper.table_2.items():
+        ours = 100 * defaults.loc[defaults["variant"] == variant, "test_accuracy"].dropna()
+        choice = nearest_choice(table[places == variant], paper, chance.get(variant, math.nan))
+        ranges = [one_more_run(ours, params.tables.confidence)]
+        if choice is not None:
+            ranges.append(sorted(choice[["default_accuracy", "test_accuracy"]]))
+        distance = min(max(low - paper, paper - high, 0) if low <= high else math.nan for low, high in ranges)
+        mean, run = ours.mean(), "" if choice is None else choice["run"]
+        rows.append([variant, paper, mean, mean - paper, len(ours), ours.min(), ours.max(), *ranges[0], run, distance])
+    columns = ["variant", "paper", "mean", "difference", "n", "min", "max", "low", "high", "run", "distance"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def one_more_run(values: pd.Series, confidence: float) -> tuple[float, float]:
+    """Where another seed's value is expected: mean ± t s √(1 + 1/n), as far as values of seeds are normal."""
+    n = len(values)
+    if n < 2:
+        return math.nan, math.nan
+    half = t.ppf((1 + confidence) / 2, n - 1) * values.std() * math.sqrt(1 + 1 / n)
+    return values.mean() - half, values.mean() + half
+
+
+def nearest_choice(choices: pd.DataFrame, paper: float, chance: float) -> pd.Series | None:
+    """The choice that comes nearest to the paper's number, of those that move the model beyond chance and towards it."""
+    there = trained(choices)
+    there = there[there["difference"].abs() > chance]
+    there = there[(there["test_accuracy"] - paper).abs() < (there["default_accuracy"] - paper).abs()]
+    return there.loc[(there["test_accuracy"] - paper).abs().idxmin()] if len(there) else None
+
+
+def findings_of(
+    params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conclusions: pd.DataFrame, differences: pd.DataFrame
+) -> list[dict]:
+    """Whether a choice moves a model, whether Section 5 holds whatever is chosen, and what makes our numbers differ."""
     if choices.empty:
         return []
-    found = [sensitivity(params, rows, spread.set_index("variant")) for _, rows in choices.groupby("variant", sort=False)]
-    found.append(robustness(params, choices, conclusions))
+    found = [sensitivity(params, choices, spread), robustness(params, choices, conclusions)]
     if len(trained(choices)):
         found[0] |= {"figure": f"{CHANGES}.svg", "caption": caption(params)}
-    return found
+    return [*found, explanation(params, choices, differences)]
 
 
-def sensitivity(params: Params, rows: pd.DataFrame, spread: pd.DataFrame) -> dict:
-    """Whether some choice moves a variant by more than another seed does."""
-    variant = rows["variant"].iloc[0]
-    label = params.label(variant)
-    noise = spread.loc[variant, ["range", "two_standard_errors"]].max() if variant in spread.index else math.nan
-    there = trained(rows)
-    largest = there.loc[there["difference"].abs().idxmax()] if len(there) else None
-    measures = [
-        findings.measure(
-            f"{label}: largest change of the test accuracy",
-            math.nan if largest is None else abs(largest["difference"]),
-            "points",
-            "below",
-            float(noise),
-            "" if largest is None else f"{largest['key']}: {plain(largest['value'])}",
-        )
-    ]
-    for row in there.to_dict("records"):
-        what = f"{row['key']}: {plain(row['value'])} instead of {plain(row['default'])}"
-        measures.append(findings.measure(what, row["difference"], "points"))
-    paper = params.paper.table_2.get(variant)
+def sensitivity(params: Params, choices: pd.DataFrame, spread: pd.DataFrame) -> dict:
+    """Whether some choice moves a model by more than another seed does."""
+    chance, measures = spread.set_index("variant")["chance"], []
+    for variant, rows in choices.groupby("variant", sort=False):
+        there = trained(rows)
+        largest = there.loc[there["difference"].abs().idxmax()] if len(there) else None
+        value = math.nan if largest is None else abs(largest["difference"])
+        note = f"{of_runs(there)} trained" if largest is None else f"{what(largest)}; the largest of {of_runs(there)}"
+        what_moves = f"{params.label(variant)}: largest change of the test accuracy"
+        limit = float(chance[variant]) if variant in chance else None
+        measures.append(findings.measure(what_moves, value, "points", "below", limit, note))
     return {
-        "id": f"choices_{variant}",
-        "title": f"{label}: no unstated choice matters",
-        "place": "Section 5 and Appendix D",
-        "statement": f"The accuracy of {label} does not depend on what the paper leaves open.",
-        "rule": "With one value changed at a time and the same seed, no change of the accuracy is larger than the range "
-        "over the default's seeds or, if that is more, than two standard errors of the difference of two such accuracies.",
-        "verdict": judged(measures, rows),
+        "id": "choices_accuracy",
+        "title": "No accuracy depends on an unstated choice",
+        "place": "Table 2 and Appendix D",
+        "statement": "The accuracy of no model depends on what the paper leaves open.",
+        "rule": "With one value changed at a time and the same seed, no change of the accuracy is larger than chance: the "
+        "range over the default's seeds or, if that is more, two standard errors of the difference of two such accuracies.",
+        "verdict": judged(measures, choices),
         "measures": measures,
-        "remark": remark(there, paper),
+        "remark": "In the table, the change in points that each choice makes; a dash where it was not tried.",
         "figure": None,
         "caption": "",
-        "table": None,
+        "table": changes_table(params, choices, chance),
         "sources": [f"{FOLDER}/choices.csv", f"{FOLDER}/spread.csv"],
     }
+
+
+def of_runs(rows: pd.DataFrame) -> str:
+    count = rows["run"].nunique()
+    return f"{count} {'choice' if count == 1 else 'choices'}"
+
+
+def what(row: pd.Series) -> str:
+    """e.g. data.pixel_scaling: standard."""
+    return f"{row['key']}: {plain(row['value'])}"
+
+
+def changes_table(params: Params, choices: pd.DataFrame, chance: pd.Series) -> dict:
+    """A row for each choice, a column for each model; what is beyond chance says so."""
+    variants = [variant for variant in params.run.variants if variant in set(choices["variant"])]
+
+    def cell(rows: pd.DataFrame) -> str:
+        if rows.empty:
+            return ABSENT
+        status, change = rows["status"].iloc[0], rows["difference"].iloc[0]
+        if status != "finished" or math.isnan(change):
+            return status
+        beyond = abs(change) > chance.get(rows["variant"].iloc[0], math.nan)
+        return f"{signed(change, 2)}\nbeyond chance" if beyond else signed(change, 2)
+
+    lines = [["Chance", *(fixed(chance.get(variant, math.nan), 2) for variant in variants)]]
+    for _, rows in choices.groupby([choices["key"], choices["value"].map(plain)], sort=False):
+        first = rows.iloc[0]
+        name = f"{what(first)}\ninstead of {plain(first['default'])}"
+        lines.append([name, *(cell(rows[rows["variant"] == variant]) for variant in variants)])
+    return {"columns": ["Choice", *map(params.label, variants)], "align": "l" + "r" * len(variants), "rows": lines}
+
+
+def explanation(params: Params, choices: pd.DataFrame, differences: pd.DataFrame) -> dict:
+    """Whether another seed or an unstated choice is enough to account for each difference to Table 2."""
+    measures, lines = [], []
+    for row in differences.itertuples(index=False):
+        why = reason(row, choices)
+        name = f"{params.label(row.variant)}: from the paper's number to the nearest that is accounted for"
+        measures.append(findings.measure(name, row.distance, "points", "below", ROUNDING))
+        numbers = fixed(row.paper, 1), fixed(row.mean, 2), signed(row.difference, 2), interval(row.low, row.high, 2)
+        lines.append([params.label(row.variant), *numbers, why])
+    missing = any(measure["value"] is None for measure in measures)
+    confidence = per_cent(params.tables.confidence)
+    return {
+        "id": "choices_differences",
+        "title": "Seeds and unstated choices account for every difference to Table 2",
+        "place": "Table 2",
+        "statement": "Where our accuracies differ from the paper's, another seed or a value that it leaves open is enough.",
+        "rule": f"The paper's number, which is rounded to one decimal, lies in the {confidence} interval of one more run of "
+        "ours, mean ± t s √(1 + 1/n), or between our run and one with a choice made that moves the model beyond chance.",
+        "verdict": UNDECIDED if missing else judged(measures, choices.iloc[:0]),
+        "measures": measures,
+        "remark": "",
+        "figure": None,
+        "caption": "",
+        "table": {
+            "columns": ["Model", "Paper", "Ours", "Difference", "One more run of ours", "Most likely reason"],
+            "align": "lrrrrl",
+            "rows": lines,
+        },
+        "sources": [f"{FOLDER}/differences.csv", f"{FOLDER}/choices.csv"],
+    }
+
+
+def reason(row, choices: pd.DataFrame) -> str:
+    """What may have made a difference, the least first: another of our seeds, one choice, and one more run."""
+    if row.n < 2:
+        return "Too few seeds to say"
+    if row.min - ROUNDING <= row.paper <= row.max + ROUNDING:
+        return f"Another seed\nours range from {interval(row.min, row.max, 2)}"
+    if row.run:
+        chosen = choices[choices["run"] == row.run].iloc[0]
+        accuracies = f"{fixed(chosen['test_accuracy'], 2)} instead of {fixed(chosen['default_accuracy'], 2)}"
+        return f"{what(chosen)}\n{accuracies} with seed {chosen['seed']}"
+    return "Another seed\nwithin one more run" if row.distance < ROUNDING else "Nothing that was measured"
 
 
 def robustness(params: Params, choices: pd.DataFrame, conclusions: pd.DataFrame) -> dict:
@@ -191,15 +304,6 @@ def judged(measures: list[dict], rows: pd.DataFrame) -> str:
     return UNDECIDED if (rows["status"] == "missing").any() else findings.verdict(measures)
 
 
-def remark(there: pd.DataFrame, paper: float | None) -> str:
-    if there.empty:
-        return ""
-    low, high = there["test_accuracy"].min(), there["test_accuracy"].max()
-    choices = f"{low:.2f} to {high:.2f}" if low < high else f"{low:.2f}"
-    text = f"{choices} per cent over the choices, {there['default_accuracy'].iloc[0]:.2f} with the defaults"
-    return f"{text}; the paper has {paper}." if paper else f"{text}."
-
-
 def caption(params: Params) -> str:
     return (
         f"Test accuracy with one choice changed, seed {params.choices.seed}. Line: the default at that seed; band: the "
@@ -211,10 +315,11 @@ def figure(params: Params, choices: pd.DataFrame, defaults: pd.DataFrame) -> Fig
     """A panel for each variant of which some choice is trained, with a dot for each choice that is."""
     variants = list(dict.fromkeys(trained(choices)["variant"]))
     looks = figures.looks(list(params.variants))
-    most = choices["variant"].value_counts().max()
+    heights = [1.5 + len(choices[choices["variant"] == variant]) for variant in variants]
     with matplotlib.rc_context(figures.STYLE):
-        drawing = Figure(figsize=(7.2, 1.0 + 0.3 * most * len(variants)), layout="constrained")
-        for axes, variant in zip(drawing.subplots(len(variants), 1, squeeze=False)[:, 0], variants, strict=True):
+        drawing = Figure(figsize=(7.2, 0.4 + 0.3 * sum(heights)), layout="constrained")
+        panels = drawing.subplots(len(variants), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, variant in zip(panels, variants, strict=True):
             rows = choices[choices["variant"] == variant]
             names = [f"{key.split('.')[1]}: {plain(value)}" for key, value in zip(rows["key"], rows["value"], strict=True)]
             colour = looks[variant].colour

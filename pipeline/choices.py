@@ -271,7 +271,7 @@ def robustness(params: Params, choices: pd.DataFrame, conclusions: pd.DataFrame)
     measures = []
     for claim, rows in conclusions.sort_values("margin").groupby("claim", sort=False):
         least = rows.iloc[0]
-        note = f"least with {least['run']}, of {rows['run'].nunique()} choices"
+        note = f"least with {least['run']}, of {of_runs(rows)}"
         measures.append(findings.measure(params.claims[claim].title, least["margin"], "points", "above", 0.0, note))
     if not measures:
         measures = [findings.measure("Least margin", math.nan, "points", "above", 0.0)]

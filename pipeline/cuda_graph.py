@@ -46,14 +46,14 @@ class GraphedStep:
 
 def record(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
     """What repeats the work that `function` gives the device, and its outputs, which each repetition overwrites."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # for both: libraries prepare themselves stream by stream, which a recording cannot hold
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         outputs = function()
     return graph.replay, outputs
 

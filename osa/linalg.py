@@ -5,6 +5,7 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -209,6 +210,20 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     for _ in range(steps - 1):  # e^{kZ} Y = Y + Z · (sum of the k results so far)
         result = result + _Phi1Times.apply(z, y + z @ result, square, degree)
     return (result / steps if steps > 1 else result).view(shape)
+
+
+@contextmanager
+def full_precision(device: torch.device):
+    """Products of float32 matrices in float32 on CUDA: TF32, with its 10 bits, would leave A orthogonal to 10⁻³ only."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def flat(x: Tensor) -> Tensor:

@@ -1,13 +1,23 @@
 """The small matrices: the QR basis, both iterations on the Gram matrix, and φ₁ against a dense block exponential."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from osa import reference, theory
 from osa.functional import orthogonal_attention
-from osa.linalg import EPSILON, cholesky_qr_basis, newton_schulz_gram, phi1, phi1_times, polar_express_gram, qr_basis
+from osa.linalg import (
+    EPSILON,
+    cholesky_qr_basis,
+    full_precision,
+    newton_schulz_gram,
+    phi1,
+    phi1_times,
+    polar_express_gram,
+    qr_basis,
+)
 from tests.osa.helpers import draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -21,6 +31,51 @@ def test_qr_basis_is_orthonormal_and_spans_the_columns(tokens, width):
     assert basis.shape == (2, 3, tokens, min(tokens, width))
     assert orthogonality_error(basis) < 1e-14 * tokens
     torch.testing.assert_close(basis @ (basis.mT @ m), m)
+
+
+@pytest.mark.parametrize("setting", ["high", "highest"])
+def test_tf32_is_off_inside_and_is_put_back(setting):
+    """The setting can be made, and read, without a device."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(setting)
+        matmul = torch.backends.cuda.matmul
+        outside = matmul.fp32_precision
+        assert (outside == "tf32") is (setting == "high")
+        with full_precision(torch.device("cpu")):
+            assert matmul.fp32_precision == outside
+        with full_precision(torch.device("cuda")):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == outside
+        assert torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "polar_express"])
+def test_forward_and_backward_ask_for_full_precision(monkeypatch, method):
+    asked, inside = [], []
+
+    @contextmanager
+    def spy(device):
+        asked.append(device)
+        inside.append(True)
+        yield
+        inside.pop()
+
+    bmm = torch.bmm
+
+    def product(*arguments, **options):
+        assert inside, "a product outside"
+        return bmm(*arguments, **options)
+
+    monkeypatch.setattr("osa.functional.full_precision", spy)
+    monkeypatch.setattr(torch, "bmm", product)
+    query, key, value = draw(11, 3, dtype=torch.float32)
+    output = orthogonal_attention(query, key, value, method=method)
+    assert asked == [query.device]
+    output.sum().backward()
+    assert asked == [query.device] * 2
 
 
 def of_condition(condition):

@@ -8,6 +8,7 @@ from torch import Tensor
 from osa.linalg import (
     EPSILON,
     flat,
+    full_precision,
     is_recorded,
     newton_schulz_gram,
     phi1_times,
@@ -52,7 +53,8 @@ def orthogonal_attention(
     changes nothing, and the result that of "exact". "polar_express" is the same with the steps of Amsel et al. (2025),
     which converge in seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
 
-    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with "qr" it grows with ‖S‖₂.
+    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with "qr" it grows with ‖S‖₂. On CUDA
+    all products are in full float32 even where the program allows TF32; under torch.compile its own setting holds.
 
     Args:
         query: (..., N, d).
@@ -137,7 +139,7 @@ def _attend(
     num_iterations: int | None,
     epsilon: float,
 ) -> Tensor:
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
         dtype = torch.promote_types(query.dtype, least)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
@@ -201,11 +203,12 @@ class _ByGram(torch.autograd.Function):
         unused = [None] * len(ctx.options)
         if torch.is_grad_enabled():
             return *recorded_grad(lambda *x: _by_differentiable_gram(*x, *ctx.options), (m, v, scale), grad), *unused
-        grad_mixing = torch.bmm(m.mT, grad)
-        grad_gram, grad_products, grad_scale = torch.autograd.grad(ctx.mixing, ctx.small, grad_mixing, retain_graph=True)
-        grad_m = torch.bmm(grad, ctx.mixing.detach().mT)  # (b, N, 2d)
-        grad_m.baddbmm_(v, grad_products.mT).baddbmm_(m, grad_gram + grad_gram.mT)
-        return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, *unused
+        with full_precision(m.device):
+            grad_mixing = torch.bmm(m.mT, grad)
+            grad_gram, grad_products, grad_scale = torch.autograd.grad(ctx.mixing, ctx.small, grad_mixing, retain_graph=True)
+            grad_m = torch.bmm(grad, ctx.mixing.detach().mT)  # (b, N, 2d)
+            grad_m.baddbmm_(v, grad_products.mT).baddbmm_(m, grad_gram + grad_gram.mT)
+            return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, *unused
 
 
 def _by_basis(m: Tensor, v: Tensor) -> Tensor:
@@ -235,7 +238,8 @@ class _ByBasis(torch.autograd.Function):
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
-    This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too.
+    This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. The gradient's own
+    gradient does take them: with create_graph=True it is that of `_by_differentiable_basis`, which needs M of full rank.
     """
 
     @staticmethod
@@ -255,16 +259,17 @@ class _ByBasis(torch.autograd.Function):
         m, v, basis, coordinates = ctx.saved_tensors
         if torch.is_grad_enabled():
             return recorded_grad(_by_differentiable_basis, (m, v), grad)
-        h = torch.bmm(basis.mT, grad)  # (b, r, d_value)
-        grad_skew, u_bar = torch.autograd.grad(ctx.u, ctx.small, h, retain_graph=True)
-        skew, w, u = (x.detach() for x in (*ctx.small, ctx.u))
-        outer = torch.bmm(h, u.mT)
-        bar = torch.baddbmm(outer, skew, grad_skew, alpha=-1)  # gradient of [S] with B fixed, (b, r, r)
-        inside = outer.baddbmm_(w, u_bar.mT, alpha=-1) - (bar - bar.mT)  # H Uᵀ − W Ūᵀ − A
-        c_j = _times_j(coordinates)  # (b, r, 2d)
-        grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
-        grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)
-        return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1)
+        with full_precision(m.device):
+            h = torch.bmm(basis.mT, grad)  # (b, r, d_value)
+            grad_skew, u_bar = torch.autograd.grad(ctx.u, ctx.small, h, retain_graph=True)
+            skew, w, u = (x.detach() for x in (*ctx.small, ctx.u))
+            outer = torch.bmm(h, u.mT)
+            bar = torch.baddbmm(outer, skew, grad_skew, alpha=-1)  # gradient of [S] with B fixed, (b, r, r)
+            inside = outer.baddbmm_(w, u_bar.mT, alpha=-1) - (bar - bar.mT)  # H Uᵀ − W Ūᵀ − A
+            c_j = _times_j(coordinates)  # (b, r, 2d)
+            grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
+            grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)
+            return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1)
 
 
 def _apply_j(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Trains one variant with one seed: `python -m pipeline.train osa_qr 0`.
 
-Runs on CUDA if there is a device, else on the CPU. Killed at any moment, the same command resumes at the last epoch's end
-and finishes with the same bits as an undisturbed run.
+Runs on CUDA if there is a device, there as a CUDA graph with the same numbers, else on the CPU. Killed at any moment, the
+same command resumes at the last epoch's end and finishes with the same bits as an undisturbed run.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from tqdm import tqdm
 import osa
 from osa import init
 from pipeline import data, files, hardware, params
+from pipeline.cuda_graph import GraphedStep
 from pipeline.errors import UserError, entry_point
 from pipeline.params import RunConfig
 
@@ -40,6 +41,7 @@ CODE = (  # the files that can change a number of a training, relative to the re
     "osa/linalg.py",
     "osa/modules.py",
     "osa/vit.py",
+    "pipeline/cuda_graph.py",
     "pipeline/data.py",
     "pipeline/train.py",
 )
@@ -155,7 +157,9 @@ class Training:
                 f"model.image_size is {config.model.image_size}, but the images are {side} pixels wide: write {side}."
             )
         self.model = build_model(config, seed).to(device)
-        self.optimizer = _optimizer(self.model, config.train)
+        self.optimizer = _optimizer(self.model, config.train, device)
+        self.with_graph = device.type == "cuda"
+        self.graphed: GraphedStep | None = None  # recorded at the first step
         self.sampler = _Batches(len(self.data.train_labels), config.train)
         self.progress = Progress()
         self.environment = _environment(device)
@@ -204,7 +208,26 @@ class Training:
             yield self.data.train_images[batch], self.data.train_labels[batch]
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the optimiser. Returns the loss and the number of correct predictions before it, on the device."""
+        """One step of the optimiser. Returns the loss and the number of correct predictions before it, on the device.
+
+        With a graph the next step overwrites both.
+        """
+        if self.with_graph and not self.graphed and len(labels) == self.config.train.batch_size:
+            self._record_graph(images, labels)
+        if self.graphed and self.graphed.images.shape == images.shape:
+            return self.graphed(images, labels)
+        return self.eager_step(images, labels)
+
+    def _record_graph(self, images: Tensor, labels: Tensor) -> None:
+        try:
+            self.graphed = GraphedStep(self.eager_step, self.model, self.optimizer, images, labels)
+        except RuntimeError as error:
+            self.with_graph = False
+            reason = str(error).partition("\n")[0]
+            print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
+
+    def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """`step` without a graph."""
         logits = self.model(images)
         loss = F.cross_entropy(logits, labels)
         self.optimizer.zero_grad()
@@ -349,13 +372,20 @@ class _Total:
         self.count = 0
 
 
-def _optimizer(model: nn.Module, train: params.Train) -> torch.optim.AdamW:
+def _optimizer(model: nn.Module, train: params.Train, device: torch.device) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     matrices = [p for p in parameters if train.decay_all or p.ndim == 2]
     others = [p for p in parameters if not (train.decay_all or p.ndim == 2)]
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=tuple(train.betas), eps=train.eps, fused=True)
+    return torch.optim.AdamW(
+        groups,
+        lr=train.learning_rate,
+        betas=tuple(train.betas),
+        eps=train.eps,
+        fused=True,
+        capturable=device.type == "cuda",  # its step count lives on the device, where a graph can raise it
+    )
 
 
 def _saved(state: dict) -> bytes:
@@ -435,11 +465,13 @@ def main() -> None:
     parser.add_argument("variant", help="a name under variants or choices.runs in params.yaml")
     parser.add_argument("seed", type=int)
     parser.add_argument("--no-tracking", action="store_true", help="do not follow the run in MLflow")
+    parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     arguments = parser.parse_args()
     make_deterministic()
     config = params.resolve(params.load(), arguments.variant)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = Training(arguments.variant, arguments.seed, config, device)
+    training.with_graph &= not arguments.eager
     with (_untracked if arguments.no_tracking else _tracked)(training.scratch):
         training.run()
         training.write_outputs()

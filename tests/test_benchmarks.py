@@ -121,6 +121,24 @@ def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     assert facts["environment"]["torchvision"] and facts["options"]["repeats"] == 2
 
 
+def test_where_ours_is_a_graph_it_is_timed_without_too(project, tmp_path, monkeypatch):
+    new_training = train.Training
+
+    def with_graph(*arguments):
+        training = new_training(*arguments)
+        training.with_graph = True
+        return training
+
+    monkeypatch.setattr(train, "Training", with_graph)
+    step.unpack(tmp_path / "scratch")
+    settings = params.load()
+    steps, _ = step.prepare(["vit"], settings, tmp_path / "scratch", False, torch.device("cpu"))
+    assert {code for _, code, _ in steps} == {step.OURS, step.EAGER, step.THEIRS}
+    rows = [(*key, seconds) for key, seconds in zip(steps, (2.0, 5.0, 8.0), strict=True)]
+    ratios = step.ratios(pd.DataFrame(rows, columns=[*step.KEYS, "seconds"]), settings)["initialised"]
+    assert ratios["eager_over_ours"] == {"vit": 2.5} and ratios["straightforward_over_ours"] == {"vit": 4.0}
+
+
 def test_attention_is_timed_beside_its_error(project):
     attention.main(QUICK_ATTENTION)
     table, facts = read("attention")

@@ -1,12 +1,23 @@
 """The small matrices: the QR basis, both iterations on the Gram matrix, and φ₁ against a dense block exponential."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from osa import reference, theory
-from osa.linalg import EPSILON, newton_schulz_gram, phi1, phi1_times, polar_express_gram, qr_basis
+from osa.functional import orthogonal_attention
+from osa.linalg import (
+    EPSILON,
+    cholesky_qr_basis,
+    full_precision,
+    newton_schulz_gram,
+    phi1,
+    phi1_times,
+    polar_express_gram,
+    qr_basis,
+)
 from tests.osa.helpers import draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]
@@ -20,6 +31,110 @@ def test_qr_basis_is_orthonormal_and_spans_the_columns(tokens, width):
     assert basis.shape == (2, 3, tokens, min(tokens, width))
     assert orthogonality_error(basis) < 1e-14 * tokens
     torch.testing.assert_close(basis @ (basis.mT @ m), m)
+
+
+@pytest.mark.parametrize("setting", ["high", "highest"])
+def test_tf32_is_off_inside_and_is_put_back(setting):
+    """The setting can be made, and read, without a device."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(setting)
+        matmul = torch.backends.cuda.matmul
+        outside = matmul.fp32_precision
+        assert (outside == "tf32") is (setting == "high")
+        with full_precision(torch.device("cpu")):
+            assert matmul.fp32_precision == outside
+        with full_precision(torch.device("cuda")):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == outside
+        assert torch.get_float32_matmul_precision() == setting
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "polar_express"])
+def test_forward_and_backward_ask_for_full_precision(monkeypatch, method):
+    asked, inside = [], []
+
+    @contextmanager
+    def spy(device):
+        asked.append(device)
+        inside.append(True)
+        yield
+        inside.pop()
+
+    bmm = torch.bmm
+
+    def product(*arguments, **options):
+        assert inside, "a product outside"
+        return bmm(*arguments, **options)
+
+    monkeypatch.setattr("osa.functional.full_precision", spy)
+    monkeypatch.setattr(torch, "bmm", product)
+    query, key, value = draw(11, 3, dtype=torch.float32)
+    output = orthogonal_attention(query, key, value, method=method)
+    assert asked == [query.device]
+    output.sum().backward()
+    assert asked == [query.device] * 2
+
+
+def of_condition(condition):
+    """(2, 3, 53, 10) in float32, with singular values from 1 down to 1/condition."""
+    left, right = (torch.linalg.qr(torch.randn(2, 3, n, 10, dtype=torch.float64)).Q for n in (53, 10))
+    return (left * torch.logspace(0, -math.log10(condition), 10, dtype=torch.float64) @ right.mT).float()
+
+
+def same_columns_twice():
+    half = torch.randn(2, 3, 53, 5)
+    return torch.cat([half, half], dim=-1)
+
+
+MATRICES = {
+    "gaussian": lambda: torch.randn(2, 3, 53, 10),
+    "square": lambda: torch.randn(2, 3, 10, 10),
+    "condition 1e4": lambda: of_condition(1e4),
+    "condition 1e7": lambda: of_condition(1e7),
+    "condition 1e20": lambda: of_condition(1e20),
+    "Q = K": same_columns_twice,
+    "rank 1": lambda: torch.ones(2, 3, 53, 10),
+    "zero": lambda: torch.zeros(2, 3, 53, 10),
+    "one of the batch zero": lambda: torch.randn(2, 3, 53, 10) * torch.tensor([[1.0, 0, 1], [1, 1, 1]])[..., None, None],
+    "few tokens that are not zero": lambda: torch.randn(2, 3, 53, 10) * (torch.arange(53) < 7)[:, None],
+    "minus the diagonal added": lambda: -torch.eye(53)[:, :10].expand(2, 3, 53, 10),
+    "small": lambda: 1e-25 * torch.randn(2, 3, 53, 10),
+    "large": lambda: 1e15 * torch.randn(2, 3, 53, 10),
+}
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_the_cholesky_basis_is_as_good_as_householders(name):
+    """As orthonormal, and as near to the column space, to within the rounding of float32 and a factor of 2."""
+    m = MATRICES[name]()
+    eps = torch.finfo(torch.float32).eps
+    errors = []
+    for basis in (cholesky_qr_basis(m), qr_basis(m)):
+        assert basis.dtype == m.dtype and basis.shape == m.shape
+        basis, exact = basis.double(), m.double()
+        outside = torch.linalg.matrix_norm(exact - basis @ (basis.mT @ exact), ord=2)
+        outside = outside / torch.linalg.matrix_norm(exact, ord=2).clamp(min=torch.finfo(torch.float32).tiny)
+        errors.append((orthogonality_error(basis), outside.max().item()))
+    (orthogonality, outside), (householder, householder_outside) = errors
+    assert orthogonality <= 2 * max(householder, eps)
+    assert outside <= 2 * max(householder_outside, eps)
+
+
+def test_the_cholesky_basis_gives_the_attention_of_householders(monkeypatch):
+    """Another basis of the same space: the same function and gradient, also where M is rank-deficient."""
+    query, other, value = draw(53, 5, dtype=torch.float32)
+    cotangent = torch.randn_like(value)
+    for key in (other, query.detach().clone().requires_grad_()):
+        results = []
+        for basis_of in (qr_basis, cholesky_qr_basis):
+            monkeypatch.setattr("osa.functional.qr_basis", basis_of)
+            output = orthogonal_attention(query, key, value, method="qr")
+            results.append((output, *torch.autograd.grad(output, (query, key, value), cotangent)))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2, 3, 6, 11])

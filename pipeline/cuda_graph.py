@@ -1,0 +1,81 @@
+"""A training step recorded once as a CUDA graph and replayed: its hundreds of small kernels cost the launch of one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate what these need
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+class GraphedStep:
+    """`step(images, labels)` for batches of one size, with the same numbers: this is checked before anything else.
+
+    A graph is bound to addresses. So a batch is copied to where the recorded one lay, and the outputs are overwritten by
+    the next step. Recording takes steps; the model and the optimiser are then put back, in place, to where they were.
+
+    Raises:
+        RuntimeError: the step cannot be recorded, or its replay has other numbers. Model and optimiser are as before.
+    """
+
+    def __init__(
+        self, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
+    ) -> None:
+        self.images, self.labels = images.clone(), labels.clone()
+        before = _State(model, optimizer)
+        try:
+            self.replay, self.outputs = record(lambda: step(self.images, self.labels))
+            before.restore()
+            step(self.images, self.labels)
+            expected = _State(model, optimizer)
+            before.restore()
+            self.replay()
+            if not expected.is_current():
+                raise RuntimeError("its replay gives other numbers than the step itself")
+        finally:
+            before.restore()
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+        self.replay()
+        return self.outputs
+
+
+def record(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    """What repeats the work that `function` gives the device, and its outputs, which each repetition overwrites."""
+    stream = torch.cuda.Stream()  # for both: libraries prepare themselves stream by stream, which a recording cannot hold
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = function()
+    return graph.replay, outputs
+
+
+class _State:
+    """A copy of what a step changes: the model's parameters and buffers, and the optimiser's moments and counts."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.copies = {key: tensor.clone() for key, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[tuple, Tensor]:
+        tensors = {("model", name): tensor for name, tensor in self.model.state_dict().items()}
+        for index, state in self.optimizer.state_dict()["state"].items():
+            tensors |= {(index, name): tensor for name, tensor in state.items()}
+        return tensors
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back in place; what the optimiser did not have yet becomes the zero that it begins with."""
+        for key, tensor in self._tensors().items():
+            tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
+
+    def is_current(self) -> bool:
+        return all(torch.equal(tensor, self.copies[key]) for key, tensor in self._tensors().items())

@@ -1,0 +1,106 @@
+"""The recorded step: the numbers of the step itself, whatever happens while it is recorded.
+
+Where there is no CUDA device, `repeated` stands in for the recording: as a graph does, it works on the tensors that it was
+given at first, and overwrites its outputs.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from pipeline import cuda_graph, params, train
+from tests.pipeline.mnist_files import write_mnist
+from tests.pipeline.test_train import TEST_IMAGES, TRAIN_IMAGES, VARIANTS, write_params
+
+CUDA = torch.cuda.is_available()
+
+
+def repeated(function):
+    for _ in range(cuda_graph.WARM_UP):
+        function()
+    outputs = function()
+
+    def replay():
+        for output, new in zip(outputs, function(), strict=True):
+            output.copy_(new)
+
+    return replay, outputs
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_params()
+    write_mnist("data/mnist", train=TRAIN_IMAGES, test=TEST_IMAGES, seed=3)
+    if not CUDA:
+        monkeypatch.setattr(cuda_graph, "record", repeated)
+
+
+def training(variant="osa_exact", with_graph=True) -> train.Training:
+    run = train.Training(variant, 0, params.resolve(params.load(), variant), torch.device("cuda" if CUDA else "cpu"))
+    run.with_graph = with_graph
+    return run
+
+
+def result(run: train.Training) -> tuple[str, list]:
+    run.run()
+    shutil.rmtree(run.scratch)  # or else the next one resumes where this one ended
+    return run.history_csv(), [tensor.clone() for tensor in run.model.state_dict().values()]
+
+
+def assert_same(actual: tuple[str, list], expected: tuple[str, list]) -> None:
+    assert actual[0] == expected[0]
+    assert all(map(torch.equal, actual[1], expected[1]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_training_with_a_graph_gives_the_same_bits(variant):
+    """The last batch of an epoch is smaller, and so no batch of the graph."""
+    graphed = training(variant)
+    actual = result(graphed)
+    assert graphed.graphed is not None and graphed.graphed.images.shape[0] == 13
+    assert_same(actual, result(training(variant, with_graph=False)))
+
+
+def test_a_graph_recorded_in_the_middle_of_a_training_leaves_it_as_it_was():
+    """As after a resumption: the optimiser has moments and counts already."""
+    expected = result(training(with_graph=False))
+    run = training(with_graph=False)
+    images, labels = next(run.batches(0))
+    run.step(images, labels)
+    count = next(iter(run.optimizer.state.values()))["step"].item()
+    before = [tensor.clone() for tensor in run.model.state_dict().values()]
+    graphed = cuda_graph.GraphedStep(run.eager_step, run.model, run.optimizer, images, labels)
+    assert all(map(torch.equal, run.model.state_dict().values(), before))
+    assert {state["step"].item() for state in run.optimizer.state.values()} == {count}
+    loss, correct = graphed(images, labels)
+    assert loss.isfinite() and 0 <= correct <= len(labels)
+    assert {state["step"].item() for state in run.optimizer.state.values()} == {count + 1}
+    assert_same(result(training()), expected)
+
+
+@pytest.mark.parametrize("fault", ["recording fails", "other numbers"])
+def test_where_the_recording_does_not_serve_the_training_goes_on_without(monkeypatch, capsys, fault):
+    expected = result(training(with_graph=False))
+
+    def record(function):
+        function()  # and the model is not what it was
+        if fault == "recording fails":
+            raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+        return lambda: None, function()
+
+    monkeypatch.setattr(cuda_graph, "record", record)
+    run = training()
+    assert_same(result(run), expected)
+    assert run.graphed is None and not run.with_graph
+    warning = capsys.readouterr().err
+    reason = "operation not permitted" if fault == "recording fails" else "its replay gives other numbers"
+    assert warning.count("warning: the step runs without a CUDA graph") == 1 and reason in warning
+    assert "and so on" not in warning
+
+
+def test_no_graph_is_asked_for_without_a_device():
+    device = torch.device("cpu")
+    run = train.Training("osa_exact", 0, params.resolve(params.load(), "osa_exact"), device)
+    assert not run.with_graph and not run.optimizer.param_groups[0]["capturable"]

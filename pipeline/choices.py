@@ -239,7 +239,7 @@ def explanation(params: Params, choices: pd.DataFrame, differences: pd.DataFrame
         "statement": "Where our accuracies differ from the paper's, another seed or a value that it leaves open is enough.",
         "rule": f"The paper's number, which is rounded to one decimal, lies in the {confidence} interval of one more run of "
         "ours, mean ± t s √(1 + 1/n), or between our run and one with a choice made that moves the model beyond chance.",
-        "verdict": UNDECIDED if missing else judged(measures, choices.iloc[:0]),
+        "verdict": UNDECIDED if missing else findings.verdict(measures),
         "measures": measures,
         "remark": "",
         "figure": None,

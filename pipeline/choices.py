@@ -134,12 +134,12 @@ def differences_table(params: Params, table: pd.DataFrame, spread: pd.DataFrame,
 
 
 def one_more_run(values: pd.Series, confidence: float) -> tuple[float, float]:
-    """Where another seed's value is expected: mean ± t s √(1 + 1/n), as far as values of seeds are normal."""
+    """Where another seed's per cent are expected: mean ± t s √(1 + 1/n), as far as values of seeds are normal."""
     n = len(values)
     if n < 2:
         return math.nan, math.nan
     half = t.ppf((1 + confidence) / 2, n - 1) * values.std() * math.sqrt(1 + 1 / n)
-    return values.mean() - half, values.mean() + half
+    return max(values.mean() - half, 0.0), min(values.mean() + half, 100.0)
 
 
 def nearest_choice(choices: pd.DataFrame, paper: float, chance: float) -> pd.Series | None:

@@ -143,6 +143,11 @@ def test_a_difference_that_nothing_accounts_for(project, monkeypatch, values, ex
     assert (reasons["OSA (NS)"], found["verdict"]) == expected
 
 
+def test_one_more_run_is_an_accuracy():
+    assert choices.one_more_run(pd.Series([99.0, 95.0, 90.0]), 0.95)[1] == 100
+    assert choices.one_more_run(pd.Series([1.0, 5.0, 10.0]), 0.95)[0] == 0
+
+
 def test_a_choice_that_leads_away_from_the_papers_number_or_is_within_chance_is_no_reason():
     table = pd.DataFrame(
         [("away", 50.0, 60.0, -10.0), ("chance", 64.0, 60.0, 4.0), ("past", 95.0, 60.0, 35.0), ("near", 75.0, 60.0, 15.0)],

@@ -11,14 +11,13 @@ from pathlib import Path
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy.stats import t
 
 from pipeline import figures, files, findings
 from pipeline.claims import NOT_SUPPORTED, UNDECIDED
 from pipeline.errors import entry_point
 from pipeline.params import AccuracyClaim, AnyClaim, DropsClaim, Params, load, resolve
 from pipeline.report_text import ABSENT, fixed, interval, per_cent, plain, signed
-from pipeline.summary import rounded_table
+from pipeline.summary import Summary, rounded_table, summarise
 
 FOLDER = Path("paper_outputs/choices")
 CHANGES = "changes"  # the figure
@@ -121,25 +120,30 @@ def differences_table(params: Params, table: pd.DataFrame, spread: pd.DataFrame,
     """
     chance, places, rows = spread.set_index("variant")["chance"], table["variant"].replace(params.choices.computes), []
     for variant, paper in params.paper.table_2.items():
-        ours = 100 * defaults.loc[defaults["variant"] == variant, "test_accuracy"].dropna()
+        ours = summarise(accuracies_of(variant, defaults), params.tables.confidence)
         choice = nearest_choice(table[places == variant], paper, chance.get(variant, math.nan))
-        ranges = [one_more_run(ours, params.tables.confidence)]
+        ranges = [one_more_run(ours)]
         if choice is not None:
             ranges.append(sorted(choice[["default_accuracy", "test_accuracy"]]))
         distance = min(max(low - paper, paper - high, 0) if low <= high else math.nan for low, high in ranges)
-        mean, run = ours.mean(), "" if choice is None else choice["run"]
-        rows.append([variant, paper, mean, mean - paper, len(ours), ours.min(), ours.max(), *ranges[0], run, distance])
+        run = "" if choice is None else choice["run"]
+        rows.append([variant, paper, ours.mean, ours.mean - paper, ours.n, ours.min, ours.max, *ranges[0], run, distance])
     columns = ["variant", "paper", "mean", "difference", "n", "min", "max", "low", "high", "run", "distance"]
     return pd.DataFrame(rows, columns=columns)
 
 
-def one_more_run(values: pd.Series, confidence: float) -> tuple[float, float]:
-    """Where another seed's per cent are expected: mean ± t s √(1 + 1/n), as far as values of seeds are normal."""
-    n = len(values)
-    if n < 2:
-        return math.nan, math.nan
-    half = t.ppf((1 + confidence) / 2, n - 1) * values.std() * math.sqrt(1 + 1 / n)
-    return max(values.mean() - half, 0.0), min(values.mean() + half, 100.0)
+def accuracies_of(variant: str, defaults: pd.DataFrame) -> pd.Series:
+    """Those of its seeds, in per cent."""
+    return 100 * defaults.loc[defaults["variant"] == variant, "test_accuracy"].dropna()
+
+
+def one_more_run(ours: Summary) -> tuple[float, float]:
+    """Where another seed's per cent are expected, as far as values of seeds are normal.
+
+    mean ± t s √(1 + 1/n), which is √(n + 1) times as wide as the interval of the mean, and NaN where that is.
+    """
+    half = math.sqrt(ours.n + 1) * (ours.high - ours.mean)
+    return max(ours.mean - half, 0.0), min(ours.mean + half, 100.0)
 
 
 def nearest_choice(choices: pd.DataFrame, paper: float, chance: float) -> pd.Series | None:
@@ -323,7 +327,7 @@ def figure(params: Params, choices: pd.DataFrame, defaults: pd.DataFrame) -> Fig
             rows = choices[choices["variant"] == variant]
             names = [f"{key.split('.')[1]}: {plain(value)}" for key, value in zip(rows["key"], rows["value"], strict=True)]
             colour = looks[variant].colour
-            seeds = 100 * defaults.loc[defaults["variant"] == variant, "test_accuracy"].dropna()
+            seeds = accuracies_of(variant, defaults)
             if len(seeds):
                 axes.axvspan(seeds.min(), seeds.max(), color=colour, alpha=0.15, linewidth=0)
                 axes.axvline(rows["default_accuracy"].iloc[0], color=colour, linewidth=0.9)

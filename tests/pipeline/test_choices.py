@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from pipeline import choices, files, params
+from pipeline.summary import summarise
 from tests.pipeline import synthetic
 
 ACCURACIES = {  # of the test set, by seed
@@ -144,8 +145,8 @@ def test_a_difference_that_nothing_accounts_for(project, monkeypatch, values, ex
 
 
 def test_one_more_run_is_an_accuracy():
-    assert choices.one_more_run(pd.Series([99.0, 95.0, 90.0]), 0.95)[1] == 100
-    assert choices.one_more_run(pd.Series([1.0, 5.0, 10.0]), 0.95)[0] == 0
+    assert choices.one_more_run(summarise([99.0, 95.0, 90.0], 0.95))[1] == 100
+    assert choices.one_more_run(summarise([1.0, 5.0, 10.0], 0.95))[0] == 0
 
 
 def test_a_choice_that_leads_away_from_the_papers_number_or_is_within_chance_is_no_reason():

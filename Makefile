@@ -31,6 +31,7 @@ reproduce: setup  ## the paper on MNIST: fetch, train, evaluate, report, and the
 benchmark: setup  ## time attention and the training step on this machine, against what else one would run
 	$(RUN) python -m benchmarks.attention
 	$(RUN) python -m benchmarks.step
+	$(RUN) python -m benchmarks.profile
 	$(RUN) dvc repro --force --single-item report
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1

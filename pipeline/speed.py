@@ -12,6 +12,7 @@ from pipeline.results import Inputs
 FOLDER = Path("paper_outputs/benchmarks")
 CAPTIONS = {
     "step": "Milliseconds of a training step: median, and 10 to 90 per cent of the samples.",
+    "profile": "Where the milliseconds of a training step go, by torch's profiler.",
     "attention": "Seconds of one attention call of one head against the number of tokens.",
 }
 COLUMNS = ["Model", "Weights", "Ours, ms", "Over ViT", "Straightforward, ms", "Over ours"]
@@ -24,7 +25,7 @@ def machines(inputs: Inputs) -> list[dict]:
 
 def machine(inputs: Inputs, folder: Path) -> dict:
     facts = {name: files.read_json(folder / f"{name}.json") for name in CAPTIONS if (folder / f"{name}.json").exists()}
-    tables = {"step": step_table, "attention": attention_table}
+    tables = {"step": step_table, "profile": profile_table, "attention": attention_table}
     environment = next(iter(facts.values()))["environment"]
     threads = environment["num_threads"]
     return {
@@ -73,6 +74,27 @@ def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
                 rows.append((None, [name[0].upper() + name[1:], weights, ABSENT, ABSENT, ABSENT, ratio]))
     note = f"One step of {facts['batch_size']} images, forward, backward, clipping and AdamW; all measured in turns."
     return Table("Training step", "llrrrr", COLUMNS, rows, f"{folder}/step.csv", note)
+
+
+def profile_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
+    """A row for each part of the step, a column for each model; a product's rate as a share of the machine's best."""
+    table, peak = pd.read_csv(folder / "profile.csv"), facts["peak"]["tflops"]
+    models, rows = list(table["model"].unique()), []
+    for part, of_part in table.groupby("part", sort=False):
+        cells = []
+        for row in of_part.set_index("model").loc[models].itertuples():
+            rate = "" if math.isnan(row.tflops) else f"\n{fixed(100 * row.tflops / peak, 0)}% of peak"
+            cells.append(fixed(1000 * row.seconds, 1) + rate if row.seconds else ABSENT)
+        rows.append((None, [part[0].upper() + part[1:], *cells]))
+    rows.append(
+        (None, ["Whole step", *(fixed(1000 * total, 1) for total in table.groupby("model")["seconds"].sum()[models])])
+    )
+    columns = ["Part", *map(inputs.label, models)]
+    note = (
+        f"Milliseconds of a step with {facts['weights']} weights. Peak: {fixed(1000 * peak, 0)} GFLOP/s, the best rate at "
+        "which this machine was seen to multiply matrices."
+    )
+    return Table("Profile of the training step", "l" + "r" * len(models), columns, rows, f"{folder}/profile.csv", note)
 
 
 def attention_table(inputs: Inputs, folder: Path, facts: dict) -> Table:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import attention, results, step, straightforward
+from benchmarks import attention, profile, results, step, straightforward
 from osa.functional import orthogonal_attention
 from pipeline import hardware, params, tally, train
 from pipeline.errors import UserError
@@ -137,6 +137,46 @@ def test_where_ours_is_a_graph_it_is_timed_without_too(project, tmp_path, monkey
     rows = [(*key, seconds) for key, seconds in zip(steps, (2.0, 5.0, 8.0), strict=True)]
     ratios = step.ratios(pd.DataFrame(rows, columns=[*step.KEYS, "seconds"]), settings)["initialised"]
     assert ratios["eager_over_ours"] == {"vit": 2.5} and ratios["straightforward_over_ours"] == {"vit": 4.0}
+
+
+def test_a_step_is_taken_apart(project, monkeypatch):
+    """Every product of a step is counted once, in the part that it belongs to, and nothing passes for what it is not."""
+    profile.main(["--repeats", "2"])
+    table, facts = read("profile")
+    assert facts["weights"] == "initialised" and facts["peak"]["tflops"] > 0
+    assert set(table["part"]) == set(profile.COLOURS) and set(table["model"]) == {*PAPER, "osa_exact"}
+    there = {model: set(rows[rows["seconds"] > 0]["part"]) for model, rows in table.groupby("model")}
+    everywhere = {profile.LINEAR, profile.ON_TOKENS, profile.OPTIMIZER, profile.BETWEEN}
+    by_gram = {profile.PROJECTIONS, profile.PRODUCTS, profile.SUMS}
+    for model in PAPER:
+        assert everywhere <= there[model], model
+    for model in ("vit", "vit_noskip", "vit_noskip_nonorm"):
+        assert there[model] == everywhere | {profile.SOFTMAX}
+    assert there["osa_exact"] == there["osa_ns"] == everywhere | by_gram
+    assert there["osa_qr"] == everywhere | by_gram | {profile.BASIS}
+
+
+@pytest.mark.parametrize("variant", ["vit", "osa_qr", "osa_ns"])
+def test_the_parts_have_all_operations_of_the_step(project, variant):
+    config = step.with_whole_batches(params.resolve(params.load(), variant))
+    training = step.load(variant, step.INITIALISED, config, {}, torch.device("cpu"))
+    step.keep_weights(training.optimizer)
+    batch = next(training.batches(0))  # one and the same: how many terms a series takes depends on the data
+
+    def call():
+        training.step(*batch)
+
+    _, multiply_adds = profile.profiled(call, config, torch.device("cpu"))
+    assert sum(multiply_adds.values()) == tally.cost(call, torch.device("cpu")).multiply_adds > 0
+    products = {part for part, count in multiply_adds.items() if count}
+    assert (
+        products
+        == {
+            "vit": {profile.LINEAR, profile.SOFTMAX},
+            "osa_qr": {profile.LINEAR, profile.PROJECTIONS, profile.PRODUCTS, profile.BASIS},
+            "osa_ns": {profile.LINEAR, profile.PROJECTIONS, profile.PRODUCTS},
+        }[variant]
+    )
 
 
 def test_attention_is_timed_beside_its_error(project):

@@ -15,6 +15,12 @@ vit,ours,initialised,0.1,0.09,0.11,
 vit,straightforward,initialised,0.2,0.19,0.21,
 osa_exact,ours,initialised,0.12,0.11,0.13,
 """
+PROFILE = """model,part,seconds,p10,p90,tflops
+vit,linear layers,0.08,0.07,0.09,0.15
+vit,QR decomposition,0,0,0,
+osa_qr,linear layers,0.09,0.08,0.1,0.1
+osa_qr,QR decomposition,0.0604,0.06,0.07,0.006
+"""
 RATIOS = {
     "initialised": {
         "over_vit": {"osa_exact": 1.2},
@@ -29,11 +35,13 @@ def write_machine(name: str = "AMD EPYC", threads: int = 2) -> Path:
     folder = speed.FOLDER / benchmarks.slug(environment)
     figure = Figure(figsize=(3, 2))
     figure.subplots().plot([1, 2])
-    for kind in ("step", "attention"):
+    for kind in ("step", "profile", "attention"):
         files.write_text(folder / f"{kind}.svg", report.figures.svg(figure))
     files.write_text(folder / "step.csv", STEP)
+    files.write_text(folder / "profile.csv", PROFILE)
     facts = {"environment": environment, "options": {"dtype": "float32"}, "batch_size": 128}
     files.write_json(folder / "step.json", facts | {"ratios": RATIOS})
+    files.write_json(folder / "profile.json", facts | {"weights": "trained", "peak": {"tflops": 0.2}})
     files.write_json(folder / "attention.json", facts | {"ratios": ATTENTION})
     return folder
 
@@ -50,11 +58,17 @@ def test_a_machine_is_a_section_with_the_numbers_of_its_files(inputs):
     (machine,) = speed.machines(inputs)
     assert machine["title"] == "AMD EPYC, 2 threads" and machine["anchor"] == folder.name == "amd-epyc-2-threads"
     assert "OSA (exact) 1.20." in machine["sentence"] and "3.25 times as long" in machine["sentence"]
-    step, attention = (part["table"] for part in machine["parts"])
+    step, profile, attention = (part["table"] for part in machine["parts"])
     assert step.rows == [
         ("vit", ["ViT", "initialised", "100.0", "–", "200.0", "2.00"]),
         ("osa_exact", ["OSA (exact)", "initialised", "120.0", "1.20", "–", "–"]),
         (None, ["All models of the paper", "initialised", "–", "–", "–", "3.25"]),
+    ]
+    assert profile.columns == ["Part", "ViT", "OSA (QR)"] and "trained" in profile.note and "200 GFLOP/s" in profile.note
+    assert profile.rows == [
+        (None, ["Linear layers", "80.0\n75% of peak", "90.0\n50% of peak"]),
+        (None, ["QR decomposition", "–", "60.4\n3% of peak"]),
+        (None, ["Whole step", "80.0", "150.4"]),
     ]
     assert attention.rows == [(None, ["4\u202f096", "16", "forward", "12.3", "3.20"])]
     assert Path(step.source).exists() and all(part["path"].exists() for part in machine["parts"])
@@ -63,9 +77,10 @@ def test_a_machine_is_a_section_with_the_numbers_of_its_files(inputs):
 def test_several_machines_and_one_that_measured_the_step_alone(inputs):
     write_machine()
     alone = write_machine("NVIDIA H100", 16)
-    (alone / "attention.json").unlink()
+    for name in ("attention", "profile"):
+        (alone / f"{name}.json").unlink()
     machines = speed.machines(inputs)
-    assert [len(machine["parts"]) for machine in machines] == [2, 1]
+    assert [len(machine["parts"]) for machine in machines] == [3, 1]
     assert len({machine["anchor"] for machine in machines}) == 2
 
 

@@ -5,7 +5,8 @@ Orthogonal attention by all methods of `osa.functional`, the paper's formulas as
 the dense N×N `matrix_exp`, and torch's softmax attention, as torch chooses its backend and by each backend that takes the
 inputs. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of section `complexity` of params.yaml. At one
 size all are timed in rounds of shuffled order. A size that a route is predicted to be too slow or too large for is absent.
-Writes attention.csv, .json, .svg and .png to paper_outputs/benchmarks/HARDWARE/.
+Writes attention.csv, .json, .svg and .png to paper_outputs/benchmarks/HARDWARE/; in bfloat16 they are
+attention_bfloat16.csv and so on.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from pipeline.summary import rounded
 
 FORWARD, BOTH = "forward", "forward and backward"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NAMES = {"float32": "attention", "bfloat16": "attention_bfloat16"}  # of the files
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
 MOST_MATRIX_BYTES = 2**30  # of an N×N matrix for each head
 MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
@@ -160,8 +162,9 @@ def main(arguments: list[str] | None = None) -> None:
         "peak": {"tflops": rounded(peak.flops / 1e12), "gigabytes_per_second": rounded(peak.bytes / 1e9)},
         "ratios": ratios(table),
     }
-    folder = results.write("attention", table, facts, draw(table))
-    print(f"{folder}/attention.csv")
+    name = NAMES[options.dtype]
+    folder = results.write(name, table, facts, draw(table))
+    print(f"{folder}/{name}.csv")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -13,7 +13,8 @@ FOLDER = Path("paper_outputs/benchmarks")
 CAPTIONS = {
     "step": "Milliseconds of a training step: median, and 10 to 90 per cent of the samples.",
     "profile": "Where the milliseconds of a training step go, by torch's profiler.",
-    "attention": "Seconds of one attention call of one head against the number of tokens.",
+    "attention": "Seconds of one attention call of one head against the number of tokens, in float32.",
+    "attention_bfloat16": "Seconds of one attention call of one head against the number of tokens, in bfloat16.",
 }
 COLUMNS = ["Model", "Weights", "Ours, ms", "Over ViT", "Straightforward, ms", "Over ours"]
 
@@ -25,7 +26,12 @@ def machines(inputs: Inputs) -> list[dict]:
 
 def machine(inputs: Inputs, folder: Path) -> dict:
     facts = {name: files.read_json(folder / f"{name}.json") for name in CAPTIONS if (folder / f"{name}.json").exists()}
-    tables = {"step": step_table, "profile": profile_table, "attention": attention_table}
+    tables = {
+        "step": step_table,
+        "profile": profile_table,
+        "attention": attention_table,
+        "attention_bfloat16": attention_table,
+    }
     environment = next(iter(facts.values()))["environment"]
     threads = environment["num_threads"]
     return {
@@ -35,7 +41,7 @@ def machine(inputs: Inputs, folder: Path) -> dict:
         "sentence": sentence(inputs, facts["step"]["ratios"]) if "step" in facts else "",
         "parts": [
             {
-                "table": tables[name](inputs, folder, facts[name]),
+                "table": tables[name](inputs, folder / f"{name}.csv", facts[name]),
                 "path": folder / f"{name}.svg",
                 "drawing": figures.inline((folder / f"{name}.svg").read_text(), f"{folder.name}-{name}", CAPTIONS[name]),
                 "caption": CAPTIONS[name],
@@ -56,8 +62,8 @@ def sentence(inputs: Inputs, ratios: dict) -> str:
     )
 
 
-def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
-    table, rows = pd.read_csv(folder / "step.csv"), []
+def step_table(inputs: Inputs, path: Path, facts: dict) -> Table:
+    table, rows = pd.read_csv(path), []
     steps = table.pivot(index=["model", "weights"], columns="code", values="seconds")
     for model in table["model"].unique():
         for weights, of in facts["ratios"].items():
@@ -73,12 +79,12 @@ def step_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
                 ratio = number(of["straightforward_over_ours"][name])
                 rows.append((None, [name[0].upper() + name[1:], weights, ABSENT, ABSENT, ABSENT, ratio]))
     note = f"One step of {facts['batch_size']} images, forward, backward, clipping and AdamW; all measured in turns."
-    return Table("Training step", "llrrrr", COLUMNS, rows, f"{folder}/step.csv", note)
+    return Table("Training step", "llrrrr", COLUMNS, rows, str(path), note)
 
 
-def profile_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
+def profile_table(inputs: Inputs, path: Path, facts: dict) -> Table:
     """A row for each part of the step, a column for each model; a product's rate as a share of the machine's best."""
-    table, peak = pd.read_csv(folder / "profile.csv"), facts["peak"]["tflops"]
+    table, peak = pd.read_csv(path), facts["peak"]["tflops"]
     models, rows = list(table["model"].unique()), []
     for part, of_part in table.groupby("part", sort=False):
         cells = []
@@ -94,10 +100,10 @@ def profile_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
         f"Milliseconds of a step with {facts['weights']} weights. Peak: {fixed(1000 * peak, 0)} GFLOP/s, the best rate at "
         "which this machine was seen to multiply matrices."
     )
-    return Table("Profile of the training step", "l" + "r" * len(models), columns, rows, f"{folder}/profile.csv", note)
+    return Table("Profile of the training step", "l" + "r" * len(models), columns, rows, str(path), note)
 
 
-def attention_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
+def attention_table(inputs: Inputs, path: Path, facts: dict) -> Table:
     names = list(dict.fromkeys(key for ratio in facts["ratios"] for key in ratio if " / " in key))
     sizes = sorted({ratio["tokens"] for ratio in facts["ratios"]})
     shown, rows = {*sizes[::3], sizes[-1]}, []
@@ -105,10 +111,10 @@ def attention_table(inputs: Inputs, folder: Path, facts: dict) -> Table:
     for ratio in sorted(ratios, key=lambda each: (each["width"], each["pass"], each["tokens"])):
         identity = [grouped(ratio["tokens"]), str(ratio["width"]), ratio["pass"]]
         rows.append((None, [*identity, *(number(ratio.get(name)) for name in names)]))
-    options = facts["options"]
-    note = f"Ratios of times in {options['dtype']}, at every third size; what takes too long or too much memory is absent."
+    note = "Ratios of times, at every third size; what takes too long or too much memory is absent."
     columns = ["Tokens N", "d_v", "Pass", *(name.replace("literal_", "literal ").replace("_", "-") for name in names)]
-    return Table("Attention alone", "rll" + "r" * len(names), columns, rows, f"{folder}/attention.json", note)
+    title = f"Attention alone, in {facts['options']['dtype']}"
+    return Table(title, "rll" + "r" * len(names), columns, rows, str(path.with_suffix(".json")), note)
 
 
 def number(ratio: float | None) -> str:

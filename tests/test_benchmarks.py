@@ -196,6 +196,13 @@ def test_attention_is_timed_beside_its_error(project):
     assert ratio["best SDPA / exact"] == pytest.approx(best / rows.loc["exact", "seconds"], rel=1e-4)
 
 
+def test_bfloat16_has_files_of_its_own(project):
+    attention.main([*QUICK_ATTENTION, "--largest", "50", "--dtype", "bfloat16"])
+    table, facts = read("attention_bfloat16")
+    assert set(table["dtype"]) == {"bfloat16"} and facts["options"]["dtype"] == "bfloat16"
+    assert not list(Path("paper_outputs").glob("**/attention.csv"))
+
+
 def test_a_clock_that_is_wrong_is_caught(project, monkeypatch, capsys):
     seconds = tally.seconds
     monkeypatch.setattr(tally, "seconds", lambda *arguments: seconds(*arguments) / 1e4)

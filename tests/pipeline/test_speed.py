@@ -84,6 +84,17 @@ def test_several_machines_and_one_that_measured_the_step_alone(inputs):
     assert len({machine["anchor"] for machine in machines}) == 2
 
 
+def test_both_types_of_input_are_shown(inputs):
+    folder = write_machine()
+    for kind in ("json", "svg"):
+        text = (folder / f"attention.{kind}").read_text().replace("float32", "bfloat16").replace("12.34", "2.5")
+        (folder / f"attention_bfloat16.{kind}").write_text(text)
+    wide, narrow = (part["table"] for part in speed.machines(inputs)[0]["parts"][-2:])
+    assert wide.title.endswith("float32") and wide.rows[0][1][3] == "12.3"
+    assert narrow.title.endswith("bfloat16") and narrow.rows[0][1][3] == "2.50"
+    assert narrow.source == str(folder / "attention_bfloat16.json")
+
+
 def test_no_machine_no_section(inputs):
     assert speed.machines(inputs) == []
 

@@ -98,7 +98,8 @@ def profile_table(inputs: Inputs, path: Path, facts: dict) -> Table:
     columns = ["Part", *map(inputs.label, models)]
     note = (
         f"Milliseconds of a step with {facts['weights']} weights. Peak: {fixed(1000 * peak, 0)} GFLOP/s, the best rate at "
-        "which this machine was seen to multiply matrices."
+        "which this machine was seen to multiply matrices. Measured apart from the steps above and with the profiler's own "
+        "time, so that the parts tell more than the sums."
     )
     return Table("Profile of the training step", "l" + "r" * len(models), columns, rows, str(path), note)
 

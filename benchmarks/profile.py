@@ -165,6 +165,7 @@ def draw(table: pd.DataFrame, labels: dict[str, str]) -> Figure:
         axes.set_yticks(range(len(models)), [labels.get(model, model) for model in models])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
+        axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         return figure

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks import results
 from benchmarks.attention import Peak
-from benchmarks.step import EXACT, INITIALISED, SEED, TRAINED, Step, load, our_step, with_whole_batches
+from benchmarks.step import INITIALISED, SEED, TRAINED, Step, compared, load, our_step, with_whole_batches
 from pipeline import figures, params, tally, train
 from pipeline.errors import entry_point
 from pipeline.figures import GRID, PALETTE
@@ -62,9 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     train.make_deterministic()
     device, settings = results.default_device(), params.load()
-    variants = [*(variant for variant in settings.run.variants if variant in settings.paper.table_2), EXACT]
-    configs = {variant: with_whole_batches(params.resolve(settings, variant)) for variant in variants}
-    weights = TRAINED if all(train.weights_path(variant, SEED).exists() for variant in variants) else INITIALISED
+    configs = {variant: with_whole_batches(params.resolve(settings, variant)) for variant in compared(settings)}
+    weights = TRAINED if all(train.weights_path(variant, SEED).exists() for variant in configs) else INITIALISED
     steps, loaded = {}, {}
     for variant, config in configs.items():
         training = load(variant, weights, config, loaded, device)

@@ -53,10 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     train.make_deterministic()
     device, settings = results.default_device(), params.load()
-    paper = [variant for variant in settings.run.variants if variant in settings.paper.table_2]
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
-        steps, compile_seconds = prepare([*paper, EXACT], settings, Path(scratch), options.compile, device)
+        steps, compile_seconds = prepare(compared(settings), settings, Path(scratch), options.compile, device)
         samples = tally.sample_seconds(steps, options.repeats, options.sample_seconds, random.Random(SEED), device)
     rows = [
         dict(zip(KEYS, key, strict=True))
@@ -69,6 +68,11 @@ def main(arguments: list[str] | None = None) -> None:
     facts["batch_size"] = settings.train.batch_size
     folder = results.write("step", table, facts, draw(table, settings.report.labels))
     print(table.to_string(index=False), f"{folder}/step.csv", sep="\n")
+
+
+def compared(settings: params.Params) -> list[str]:
+    """The models of Table 2 that are run, and ours."""
+    return [*(variant for variant in settings.run.variants if variant in settings.paper.table_2), EXACT]
 
 
 def prepare(

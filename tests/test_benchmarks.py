@@ -139,7 +139,7 @@ def test_where_ours_is_a_graph_it_is_timed_without_too(project, tmp_path, monkey
     assert ratios["eager_over_ours"] == {"vit": 2.5} and ratios["straightforward_over_ours"] == {"vit": 4.0}
 
 
-def test_a_step_is_taken_apart(project, monkeypatch):
+def test_a_step_is_taken_apart(project):
     """Every product of a step is counted once, in the part that it belongs to, and nothing passes for what it is not."""
     profile.main(["--repeats", "2"])
     table, facts = read("profile")

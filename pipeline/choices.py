@@ -83,7 +83,7 @@ def conclusions_table(params: Params, table: pd.DataFrame, defaults: pd.DataFram
     """The margin, in points, by which each comparison of accuracies in Section 5 holds with each choice made.
 
     The chosen run takes the place of its variant, or of the one whose function it computes; the other models stay as they
-    are, in the mean over their seeds.
+    are, in the mean over their seeds. `default` is the margin with nothing chosen, of means alone.
     """
     means, rows = 100 * defaults.groupby("variant")["test_accuracy"].mean(), []
     for run, variant, accuracy in (
@@ -92,10 +92,11 @@ def conclusions_table(params: Params, table: pd.DataFrame, defaults: pd.DataFram
         place = params.choices.computes.get(variant, variant)
         accuracies = means.to_dict() | {place: accuracy}
         for name, claim in params.claims.items():
-            for models, margin in margins(claim, accuracies):
+            unchanged = margins(claim, means.to_dict())
+            for (models, margin), (_, default) in zip(margins(claim, accuracies), unchanged, strict=True):
                 if place in models and math.isfinite(margin):
-                    rows.append([name, " ".join(models), run, margin])
-    return pd.DataFrame(rows, columns=["claim", "models", "run", "margin"])
+                    rows.append([name, " ".join(models), run, margin, default])
+    return pd.DataFrame(rows, columns=["claim", "models", "run", "margin", "default"])
 
 
 def margins(claim: AnyClaim, accuracies: dict[str, float]) -> list[tuple[list[str], float]]:
@@ -160,7 +161,7 @@ def findings_of(
     """Whether a choice moves a model, whether Section 5 holds whatever is chosen, and what makes our numbers differ."""
     if choices.empty:
         return []
-    found = [sensitivity(params, choices, spread), robustness(params, choices, conclusions)]
+    found = [sensitivity(params, choices, spread), robustness(params, choices, spread, conclusions)]
     if len(trained(choices)):
         found[0] |= {"figure": f"{CHANGES}.svg", "caption": caption(params)}
     return [*found, explanation(params, choices, differences)]
@@ -270,7 +271,7 @@ def reason(row, choices: pd.DataFrame) -> str:
     return "Another seed\nwithin one more run" if row.distance < ROUNDING else "Nothing that was measured"
 
 
-def robustness(params: Params, choices: pd.DataFrame, conclusions: pd.DataFrame) -> dict:
+def robustness(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conclusions: pd.DataFrame) -> dict:
     """Whether the comparisons of Section 5 hold with each choice made."""
     measures = []
     for claim, rows in conclusions.sort_values("margin").groupby("claim", sort=False):
@@ -279,10 +280,10 @@ def robustness(params: Params, choices: pd.DataFrame, conclusions: pd.DataFrame)
         measures.append(findings.measure(params.claims[claim].title, least["margin"], "points", "above", 0.0, note))
     if not measures:
         measures = [findings.measure("Least margin", math.nan, "points", "above", 0.0)]
-    stands_for = "; ".join(
-        f"{params.label(ours)} stands for {params.label(theirs)}, whose function it is"
-        for ours, theirs in params.choices.computes.items()
-    )
+    stand_ins = params.choices.computes.items()
+    stands_for = [
+        f"{params.label(ours)} stands for {params.label(theirs)}, whose function it is." for ours, theirs in stand_ins
+    ]
     return {
         "id": "choices_conclusions",
         "title": "Section 5 holds whatever is chosen",
@@ -292,12 +293,31 @@ def robustness(params: Params, choices: pd.DataFrame, conclusions: pd.DataFrame)
         "accuracies, and the other models stay as they are, in the mean over their seeds: every margin is above 0.",
         "verdict": judged(measures, choices),
         "measures": measures,
-        "remark": f"The choice is made for one model alone. {stands_for}." if stands_for else "",
+        "remark": " ".join(
+            [
+                "The choice is made for one model alone.",
+                *stands_for,
+                "In the table, the margin of each comparison in points, and the choice that leaves least of it, beside the "
+                "chance of the model that it is made for.",
+            ]
+        ),
         "figure": None,
         "caption": "",
-        "table": None,
-        "sources": [f"{FOLDER}/conclusions.csv"],
+        "table": comparisons_table(params, choices, spread, conclusions) if len(conclusions) else None,
+        "sources": [f"{FOLDER}/conclusions.csv", f"{FOLDER}/spread.csv"],
     }
+
+
+def comparisons_table(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conclusions: pd.DataFrame) -> dict:
+    """A row for each comparison: by how much it holds, and what the choice that is worst for it leaves of that."""
+    chance, lines = spread.set_index("variant")["chance"], []
+    for (claim, models), rows in conclusions.sort_values("margin").groupby(["claim", "models"], sort=False):
+        least = rows.iloc[0]
+        chosen = choices[choices["run"] == least["run"]].iloc[0]
+        comparison = f"{params.claims[claim].title}\n{', '.join(map(params.label, models.split()))}"
+        numbers = signed(least["default"], 2), signed(least["margin"], 2), fixed(chance[chosen["variant"]], 2)
+        lines.append([comparison, *numbers, f"{what(chosen)}\n{params.label(chosen['variant'])}"])
+    return {"columns": ["Comparison", "Default", "Least", "Chance", "With"], "align": "lrrrl", "rows": lines}
 
 
 def judged(measures: list[dict], rows: pd.DataFrame) -> str:

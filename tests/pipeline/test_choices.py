@@ -91,6 +91,27 @@ def test_a_conclusion_that_a_choice_overturns(project):
     assert worst["value"] == pytest.approx((95 - 96) - (97 - 95))
 
 
+def test_each_comparison_stands_with_the_choice_that_leaves_least_of_it(project):
+    """Its margin by default is of means over seeds, and that of OSA (QR) with a choice made is of OSA (exact)."""
+    found = by_id(project({"nonorm_standard": 0.9, "nonorm_drop": 0.62, "exact_shared": 0.965}))["choices_conclusions"]
+    table = found["table"]
+    assert table["columns"] == ["Comparison", "Default", "Least", "Chance", "With"]
+    rows = {row[0].replace("\n", ": "): row[1:] for row in table["rows"]}
+    assert rows["QR is no worse than Newton-Schulz: OSA (QR), OSA (NS)"] == [
+        "+0.20",
+        "−0.50",
+        "0.47",
+        "init.alpha_per_head: false\nOSA (exact)",
+    ]
+    assert rows["Removing LN hurts most: ViT, ViT (no skip), ViT (no skip, no LN)"] == [
+        "+28.00",
+        "+3.00",
+        "10.00",
+        "data.pixel_scaling: standard\nViT (no skip, no LN)",
+    ]
+    assert len(rows) == len(table["rows"]) == 5
+
+
 def test_a_model_of_ours_is_asked_what_the_paper_says_of_the_one_whose_function_it_is(project):
     found = by_id(project({"nonorm_standard": 0.9, "nonorm_drop": 0.62, "exact_shared": 0.94}))["choices_conclusions"]
     table = pd.read_csv(choices.FOLDER / "conclusions.csv")

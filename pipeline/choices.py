@@ -85,15 +85,14 @@ def conclusions_table(params: Params, table: pd.DataFrame, defaults: pd.DataFram
     The chosen run takes the place of its variant, or of the one whose function it computes; the other models stay as they
     are, in the mean over their seeds. `default` is the margin with nothing chosen, of means alone.
     """
-    means, rows = 100 * defaults.groupby("variant")["test_accuracy"].mean(), []
+    means, rows = (100 * defaults.groupby("variant")["test_accuracy"].mean()).to_dict(), []
     for run, variant, accuracy in (
         trained(table)[["run", "variant", "test_accuracy"]].drop_duplicates().itertuples(index=False)
     ):
         place = params.choices.computes.get(variant, variant)
-        accuracies = means.to_dict() | {place: accuracy}
+        accuracies = means | {place: accuracy}
         for name, claim in params.claims.items():
-            unchanged = margins(claim, means.to_dict())
-            for (models, margin), (_, default) in zip(margins(claim, accuracies), unchanged, strict=True):
+            for (models, margin), (_, default) in zip(margins(claim, accuracies), margins(claim, means), strict=True):
                 if place in models and math.isfinite(margin):
                     rows.append([name, " ".join(models), run, margin, default])
     return pd.DataFrame(rows, columns=["claim", "models", "run", "margin", "default"])
@@ -161,15 +160,16 @@ def findings_of(
     """Whether a choice moves a model, whether Section 5 holds whatever is chosen, and what makes our numbers differ."""
     if choices.empty:
         return []
-    found = [sensitivity(params, choices, spread), robustness(params, choices, spread, conclusions)]
+    chance = spread.set_index("variant")["chance"]
+    found = [sensitivity(params, choices, chance), robustness(params, choices, chance, conclusions)]
     if len(trained(choices)):
         found[0] |= {"figure": f"{CHANGES}.svg", "caption": caption(params)}
     return [*found, explanation(params, choices, differences)]
 
 
-def sensitivity(params: Params, choices: pd.DataFrame, spread: pd.DataFrame) -> dict:
+def sensitivity(params: Params, choices: pd.DataFrame, chance: pd.Series) -> dict:
     """Whether some choice moves a model by more than another seed does."""
-    chance, measures = spread.set_index("variant")["chance"], []
+    measures = []
     for variant, rows in choices.groupby("variant", sort=False):
         there = trained(rows)
         largest = there.loc[there["difference"].abs().idxmax()] if len(there) else None
@@ -271,7 +271,7 @@ def reason(row, choices: pd.DataFrame) -> str:
     return "Another seed\nwithin one more run" if row.distance < ROUNDING else "Nothing that was measured"
 
 
-def robustness(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conclusions: pd.DataFrame) -> dict:
+def robustness(params: Params, choices: pd.DataFrame, chance: pd.Series, conclusions: pd.DataFrame) -> dict:
     """Whether the comparisons of Section 5 hold with each choice made."""
     measures = []
     for claim, rows in conclusions.sort_values("margin").groupby("claim", sort=False):
@@ -280,10 +280,14 @@ def robustness(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conc
         measures.append(findings.measure(params.claims[claim].title, least["margin"], "points", "above", 0.0, note))
     if not measures:
         measures = [findings.measure("Least margin", math.nan, "points", "above", 0.0)]
-    stand_ins = params.choices.computes.items()
-    stands_for = [
-        f"{params.label(ours)} stands for {params.label(theirs)}, whose function it is." for ours, theirs in stand_ins
-    ]
+    remark = ["The choice is made for one model alone."]
+    for ours, theirs in params.choices.computes.items():
+        remark.append(f"{params.label(ours)} stands for {params.label(theirs)}, whose function it is.")
+    if len(conclusions):
+        remark.append(
+            "In the table, the margin of each comparison in points, and the choice that leaves least of it, beside the "
+            "chance of the model that it is made for."
+        )
     return {
         "id": "choices_conclusions",
         "title": "Section 5 holds whatever is chosen",
@@ -293,24 +297,17 @@ def robustness(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conc
         "accuracies, and the other models stay as they are, in the mean over their seeds: every margin is above 0.",
         "verdict": judged(measures, choices),
         "measures": measures,
-        "remark": " ".join(
-            [
-                "The choice is made for one model alone.",
-                *stands_for,
-                "In the table, the margin of each comparison in points, and the choice that leaves least of it, beside the "
-                "chance of the model that it is made for.",
-            ]
-        ),
+        "remark": " ".join(remark),
         "figure": None,
         "caption": "",
-        "table": comparisons_table(params, choices, spread, conclusions) if len(conclusions) else None,
+        "table": comparisons_table(params, choices, chance, conclusions) if len(conclusions) else None,
         "sources": [f"{FOLDER}/conclusions.csv", f"{FOLDER}/spread.csv"],
     }
 
 
-def comparisons_table(params: Params, choices: pd.DataFrame, spread: pd.DataFrame, conclusions: pd.DataFrame) -> dict:
+def comparisons_table(params: Params, choices: pd.DataFrame, chance: pd.Series, conclusions: pd.DataFrame) -> dict:
     """A row for each comparison: by how much it holds, and what the choice that is worst for it leaves of that."""
-    chance, lines = spread.set_index("variant")["chance"], []
+    lines = []
     for (claim, models), rows in conclusions.sort_values("margin").groupby(["claim", "models"], sort=False):
         least = rows.iloc[0]
         chosen = choices[choices["run"] == least["run"]].iloc[0]

@@ -125,6 +125,7 @@ def test_what_is_not_trained_yet_leaves_the_verdict_open_and_a_divergence_does_n
     nothing = by_id(project({}))
     assert [nothing[f"choices_{name}"]["verdict"] for name in ("accuracy", "conclusions")] == ["undecided", "undecided"]
     assert nothing["choices_accuracy"]["figure"] is None
+    assert nothing["choices_conclusions"]["table"] is None and "table" not in nothing["choices_conclusions"]["remark"]
     found = by_id(project({"nonorm_drop": 0.62}))
     accuracy = found["choices_accuracy"]
     assert (choices.FOLDER / accuracy["figure"]).exists()

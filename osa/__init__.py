@@ -1,15 +1,19 @@
 """Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost."""
 
 from osa import functional, init, linalg
+from osa.models import MODELS, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.vit import VisionTransformer
 
 __all__ = [
     "MLP",
+    "MODELS",
     "Block",
     "OrthogonalSelfAttention",
     "SoftmaxSelfAttention",
     "VisionTransformer",
+    "build_vit",
+    "create_model",
     "functional",
     "init",
     "linalg",

@@ -1,4 +1,7 @@
-"""Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens."""
+"""Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
+
+To be read from the top: the equations, the plain code that is them, what is checked, and the fast routes to the same.
+"""
 
 import math
 
@@ -17,7 +20,7 @@ from osa.linalg import (
     recorded_grad,
 )
 
-METHODS = ("qr", "newton_schulz", "exact", "polar_express")
+METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
 
 
@@ -33,19 +36,27 @@ def orthogonal_attention(
 ) -> Tensor:
     """exp(S) V with S = scale · (Q Kᵀ − K Qᵀ) (Eq. 5), where exp(S) is orthogonal.
 
-    With M = [Q, K] (N×2d) and J = [[0, I], [−I, 0]], S = scale · M J Mᵀ has rank ≤ 2d, and every method reads
+    S has rank ≤ 2d, and so needs no N×N matrix (Theorem 2.1). With the columns of B an orthonormal basis of those of
+    M = [Q, K] (N×2d),
+
+        exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
+
+    "qr_literal" is these equations in code, with B of the reduced QR of M (Section 3): see `_qr_literal`. The others are
+    fast routes, with J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM. They all read
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
-        method           L             Z                     Y
-        "exact"          scale · M     scale · J G           J MᵀV
-        "qr"             B             [S] = BᵀSB            [S] BᵀV
-        "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV
-        "polar_express"  as "newton_schulz", with other polynomials
+        method           L             Z                     Y                 gradient where M is rank-deficient
+        "qr_literal"     Eq. 6 and 7 as they stand                             undefined
+        "qr"             B             [S] = BᵀSB            [S] BᵀV           right
+        "exact"          scale · M     scale · J G           J MᵀV             right
+        "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV     right
+        "polar_express"  as "newton_schulz", with other polynomials            right
 
-    with G = MᵀM and Z at most 2d×2d. No N×N matrix is formed: time O(N d² + d³), memory O(N d + d²).
+    Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr" is Theorem 2.1, exp(S) = I + B (exp[S] − I) Bᵀ with exp[S] − I = φ₁([S]) [S] and B of the reduced QR of M.
+    "qr_literal" is differentiated through QR, and with N < 2d needs independent columns only of the first N of M. "qr" is
+    the same function in exact arithmetic, with exp[S] − I = φ₁([S]) [S] and a gradient that does not pass through QR.
     "exact" needs no orthonormal basis because f(AB) A = A f(BA) (Higham 2008, Section 1.8; for the exponential of a
     low-rank matrix see Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9: by the same identity
     its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. It runs K iterations and no more, so that the
@@ -53,8 +64,9 @@ def orthogonal_attention(
     changes nothing, and the result that of "exact". "polar_express" is the same with the steps of Amsel et al. (2025),
     which converge in seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
 
-    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with "qr" it grows with ‖S‖₂. On CUDA
-    all products are in full float32 even where the program allows TF32; under torch.compile its own setting holds.
+    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with the QR of M it grows with ‖S‖₂.
+    On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
+    pass of "qr_literal", which is autograd's own, the program's setting holds.
 
     Args:
         query: (..., N, d).
@@ -62,7 +74,7 @@ def orthogonal_attention(
         value: (..., N, d_value).
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
-        method: "exact", "qr", "newton_schulz" or "polar_express".
+        method: one of the table's.
         num_iterations: K of Eq. 9, for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7) alone.
         epsilon: ε of Section 3, which those two add to ‖M‖_F.
 
@@ -98,14 +110,45 @@ def orthogonal_attention_matrix(
     return _attend(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str, num_iterations: int | None
-) -> None:
+def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    """exp(S) V as Section 3 has it, by the library's own QR and matrix exponential, which autograd differentiates.
+
+    The gradient passes through QR, whose derivative holds R⁻¹: its error grows with the condition number of M, and where M
+    is rank-deficient it is undefined, NaN or without a correct digit. For N < 2d torch inverts the first N columns of R
+    alone, so that what has to be independent is the first N columns of M.
+
+    Before its correction (PyTorch issue 196592) `matrix_exp` of one matrix without a batch is off by up to 10⁻³ ‖[S]‖⁵ for
+    ‖[S]‖₁ up to 0.58 in float32 and 0.05 in float64. Of a batch of two or more it is right.
+
+    Args:
+        query, key: (..., N, d).
+        value: (..., N, d_value).
+        scale: (..., 1, 1).
+
+    Returns:
+        (..., N, d_value).
+    """
+    m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
+    basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
+    query, key = (basis.mT @ m).chunk(2, dim=-1)  # BᵀQ and BᵀK, (..., r, d): Eq. 7 without the N×N matrix S
+    small = scale * (query @ key.mT - key @ query.mT)  # [S] = BᵀSB, (..., r, r)
+    identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
+    return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
+
+
+def check_method(method: str, num_iterations: int | None) -> None:
+    """Raises ValueError where the method is unknown, or does not iterate and is given a number of iterations."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     if num_iterations is not None and (method not in ITERATIONS or num_iterations < 1):
         names = " and ".join(ITERATIONS)
         raise ValueError(f"num_iterations must be 1 or more and belongs to {names}, not {num_iterations} to {method}")
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str, num_iterations: int | None
+) -> None:
+    check_method(method, num_iterations)
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
     if not all(x.is_floating_point() for x in (query, key, value)):
@@ -148,7 +191,9 @@ def _attend(
             scale = 1 / math.sqrt(query.shape[-1])
         scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale)
         scale = scale.expand(*batch, 1, 1)
-        if method == "qr":
+        if method == "qr_literal":
+            output = _qr_literal(query, key, v, scale)
+        elif method == "qr":
             m = torch.cat([query, scale * key], dim=-1)  # (..., N, 2d): the span of [Q, K], and S = M J Mᵀ
             output = _by_basis(flat(m), flat(v))
         else:

@@ -92,6 +92,12 @@ def init_suo_mlp_(mlp: nn.Module, *, transposed: bool = False, generator: Genera
         nn.init.zeros_(linear.bias)
 
 
+def init_xavier_mlp_(mlp: nn.Module, *, generator: Generator | None = None) -> None:
+    """Xavier uniform weights and zero biases for an MLP (Appendix D)."""
+    for linear in (mlp.fc1, mlp.fc2):
+        xavier_linear_(linear, generator=generator)
+
+
 def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
     """Xavier uniform weight and zero bias (Appendix D)."""
     nn.init.xavier_uniform_(linear.weight, generator=generator)
@@ -103,6 +109,12 @@ def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
     bound = 1 / math.sqrt(linear.in_features)
     nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
     nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
+
+
+def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
+    """Zero weight and bias, which take no draw from the generator."""
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
 
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:

@@ -60,12 +60,12 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
         B: (..., N, n) with BᵀB = I.
     """
     x = m.double()
-    norm = torch.linalg.matrix_norm(x).clamp(min=torch.finfo(m.dtype).tiny)[..., None]  # (..., 1)
-    x.diagonal(dim1=-2, dim2=-1).add_(torch.finfo(m.dtype).eps * norm)
+    norm = torch.linalg.matrix_norm(x).clamp(min=torch.finfo(m.dtype).tiny)[..., None, None]  # (..., 1, 1)
+    x = x + torch.finfo(m.dtype).eps * norm * torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps * norm.square()
+    identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for added in (shift, torch.zeros_like(shift)):
-        gram = x.mT @ x  # (..., n, n)
-        gram.diagonal(dim1=-2, dim2=-1).add_(added)
+        gram = x.mT @ x + added * identity  # (..., n, n); not in place, which autograd could not take back
         factor = torch.linalg.cholesky_ex(gram).L
         x = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
     return x.to(m.dtype)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from osa.functional import METHODS, orthogonal_attention
+from osa.functional import check_method, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.linalg import EPSILON
 
@@ -64,7 +64,7 @@ class OrthogonalSelfAttention(_SelfAttention):
         alpha_per_head: one α for each head, or one for the layer.
 
     Raises:
-        ValueError: h does not divide d, 2 d_v > d, or the method is unknown.
+        ValueError: h does not divide d, 2 d_v > d, the method is unknown, or the iterations are not its own.
     """
 
     def __init__(
@@ -84,8 +84,7 @@ class OrthogonalSelfAttention(_SelfAttention):
                 f"num_heads {num_heads} gives 2 d_v = {2 * embed_dim} > embed_dim = {embed_dim}; "
                 "orthogonal attention needs 2 or more heads (Section 4.2)"
             )
-        if method not in METHODS:
-            raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+        check_method(method, num_iterations)
         self.options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
         self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1))
         init_orthogonal_attention_(self, alpha=alpha_init)

@@ -1,9 +1,11 @@
-"""Random inputs of unequal prime sizes, and the errors that the tests bound."""
+"""Random inputs of unequal prime sizes, the errors that the tests bound, and Polar Express as it is written."""
 
 import math
 
 import torch
 from torch import Tensor
+
+from osa.linalg import EPSILON, POLAR_EXPRESS
 
 
 def draw(
@@ -39,3 +41,13 @@ def assert_uniform(weight: Tensor, bound: float) -> None:
     """Within ±bound, close to it, and with the variance bound²/3, to within five standard errors."""
     assert 0.98 * bound < weight.abs().max() <= bound
     assert abs(weight.square().mean() * 3 / bound**2 - 1) < 5 * math.sqrt(0.8 / weight.numel())
+
+
+def polar_express_basis(m: Tensor, num_iterations: int) -> Tensor:
+    """The iterate M_K of Amsel et al. (2025) in N×2d space, M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k."""
+    basis = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
+    for k in range(num_iterations):
+        a, b, c = POLAR_EXPRESS[min(k, len(POLAR_EXPRESS) - 1)]
+        gram = basis.mT @ basis
+        basis = a * basis + basis @ (b * gram + c * gram @ gram)
+    return basis

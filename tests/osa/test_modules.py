@@ -10,6 +10,7 @@ from osa.functional import orthogonal_attention_matrix
 from tests.osa.helpers import orthogonality_error, relative_error
 
 REFERENCE = {
+    "qr_literal": reference.orthogonal_attention,
     "qr": reference.orthogonal_attention,
     "newton_schulz": reference.newton_schulz_attention,
     "exact": reference.orthogonal_attention,
@@ -176,7 +177,12 @@ def test_unknown_method_is_refused_at_construction():
         OrthogonalSelfAttention(WIDTH, HEADS, method="cayley")
 
 
-@pytest.mark.parametrize("method", ["qr", "exact"])
+def test_iterations_without_an_iterating_method_are_refused_at_construction():
+    with pytest.raises(ValueError, match="num_iterations"):
+        OrthogonalSelfAttention(WIDTH, HEADS, method="qr", num_iterations=6)
+
+
+@pytest.mark.parametrize("method", ["qr_literal", "qr", "exact"])
 def test_attention_stays_orthogonal_through_real_steps(method):
     """Three AdamW steps move the weights away from their initialisation; AᵀA = I holds for any weights."""
     layer = OrthogonalSelfAttention(WIDTH, HEADS, method=method, alpha_init=1)

@@ -1,7 +1,6 @@
-"""The six models of params.yaml: what they compute, what they are made of, and how they start."""
+"""What the Vision Transformer computes: against the reference end to end, and against torchvision's."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,67 +9,23 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 
 import osa
 from osa import reference
-from pipeline import params
-from pipeline.train import build_model
-from tests.osa.helpers import assert_uniform, relative_error
+from tests.osa.helpers import relative_error
 
-VARIANTS = ["osa_qr", "osa_ns", "osa_exact", "vit", "vit_noskip", "vit_noskip_nonorm"]
-ORTHOGONAL = [name for name in VARIANTS if name.startswith("osa")]
-SOFTMAX = [name for name in VARIANTS if name.startswith("vit")]
-
-PARAMS = params.load(Path(__file__).parents[2] / "params.yaml")
-APPENDIX_D = {  # so that an edit of params.yaml leaves these tests alone
-    "model": dict(image_size=28, patch_size=4, num_classes=10, embed_dim=64, depth=6, num_heads=4, mlp_ratio=4),
-    "init": dict(alpha=0.1, embedding_std=0.02, alpha_per_head=True, xavier_fused_qkv=False, suo_transposed=False)
-    | dict(patch_embedding="xavier", head="xavier"),
-}
+ORTHOGONAL = [name for name in osa.MODELS if name.startswith("osa")]
 
 
-def build(variant, seed=0):
-    config = params.resolve(PARAMS, variant)
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in APPENDIX_D.items()}
-    return build_model(config.model_copy(update=sections), seed)
+def build(name):
+    return osa.create_model(name, generator=torch.Generator().manual_seed(0))
 
 
 def images(dtype=torch.float32):
     return torch.rand(3, 1, 28, 28, dtype=dtype)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_gradients(variant):
-    model = build(variant)
-    logits = model(images())
-    assert logits.shape == (3, 10)
-    assert logits.isfinite().all()
-    nn.functional.cross_entropy(logits, torch.tensor([7, 0, 3])).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.isfinite().all(), name
-        # Softmax is blind to a shift of its logits: the key bias has the gradient zero, up to rounding.
-        assert parameter.grad.abs().max() > 0 or name.endswith("key.bias"), name
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_layer_norm_is_where_the_paper_has_it(variant):
-    norms = [name for name, module in build(variant).named_modules() if "Norm" in type(module).__name__]
-    expected = [f"blocks.{i}.norm{k}" for i in range(6) for k in (1, 2)] + ["norm"]
-    assert norms == (expected if variant in ("vit", "vit_noskip") else [])
-
-
-@pytest.mark.parametrize("sublayer", ["attention.out", "mlp.fc2"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_skip_connections_are_where_the_paper_has_them(variant, sublayer):
-    """With the output weights of a sublayer at zero only a skip connection lets the input through."""
-    x, other = torch.randn(2, 3, 50, 64)
-    for block in build(variant).blocks:
-        assert not torch.equal(block(x), block(other))
-        nn.init.zeros_(block.get_submodule(sublayer).weight)
-        assert torch.equal(block(x), block(other)) == (variant != "vit")
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_only_the_class_token_of_the_last_block_is_computed(variant):
+@pytest.mark.parametrize("name", osa.MODELS)
+def test_only_the_class_token_of_the_last_block_is_computed(name):
     """The same logits and gradients as from a last block that computes all of its tokens."""
-    model = build(variant).double()
+    model = build(name).double()
     batch = images(torch.float64)
     x = model.tokens(batch)
     for block in model.blocks:
@@ -86,10 +41,10 @@ def test_only_the_class_token_of_the_last_block_is_computed(variant):
         assert (gradient - expected_gradient).norm() < 1e-12 * (1 + expected_gradient.norm())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_patches_may_be_permuted_with_their_positions(variant):
+@pytest.mark.parametrize("name", osa.MODELS)
+def test_patches_may_be_permuted_with_their_positions(name):
     """[cls] sees a set of patches with positions: only the positions tell their order."""
-    model = build(variant).double()
+    model = build(name).double()
     batch = images(torch.float64)
     order = torch.randperm(49)
     patches = nn.functional.unfold(batch, kernel_size=4, stride=4)
@@ -119,15 +74,15 @@ def reference_logits(model, batch, attention):
     return x[:, 0] @ model.head.weight.mT + model.head.bias
 
 
-@pytest.mark.parametrize("variant", ORTHOGONAL)
-def test_orthogonal_models_match_the_reference_end_to_end(variant):
-    model = build(variant).double()
+@pytest.mark.parametrize("name", ORTHOGONAL)
+def test_orthogonal_models_match_the_reference_end_to_end(name):
+    model = build(name).double()
     for block in model.blocks:  # as far from the identity as a trained model is
         nn.init.uniform_(block.attention.alpha, 0.3, 0.6)
     for bias in [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]:
         nn.init.normal_(bias, std=0.1)
     batch = images(torch.float64)
-    attention = reference.newton_schulz_attention if variant == "osa_ns" else reference.orthogonal_attention
+    attention = reference.newton_schulz_attention if name == "osa_ns" else reference.orthogonal_attention
     actual, expected = model(batch), reference_logits(model, batch, attention)
     assert relative_error(actual, expected) < 1e-11
     cotangent = torch.randn_like(actual)
@@ -139,82 +94,11 @@ def test_orthogonal_models_match_the_reference_end_to_end(variant):
         assert relative_error(gradient, expected_gradient) < 1e-10, name
 
 
-def test_newton_schulz_starts_from_the_same_weights_and_is_another_function():
-    qr, exact, newton_schulz = (build(variant).double() for variant in ("osa_qr", "osa_exact", "osa_ns"))
-    for parameters in zip(*(model.parameters() for model in (qr, exact, newton_schulz)), strict=True):
-        assert torch.equal(parameters[0], parameters[1]) and torch.equal(parameters[0], parameters[2])
+def test_newton_schulz_is_another_function_of_the_same_weights():
+    qr, exact, newton_schulz = (build(name).double() for name in ("osa_qr", "osa_exact", "osa_ns"))
     batch = images(torch.float64)
     assert relative_error(exact(batch), qr(batch)) < 1e-11
     assert relative_error(newton_schulz(batch), qr(batch)) > 1e-4
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_seed_and_nothing_else_sets_the_initial_weights(variant):
-    def weights(seed, global_seed):
-        torch.manual_seed(global_seed)
-        return nn.utils.parameters_to_vector(build(variant, seed).parameters())
-
-    assert torch.equal(weights(0, 1), weights(0, 2))
-    assert not torch.equal(weights(0, 1), weights(1, 1))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_state_dict_round_trip(variant):
-    model, other = build(variant, seed=0), build(variant, seed=1)
-    batch = images()
-    assert not torch.equal(model(batch), other(batch))
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(model(batch), other(batch))
-
-
-@pytest.mark.parametrize("variant", ORTHOGONAL)
-def test_orthogonal_models_start_by_section_4(variant):
-    for block in build(variant).blocks:
-        attention = block.attention
-        assert torch.equal(attention.alpha, torch.full((4,), 0.1))
-        for i in range(4):
-            head = slice(16 * i, 16 * (i + 1))  # nn.Linear keeps Wᵀ
-            query_key = torch.cat([attention.query.weight[head], attention.key.weight[head]])
-            for rows in (query_key, attention.value.weight[head], attention.out.weight[:, head].mT):
-                torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows)), rtol=0, atol=1e-6)
-        wide, narrow = block.mlp.fc1.weight, block.mlp.fc2.weight
-        torch.testing.assert_close(wide.mT @ wide, 4 * torch.eye(64), rtol=0, atol=1e-5)
-        torch.testing.assert_close(narrow @ narrow.mT, torch.eye(64), rtol=0, atol=1e-5)
-
-
-def assert_xavier(*weights):
-    """Each is uniform on ±√(6 / (in + out)) by its own shape."""
-    for weight in weights:
-        assert_uniform(weight, math.sqrt(6 / sum(weight.shape)))
-
-
-@pytest.mark.parametrize("variant", SOFTMAX)
-def test_softmax_models_start_by_xavier(variant):
-    for block in build(variant).blocks:
-        attention = block.attention
-        assert_xavier(*(linear.weight for linear in (attention.query, attention.key, attention.value, attention.out)))
-        assert_xavier(block.mlp.fc1.weight, block.mlp.fc2.weight)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_embeddings_and_head_start_alike_in_all_models(variant):
-    """Appendix D: N(0, σ²) on ±2σ for positions and [cls]; Xavier for the projections, which it leaves open."""
-    model = build(variant)
-    embeddings = torch.cat([model.cls_token, model.position_embedding], dim=1)
-    assert embeddings.shape == (1, 51, 64)
-    assert 0.039 < embeddings.abs().max() <= 0.04
-    ratio = embeddings.square().mean() / 0.02**2  # the variance of a normal truncated at ±2 is 0.7737
-    assert abs(ratio - 0.7737) < 5 * 0.9 / math.sqrt(embeddings.numel())
-    assert 0.02 < model.cls_token.abs().max()
-    assert_xavier(model.patch_embedding.weight, model.head.weight)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_biases_start_at_zero(variant):
-    biases = {name: parameter for name, parameter in build(variant).named_parameters() if name.endswith("bias")}
-    assert not any(bias.abs().max() for bias in biases.values())
-    in_attention = any("attention" in name for name in biases)
-    assert in_attention == (variant in SOFTMAX)
 
 
 def tiny_vit(image_size, patch_size, in_channels=1):

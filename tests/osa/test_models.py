@@ -1,0 +1,263 @@
+"""The models by name: what they are made of, that they learn, how they start, and which options are refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from osa import MODELS, build_vit, create_model
+from tests.osa.helpers import assert_uniform
+
+ORTHOGONAL = [name for name in MODELS if name.startswith("osa")]
+SOFTMAX = [name for name in MODELS if name.startswith("vit")]
+
+
+def create(name, seed=0, **changes):
+    return create_model(name, generator=torch.Generator().manual_seed(seed), **changes)
+
+
+def weights(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def images(count=3, size=28, channels=1):
+    return torch.rand(count, channels, size, size)
+
+
+def test_names():
+    paper = ["osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"]
+    assert list(MODELS) == [*paper, "osa_exact", "osa_qr_literal"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_gradients_and_state_dict(name):
+    model, other = create(name, seed=0), create(name, seed=1)
+    batch = images()
+    logits = model(batch)
+    assert logits.shape == (3, 10)
+    assert logits.isfinite().all()
+    nn.functional.cross_entropy(logits, torch.tensor([7, 0, 3])).backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), key
+        # Softmax is blind to a shift of its logits: the key bias has the gradient zero, up to rounding.
+        assert parameter.grad.abs().max() > 0 or key.endswith("key.bias"), key
+    assert not torch.equal(other(batch), logits)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(batch), logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layer_norm_is_where_the_paper_has_it(name):
+    norms = {key: module for key, module in create(name).named_modules() if isinstance(module, nn.LayerNorm)}
+    expected = [f"blocks.{i}.norm{k}" for i in range(6) for k in (1, 2)] + ["norm"]
+    assert list(norms) == (expected if name in ("vit", "vit_noskip") else [])
+    for norm in norms.values():
+        assert torch.equal(norm.weight, torch.ones(64)) and torch.equal(norm.bias, torch.zeros(64))
+
+
+@pytest.mark.parametrize("sublayer", ["attention.out", "mlp.fc2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_skip_connections_are_where_the_paper_has_them(name, sublayer):
+    """With the output weights of a sublayer at zero only a skip connection lets the input through."""
+    x, other = torch.randn(2, 3, 50, 64)
+    for block in create(name).blocks:
+        assert not torch.equal(block(x), block(other))
+        nn.init.zeros_(block.get_submodule(sublayer).weight)
+        assert torch.equal(block(x), block(other)) == (name != "vit")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_generator_and_nothing_else_sets_the_initial_weights(name):
+    state = torch.get_rng_state()
+    first = weights(create(name))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(weights(create(name)), first)
+    assert not torch.equal(weights(create(name, seed=1)), first)
+
+
+@pytest.mark.parametrize("name", ["osa_qr", "vit"])
+def test_without_a_generator_the_global_stream_sets_them(name):
+    torch.manual_seed(0)
+    first = weights(create_model(name))
+    assert torch.equal(first, weights(create(name, seed=0)))
+    assert not torch.equal(first, weights(create_model(name)))
+
+
+def test_the_orthogonal_models_start_from_the_same_weights():
+    first, *others = (weights(create(name)) for name in ORTHOGONAL)
+    assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("name", ORTHOGONAL)
+def test_orthogonal_models_start_by_section_4(name):
+    for block in create(name).blocks:
+        attention = block.attention
+        assert torch.equal(attention.alpha, torch.full((4,), 0.1))
+        for i in range(4):
+            head = slice(16 * i, 16 * (i + 1))  # nn.Linear keeps Wᵀ
+            query_key = torch.cat([attention.query.weight[head], attention.key.weight[head]])
+            for rows in (query_key, attention.value.weight[head], attention.out.weight[:, head].mT):
+                torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows)), rtol=0, atol=1e-6)
+
+
+def gain(linear):
+    """Mean square of the layer's outputs over that of its inputs."""
+    x = torch.randn(2000, linear.in_features)
+    return (linear(x).square().mean() / x.square().mean()).item()
+
+
+@pytest.mark.parametrize("name", ORTHOGONAL)
+def test_every_mlp_layer_alone_keeps_the_mean_square(name):
+    """Section 4.4. In an MLP as a whole the factors √4 and √¼ of the transposed reading would cancel."""
+    for block in create(name).blocks:
+        assert gain(block.mlp.fc1) == pytest.approx(1, abs=1e-5)  # exactly, as it widens
+        assert gain(block.mlp.fc2) == pytest.approx(1, abs=0.02)  # on average
+
+
+def test_suo_transposed_moves_the_factor_to_the_layer_that_narrows():
+    for block in create("osa_qr", suo_transposed=True).blocks:
+        assert gain(block.mlp.fc1) == pytest.approx(1 / 4, abs=1e-5)
+        assert gain(block.mlp.fc2) == pytest.approx(4, abs=0.08)
+
+
+def assert_xavier(*linears):
+    """Each is uniform on ±√(6 / (in + out)) by its own shape."""
+    for linear in linears:
+        assert_uniform(linear.weight, math.sqrt(6 / sum(linear.weight.shape)))
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_softmax_models_start_by_xavier(name):
+    for block in create(name).blocks:
+        attention = block.attention
+        assert_xavier(attention.query, attention.key, attention.value, attention.out, block.mlp.fc1, block.mlp.fc2)
+
+
+def test_fused_query_key_and_value_have_a_smaller_bound():
+    for block in create("vit", xavier_fused_qkv=True).blocks:
+        attention = block.attention
+        for linear in (attention.query, attention.key, attention.value):
+            assert_uniform(linear.weight, math.sqrt(6 / (64 + 3 * 64)))
+        assert_xavier(attention.out)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_embeddings_and_head_start_alike_in_all_models(name):
+    """Appendix D: N(0, σ²) on ±2σ for positions and [cls]; Xavier for the projections, which it leaves open."""
+    model = create(name)
+    embeddings = torch.cat([model.cls_token, model.position_embedding], dim=1)
+    assert embeddings.shape == (1, 51, 64)
+    assert 0.039 < embeddings.abs().max() <= 0.04
+    ratio = embeddings.square().mean() / 0.02**2  # the variance of a normal truncated at ±2 is 0.7737
+    assert abs(ratio - 0.7737) < 5 * 0.9 / math.sqrt(embeddings.numel())
+    assert 0.02 < model.cls_token.abs().max()
+    assert_xavier(model.patch_embedding, model.head)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_biases_start_at_zero(name):
+    biases = {key: parameter for key, parameter in create(name).named_parameters() if key.endswith("bias")}
+    assert not any(bias.any() for bias in biases.values())
+    assert any("attention" in key for key in biases) == (name in SOFTMAX)
+
+
+@pytest.mark.parametrize("part", ["patch_embedding", "head"])
+def test_a_projection_by_pytorchs_default(part):
+    model = create("osa_qr", **{part: "torch"})
+    linear = getattr(model, part)
+    bound = 1 / math.sqrt(linear.in_features)
+    assert_uniform(linear.weight, bound)
+    assert 0 < linear.bias.abs().max() <= bound
+    assert_xavier(model.head if part == "patch_embedding" else model.patch_embedding)
+
+
+def test_a_head_of_zeros_tells_no_class_from_another():
+    model = create("osa_qr", head="zeros")
+    assert torch.equal(model(images()), torch.zeros(3, 10))
+
+
+def test_alpha_and_embedding_std():
+    model = create("osa_qr", alpha=0.7, alpha_per_head=False, embedding_std=0.3)
+    assert all(torch.equal(block.attention.alpha, torch.full((1,), 0.7)) for block in model.blocks)
+    assert 0.55 < model.position_embedding.abs().max() <= 0.6
+
+
+def test_options_of_the_method_reach_every_layer():
+    for name, expected in {"osa_qr": ("qr", None), "osa_ns": ("newton_schulz", 6), "osa_exact": ("exact", None)}.items():
+        for block in create(name).blocks:
+            options = block.attention.options
+            assert (options["method"], options["num_iterations"]) == expected
+            assert options["epsilon"] == 1e-7
+    changed = create("osa_ns", num_iterations=3, epsilon=1e-3).blocks[0].attention.options
+    assert changed == {"method": "newton_schulz", "num_iterations": 3, "epsilon": 1e-3}
+
+
+def test_sizes():
+    sizes = dict(
+        image_size=33, patch_size=11, in_channels=3, num_classes=7, embed_dim=15, depth=2, num_heads=3, mlp_ratio=2.5
+    )
+    model = create("vit_noskip", **sizes)
+    assert model(images(2, 33, 3)).shape == (2, 7)
+    assert len(model.blocks) == 2
+    assert model.patch_embedding.weight.shape == (15, 3 * 11**2)
+    assert model.blocks[0].mlp.fc1.weight.shape == (37, 15)
+    assert model.blocks[0].attention.num_heads == 3
+
+
+def test_changes_replace_a_models_own_options():
+    options = dict(attention="softmax", skip=True, norm=False, mlp_init="suo", depth=1)
+    mixed = create("vit", norm=False, mlp_init="suo", depth=1)
+    assert torch.equal(weights(mixed), weights(build_vit(**options, generator=torch.Generator().manual_seed(0))))
+    assert MODELS["vit"]["norm"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_pass_on_cuda_without_one(name):
+    """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
+    with FakeTensorMode(), torch.device("cuda"):
+        assert create_model(name)(images()).device.type == "cuda"
+
+
+def test_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {parameter.dtype for parameter in create("vit", depth=1).parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'resnet'") as error:
+        create_model("resnet")
+    assert all(name in str(error.value) for name in MODELS)
+
+
+REFUSED = {
+    "attention": ("vit", dict(attention="linear"), "attention 'linear'.*orthogonal, softmax"),
+    "mlp_init": ("vit", dict(mlp_init="he"), "mlp_init 'he'.*suo, xavier"),
+    "patch_embedding": ("vit", dict(patch_embedding="zeros"), "patch_embedding 'zeros'.*xavier, torch$"),
+    "head": ("vit", dict(head="ones"), "head 'ones'.*xavier, torch, zeros"),
+    "method": ("osa_qr", dict(method="cayley"), "method 'cayley'.*exact"),
+    "method of softmax": ("osa_qr", dict(attention="softmax"), "method belongs to orthogonal"),
+    "iterations of softmax": ("vit", dict(num_iterations=6), "num_iterations belongs to orthogonal"),
+    "iterations of qr": ("osa_qr", dict(num_iterations=6), "num_iterations.*newton_schulz"),
+    "no iterations": ("osa_ns", dict(num_iterations=0), "num_iterations must be 1 or more"),
+    "epsilon of softmax": ("vit", dict(epsilon=1e-7), "epsilon belongs to orthogonal"),
+    "heads": ("vit", dict(num_heads=5), "num_heads 5 must divide embed_dim 64"),
+    "no heads": ("vit", dict(num_heads=0), "num_heads must be positive"),
+    "one head": ("osa_qr", dict(num_heads=1), "2 or more heads"),
+    "patches": ("vit", dict(patch_size=5), "patch_size 5 must divide image_size 28"),
+    "no patches": ("vit", dict(patch_size=0), "patch_size must be positive"),
+    "no classes": ("vit", dict(num_classes=0), "num_classes must be positive"),
+    "depth": ("vit", dict(depth=0), "depth must be 1 or more"),
+    "no hidden unit": ("vit", dict(mlp_ratio=0.01), "mlp_ratio 0.01"),
+    "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std must be positive"),
+}
+
+
+@pytest.mark.parametrize("name, changes, message", REFUSED.values(), ids=REFUSED)
+def test_impossible_options_are_refused_in_a_sentence(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        create_model(name, **changes)

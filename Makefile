@@ -5,7 +5,7 @@ VENV := .venv
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test reproduce benchmark ui lint readme lock
+.PHONY: help setup quickstart test reproduce replay benchmark ui lint readme lock
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,17 +22,20 @@ quickstart: setup  ## every stage on 5,000 embedded digits, in quickstart/: a fe
 	$(RUN) python -m pipeline.quickstart
 
 test: setup  ## the test suite
-	$(RUN) python -m pytest
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-reproduce: setup  ## the paper on MNIST: fetch, train, evaluate, report, and the README's result
+reproduce: setup  ## the paper on MNIST: fetch, train, evaluate, every study, the report, and the README's result
 	$(RUN) dvc repro
 	$(RUN) python -m pipeline.report --readme
+
+replay: setup  ## ask whether today's code still makes the committed runs, by the beginning of each
+	$(RUN) python -m pipeline.replay
 
 benchmark: setup  ## time attention and the training step on this machine, against what else one would run
 	$(RUN) python -m benchmarks.attention
 	$(RUN) python -m benchmarks.step
 	$(RUN) python -m benchmarks.profile
-	$(RUN) dvc repro --force --single-item report
+	$(RUN) dvc repro --single-item report
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
 	$(RUN) python -m pipeline.tracking ui

@@ -3,10 +3,9 @@
 
 Orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward` writes them,
 the dense N×N `matrix_exp`, and torch's softmax attention, as torch chooses its backend and by each backend that takes the
-inputs. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of section `complexity` of params.yaml. At one
+inputs. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of the study `complexity`. At one
 size all are timed in rounds of shuffled order. A size that a route is predicted to be too slow or too large for is absent.
-Writes attention.csv, .json, .svg and .png to paper_outputs/benchmarks/HARDWARE/; in bfloat16 they are
-attention_bfloat16.csv and so on.
+Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -19,30 +18,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import matplotlib
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from benchmarks import results, straightforward
 from osa.functional import ITERATIONS, METHODS, orthogonal_attention
-from pipeline import figures, params, tally
-from pipeline.complexity import Call, exponential_dense, unscaled_norm
-from pipeline.errors import UserError, entry_point
-from pipeline.figures import INK, PALETTE
-from pipeline.params import Complexity
-from pipeline.summary import rounded
+from pipeline import cost
+from pipeline.core import record
+from pipeline.core.errors import UserError, entry_point
+from pipeline.core.files import rounded
+from pipeline.cost import Call
+from pipeline.studies.benchmarks import BEST, SDPA, with_best
+from pipeline.studies.complexity import BOTH, DECAY, FORWARD, NORM, SEED, Inputs, exponential_dense
 
-FORWARD, BOTH = "forward", "forward and backward"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-NAMES = {"float32": "attention", "bfloat16": "attention_bfloat16"}  # of the files
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
-MOST_MATRIX_BYTES = 2**30  # of an N×N matrix for each head
+WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
+SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
+MOST_SECONDS = 2.0  # of a call: a size that is predicted to take more is left out
+MOST_MATRIX_BYTES = 2**30  # of an N×N matrix
 MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
 MOST_TOKENS_ERROR = 512  # up to which A is formed and ‖AᵀA − I‖₂ taken
 PRODUCTS = {256: 50, 512: 20, 2048: 3}  # square matrices whose product shows the peak, and how many samples of it are taken;
@@ -56,19 +54,7 @@ BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
-SDPA = ("sdpa", *BACKENDS)
-BEST = "best SDPA"
 KEYS = ["method", "tokens", "width", "pass", "dtype"]
-LOOKS = {  # label, colour and line style; the colours of Figure 1
-    "exact": ("exact", PALETTE[5], "-"),
-    "polar_express": ("Polar Express", PALETTE[3], "-"),
-    "newton_schulz": ("Newton–Schulz", PALETTE[1], "-"),
-    "qr": ("QR", PALETTE[0], "-"),
-    "literal_newton_schulz": ("Newton–Schulz, literal", PALETTE[1], ":"),
-    "literal_qr": ("QR, literal", PALETTE[0], ":"),
-    "matrix_exp": ("matrix_exp, N×N", PALETTE[6], "-"),
-    BEST: ("softmax, best SDPA", INK, (0, (5, 2))),
-}
 
 Key = tuple[str, int, str]  # method, width and pass
 
@@ -94,21 +80,16 @@ class Peak:
         """The best of matrix products up to 2048³, and of copies that fit in caches and that do not.
 
         Products in float32 count too, because the small matrices are float32 whatever the inputs are. Taken by the wall
-        clock until the host has read a result, and not by `tally`, whose clock it is to check.
+        clock until the host has read a result, and not by `pipeline.cost`, whose clock it is to check.
         """
-        flops = max(cls._flops(n, each, device) for n in PRODUCTS for each in {dtype, torch.float32})
-        return cls(flops, max(cls._bytes(size, device) for size in COPIES))
-
-    @staticmethod
-    def _flops(n: int, dtype: torch.dtype, device: torch.device) -> float:
-        a = torch.randn(n, n, dtype=dtype, device=device)
-        return 2 * n**3 / fastest(lambda: a @ a, PRODUCTS[n], device)
-
-    @staticmethod
-    def _bytes(size: int, device: torch.device) -> float:
-        a = torch.ones(size // 4, device=device)
-        b = torch.empty_like(a)
-        return 2 * a.nbytes / fastest(lambda: b.copy_(a), 5, device)
+        flops, rates = [], []
+        for (n, samples), each in itertools.product(PRODUCTS.items(), {dtype, torch.float32}):
+            a = torch.randn(n, n, dtype=each, device=device)
+            flops.append(2 * n**3 / fastest(partial(torch.matmul, a, a), samples, device))
+        for size in COPIES:
+            a = torch.ones(size // 4, device=device)
+            rates.append(2 * a.nbytes / fastest(partial(torch.empty_like(a).copy_, a), 5, device))
+        return cls(max(flops), max(rates))
 
     def larger(self, other: "Peak") -> "Peak":
         return Peak(max(self.flops, other.flops), max(self.bytes, other.bytes))
@@ -132,10 +113,9 @@ def check(row: dict, peak: Peak) -> None:
     """Raises UserError where a row is faster than the machine: then the clock or the count is wrong, and all rows with it.
 
     Operations: nothing is faster than the fastest product of matrices, up to `FLOPS_ALLOWANCE`. Bytes: a call reads its
-    inputs and writes its outputs once or more. Small ones lie in a cache, which is no fault and much faster than memory. So
-    the yardstick is the fastest of copies of all sizes, those within caches included, times `BYTES_ALLOWANCE`. A call that
-    does far more than copy cannot pass that, wherever its inputs lie; a clock that reads milliseconds as seconds, does not
-    wait for the device or divides by the wrong number of calls is wrong by a factor of tens and more, and does.
+    inputs and writes its outputs once or more, and in a cache or not cannot pass the fastest copy of any size, up to
+    `BYTES_ALLOWANCE`. A clock that reads milliseconds as seconds, does not wait for the device or divides by the wrong
+    number of calls is wrong by a factor of tens and more.
     """
     limits = {
         "tflops": (peak.flops * FLOPS_ALLOWANCE / 1e12, "TFLOP/s"),
@@ -146,39 +126,30 @@ def check(row: dict, peak: Peak) -> None:
             what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
             raise UserError(
                 f"{what} is measured at {row[column]:.3g} {unit}, above the machine's {limit:.3g}: the clock or the count "
-                "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/tally.py."
+                "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/cost.py."
             )
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    device, config = results.default_device(), params.load().complexity
-    table, peak = measure(options, config, device)
-    facts = {
-        "environment": results.environment(device),
-        "options": vars(options),
-        "inputs": {"norm": config.norm, "decay": config.decay, "seed": config.seed},
-        "peak": {"tflops": rounded(peak.flops / 1e12), "gigabytes_per_second": rounded(peak.bytes / 1e9)},
-        "ratios": ratios(table),
-    }
-    name = NAMES[options.dtype]
-    folder = results.write(name, table, facts, draw(table))
-    print(f"{folder}/{name}.csv")
+    device = record.default_device()
+    table, peak = measure(options, device)
+    results.write(
+        "attention" if options.dtype == "float32" else f"attention_{options.dtype}",
+        table,
+        device,
+        options,
+        inputs={"norm": NORM, "decay": DECAY, "seed": SEED},
+        peak={"tflops": rounded(peak.flops / 1e12), "gigabytes_per_second": rounded(peak.bytes / 1e9)},
+        ratios=ratios(table),
+    )
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    shown = argparse.ArgumentDefaultsHelpFormatter
-    about = " ".join(__doc__.splitlines()[:2])
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=about, formatter_class=shown)
+    parser = results.parser("attention", __doc__)
     parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
-    parser.add_argument("--widths", type=int, nargs="+", default=[16, 64], help="d_v of a head")
-    parser.add_argument("--batch", type=int, default=1, help="batch size")
-    parser.add_argument("--heads", type=int, default=1, help="heads")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds, in each of which every call is timed once")
-    parser.add_argument("--sample-seconds", type=float, default=0.02, help="a sample repeats its call for as long")
-    parser.add_argument("--seconds-per-call", type=float, default=2.0, help="predicted time beyond which a size is left out")
     return parser.parse_args(arguments)
 
 
@@ -188,22 +159,22 @@ def sizes(largest: int) -> list[int]:
     return [SMALLEST, *doubled]
 
 
-def measure(options: argparse.Namespace, config: Complexity, device: torch.device) -> tuple[pd.DataFrame, Peak]:
-    dtype, order = DTYPES[options.dtype], random.Random(config.seed)
+def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, Peak]:
+    dtype, order = DTYPES[options.dtype], random.Random(SEED)
     peak, rows = Peak(0, 0), []
     last: dict[Key, tuple[int, float]] = {}  # tokens and seconds where a route was last measured
-    points = list(itertools.product(options.widths, sizes(options.largest)))
+    points = list(itertools.product(WIDTHS, sizes(options.largest)))
     for width, tokens in tqdm(points, desc="attention", unit="size", disable=None):
-        *tensors, scale = draw_inputs(options, width, tokens, config, device)
+        x = Inputs.draw(tokens, width, NORM, device)
+        tensors = tuple(tensor.to(dtype) for tensor in (x.query, x.key, x.value))
         calls = {}
-        for method, route in routes(scale, tuple(tensors), device).items():
-            forward = Call(route.function, tuple(tensors))
+        for method, route in routes(x.scale, tensors).items():
+            forward = Call(route.function, tensors)
             for direction in (FORWARD, BOTH):
-                before = last.get((method, width, direction))
-                if fits(method, route, direction, tensors[0], options.seconds_per_call, before):
+                if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
-        setup = {key: tally.seconds(call, 1, device) for key, call in calls.items()}
-        samples = tally.sample_seconds(calls, options.repeats, options.sample_seconds, order, device)
+        setup = {key: cost.seconds(call, 1, device) for key, call in calls.items()}
+        samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
         peak = peak.larger(Peak.measure(dtype, device))  # anew at each size: the machine may have been busy before
         errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
@@ -215,28 +186,15 @@ def measure(options: argparse.Namespace, config: Complexity, device: torch.devic
     return pd.DataFrame(rows), peak
 
 
-def draw_inputs(
-    options: argparse.Namespace, width: int, tokens: int, config: Complexity, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Query, key and value, (batch, heads, N, d_v), and the scale that gives the S of the first head its norm.
-
-    Column k of query and key has standard deviation k^−decay, as in the complexity stage.
-    """
-    generator = torch.Generator().manual_seed(config.seed)
-    draws = torch.randn(3, options.batch, options.heads, tokens, width, generator=generator)
-    draws[:2] *= torch.arange(1, width + 1) ** -config.decay
-    query, key, value = draws.to(device, DTYPES[options.dtype])
-    return query, key, value, config.norm / unscaled_norm(draws[0, 0, 0], draws[1, 0, 0])
-
-
-def routes(scale: float, tensors: tuple[Tensor, ...], device: torch.device) -> dict[str, Route]:
+def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     """Every way to compute attention that takes these inputs."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
-    found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in METHODS}
+    methods = [method for method in METHODS if method != "qr_literal"]  # which is the literal code below
+    found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)
-    found["sdpa"] = Route(F.scaled_dot_product_attention, 2)
+    found[SDPA] = Route(F.scaled_dot_product_attention, 2)
     for name, backend in BACKENDS.items():
         function = partial(by_backend, backend)
         if takes(function, tensors):
@@ -270,7 +228,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
     return True
 
 
-def fits(method: str, route: Route, direction: str, query: Tensor, budget: float, before: tuple[int, float] | None) -> bool:
+def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
     """Whether a call is worth its time and memory, given tokens and seconds of the last one."""
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
@@ -279,36 +237,29 @@ def fits(method: str, route: Route, direction: str, query: Tensor, budget: float
         return False
     if route.forms_matrix and math.prod(batch) * tokens**2 * query.element_size() > MOST_MATRIX_BYTES:
         return False
-    return before is None or before[1] * (tokens / before[0]) ** route.power <= budget
+    return before is None or before[1] * (tokens / before[0]) ** route.power <= MOST_SECONDS
 
 
 def describe(call: Call, times: dict[str, float], device: torch.device) -> dict[str, float]:
     """The numbers of a row that follow from the call and its times."""
-    cost, output = tally.cost(call, device), call()
+    of, output = cost.cost(call, device), call()
     moved = call.input_bytes + sum(tensor.nbytes for tensor in (output if isinstance(output, tuple) else (output,)))
     return times | {
-        "tflops": 2 * cost.multiply_adds / times["seconds"] / 1e12,
+        "tflops": 2 * of.multiply_adds / times["seconds"] / 1e12,
         "gigabytes_per_second": moved / times["seconds"] / 1e9,
-        "peak_bytes": cost.peak_bytes,
+        "peak_bytes": of.peak_bytes,
     }
 
 
 def orthogonality_error(calls: dict[Key, Call], method: str, width: int) -> float:
     """‖AᵀA − I‖₂ of the first head, with A = exp(S) formed as the route's result for V = I. NaN for softmax and large N."""
     call = calls.get((method, width, FORWARD))
-    if call is None or method in SDPA or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
+    if call is None or method.startswith(SDPA) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
         return math.nan
     query, key = (tensor[0, 0] for tensor in call.tensors[:2])
     identity = torch.eye(len(query), dtype=query.dtype, device=query.device)
     a = call.function(query, key, identity).double()
     return torch.linalg.matrix_norm(a.mT @ a - identity.double(), 2).item()
-
-
-def with_best(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with the fastest of torch's backends at each point in place of all of them."""
-    softmax = table["method"].isin(SDPA)
-    fastest = table[softmax].sort_values("seconds").groupby(["width", "pass", "tokens"], as_index=False).first()
-    return pd.concat([table[~softmax], fastest.assign(method=BEST)], ignore_index=True)
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:
@@ -320,28 +271,6 @@ def ratios(table: pd.DataFrame) -> list[dict]:
         numbers = {f"{a} / {b}": rounded(seconds[a] / seconds[b]) for a, b in pairs if {a, b} <= set(seconds.index)}
         result.append({"pass": direction, "width": int(width), "tokens": int(tokens)} | numbers)
     return result
-
-
-def draw(table: pd.DataFrame) -> Figure:
-    """Seconds against N, a panel for each pass and width."""
-    table, widths = with_best(table), list(dict.fromkeys(table["width"]))
-    with matplotlib.rc_context(figures.STYLE):
-        figure = Figure(figsize=(7.2, 6), layout="constrained")
-        grid = figure.subplots(2, len(widths), sharex=True, sharey=True, squeeze=False)
-        for (i, direction), (j, width) in itertools.product(enumerate((FORWARD, BOTH)), enumerate(widths)):
-            axes = grid[i, j]
-            for method, (label, colour, line) in LOOKS.items():
-                rows = table[(table["method"] == method) & (table["pass"] == direction) & (table["width"] == width)]
-                axes.plot(rows["tokens"], rows["seconds"], label=label, color=colour, linestyle=line, linewidth=1.6)
-            axes.set(title=f"{direction.capitalize()}, d_v = {width}", xscale="log", yscale="log")
-            axes.set_xlabel("Tokens N" if i else "")
-            axes.set_ylabel("" if j else "Seconds")
-            axes.xaxis.set_major_locator(LogLocator(10))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_minor_locator(NullLocator())
-        handles, names = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=3, handlelength=3)
-        return figure
 
 
 if __name__ == "__main__":

@@ -1,35 +1,30 @@
-"""Where the measurements of a machine lie, and how they are written."""
+"""Where the measurements of a machine lie, how they are written, and what the scripts that take them have in common."""
 
+import argparse
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 import torchvision
-from matplotlib.figure import Figure
 
-from pipeline import figures, files, hardware
-from pipeline.summary import DIGITS, rounded_table
+from pipeline.core import files, record
+from pipeline.studies.benchmarks import FOLDER
 
-FOLDER = Path("paper_outputs/benchmarks")
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def environment(device: torch.device) -> dict:
-    """The machine and the versions behind the times."""
-    return hardware.describe(device) | {"torchvision": torchvision.__version__}
+def parser(script: str, about: str) -> argparse.ArgumentParser:
+    """The options of all scripts, and `about` them in its first paragraph."""
+    shown, about = argparse.ArgumentDefaultsHelpFormatter, about.split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{script}", description=about, formatter_class=shown)
+    parser.add_argument("--repeats", type=int, default=9, help="rounds, in each of which everything has its turn")
+    return parser
 
 
 def slug(environment: dict) -> str:
     """The folder of a machine: its device and its number of threads, such as amd-epyc-2-threads."""
-    name = re.sub(r"[^a-z0-9]+", "-", environment["device_name"].lower()).strip("-")
-    threads = environment["num_threads"]
-    return f"{name}-{threads}-thread{'' if threads == 1 else 's'}"
+    return re.sub(r"[^a-z0-9]+", "-", record.machine(environment).lower()).strip("-")
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -37,16 +32,10 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     return dict(zip(QUANTILES, np.quantile(seconds, list(QUANTILES.values())).tolist(), strict=True))
 
 
-def write(name: str, table: pd.DataFrame, facts: dict, figure: Figure) -> Path:
-    """name.csv, .json, .svg and .png in the folder of the machine that `facts["environment"]` tells of.
-
-    Returns:
-        The folder.
-    """
-    folder = FOLDER / slug(facts["environment"])
-    text = rounded_table(table).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
-    files.write_text(folder / f"{name}.csv", text)
-    files.write_json(folder / f"{name}.json", facts)
-    files.write_text(folder / f"{name}.svg", figures.svg(figure))
-    files.write_bytes(folder / f"{name}.png", figures.png(figure))
-    return folder
+def write(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
+    """name.csv with the table and name.json with the facts, in the folder of this machine."""
+    environment = record.describe_environment(device) | {"torchvision": torchvision.__version__}
+    path = FOLDER / slug(environment) / name
+    files.write_csv(path.with_suffix(".csv"), table)
+    files.write_json(path.with_suffix(".json"), facts | {"environment": environment, "options": vars(options)})
+    print(f"{path}.csv")

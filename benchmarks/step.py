@@ -1,26 +1,23 @@
 """A whole training step of each model of the paper, against the straightforward script: `python -m benchmarks.step`.
 
 Both sides take the same steps in one process, in rounds of shuffled order: a batch of the true size, forward, backward,
-clipping, AdamW. Ours is what `pipeline.train` runs, on CUDA beside it without its graph; theirs is
+clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA beside it without its graph; theirs is
 `benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings, reading the loss
 after each step as such scripts do. Both start from the same weights: the initial ones of seed 0 and, where the run of seed 0
-has been trained here, its last ones, whose ‖S‖ is larger. Writes step.csv, .json, .svg and .png to
-paper_outputs/benchmarks/HARDWARE/.
+has been trained here, its last ones, whose ‖S‖ is larger. Writes step.csv and .json to paper_outputs/benchmarks/HARDWARE/.
 """
 
-import argparse
 import gzip
+import itertools
 import math
 import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
@@ -28,62 +25,55 @@ from tqdm import tqdm
 
 import osa
 from benchmarks import results, straightforward
-from pipeline import data, figures, params, tally, train
-from pipeline.errors import entry_point
-from pipeline.figures import INK, PALETTE
-from pipeline.params import RunConfig
+from pipeline import cost
+from pipeline.core import params, record
+from pipeline.core.errors import entry_point
+from pipeline.core.params import Params, RunConfig
+from pipeline.runs import Run
+from pipeline.studies.benchmarks import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
+from pipeline.training import data
+from pipeline.training.loop import Training, make_deterministic
 
 SEED = 0
+SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long
 EXACT = "osa_exact"  # ours, not in the paper
-OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
-INITIALISED, TRAINED = "initialised", "trained"
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]
-LOOKS = {OURS: (PALETTE[0], "o"), EAGER: (PALETTE[1], "v"), COMPILED: (PALETTE[5], "D"), THEIRS: (PALETTE[4], "s")}
 
 Step = Callable[[], object]
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="rounds, in each of which every model has its turn (9)")
-    parser.add_argument("--sample-seconds", type=float, default=0.5, help="a turn repeats its step for as long (0.5)")
+    parser = results.parser("step", __doc__)
     parser.add_argument("--compile", action="store_true", help=f"also {' and '.join(COMPILABLE)} under torch.compile")
     options = parser.parse_args(arguments)
-    train.make_deterministic()
-    device, settings = results.default_device(), params.load()
+    make_deterministic()
+    device, settings = record.default_device(), params.load()
     with tempfile.TemporaryDirectory() as scratch:
         unpack(Path(scratch))
         steps, compile_seconds = prepare(compared(settings), settings, Path(scratch), options.compile, device)
-        samples = tally.sample_seconds(steps, options.repeats, options.sample_seconds, random.Random(SEED), device)
-    rows = [
-        dict(zip(KEYS, key, strict=True))
-        | results.quantiles(seconds)
-        | {"compile_seconds": compile_seconds.get(key, math.nan)}
-        for key, seconds in samples.items()
-    ]
-    table = pd.DataFrame(rows)
-    facts = {"environment": results.environment(device), "options": vars(options), "ratios": ratios(table, settings)}
-    facts["batch_size"] = settings.train.batch_size
-    folder = results.write("step", table, facts, draw(table, settings.report.labels))
-    print(table.to_string(index=False), f"{folder}/step.csv", sep="\n")
+        samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
+    rows = [(*key, *results.quantiles(seconds).values()) for key, seconds in samples.items()]
+    table = pd.DataFrame(rows, columns=[*KEYS, *results.QUANTILES])
+    table["compile_seconds"] = [compile_seconds.get(key, math.nan) for key in samples]
+    results.write("step", table, device, options, batch_size=settings.train.batch_size, ratios=ratios(table, settings))
 
 
-def compared(settings: params.Params) -> list[str]:
+def compared(settings: Params) -> list[str]:
     """The models of Table 2 that are run, and ours."""
-    return [*(variant for variant in settings.run.variants if variant in settings.paper.table_2), EXACT]
+    return [*(variant for variant in settings.run.variants if variant in params.load_paper().table_2), EXACT]
 
 
 def prepare(
-    variants: list[str], settings: params.Params, scratch: Path, with_compiled: bool, device: torch.device
+    variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
 ) -> tuple[dict[tuple[str, str, str], Step], dict[tuple[str, str, str], float]]:
     """The steps by model, code and weights, and the seconds of the first step of the compiled ones."""
     steps, compile_seconds, loaded = {}, {}, {}
     for variant in tqdm(variants, desc="prepare", disable=None):
         config = with_whole_batches(params.resolve(settings, variant))
         for weights in (INITIALISED, TRAINED):
-            if weights == TRAINED and not train.weights_path(variant, SEED).exists():
+            if weights == TRAINED and not Run(variant, SEED).weights.exists():
                 continue
             ours = load(variant, weights, config, loaded, device)
             steps[variant, OURS, weights] = our_step(ours)
@@ -98,19 +88,16 @@ def prepare(
                 compiled = load(variant, weights, config, loaded, device)
                 compiled.model, compiled.with_graph = torch.compile(compiled.model), False
                 steps[key] = our_step(compiled)
-                compile_seconds[key] = tally.seconds(steps[key], 1, device)
+                compile_seconds[key] = cost.seconds(steps[key], 1, device)
     return steps, compile_seconds
 
 
-def load(
-    variant: str, weights: str, config: RunConfig, loaded: dict[str, data.Data], device: torch.device
-) -> train.Training:
+def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, data.Data], device: torch.device) -> Training:
     """A training at its start or with the weights of its end; all share one copy of the data, by pixel scaling."""
-    training = train.Training(variant, SEED, config, device)
+    training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
     if weights == TRAINED:
-        path = train.weights_path(variant, SEED)
-        training.model.load_state_dict(torch.load(path, map_location=device, weights_only=True))
+        training.model.load_state_dict(Run(variant, SEED).load_model(config).state_dict())
     return training
 
 
@@ -119,10 +106,10 @@ def with_whole_batches(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
 
 
-def our_step(training: train.Training) -> Step:
-    """One step of pipeline.train after the other, through the epochs."""
+def our_step(training: Training) -> Step:
+    """One step of a training after the other, through the epochs."""
     keep_weights(training.optimizer)
-    batches = endless(training.batches)
+    batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
     return in_mode(True, lambda: training.step(*next(batches)))
 
 
@@ -130,7 +117,7 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
     """The same of the straightforward script, from the same weights."""
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
     loader = DataLoader(mnist, batch_size=config.train.batch_size, shuffle=True, drop_last=True)
-    batches = endless(lambda epoch: loader)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
     model = straightforward.build(config).to(device)
     straightforward.load_weights(model, ours)
     settings = config.train
@@ -162,21 +149,13 @@ def keep_weights(optimizer: torch.optim.Optimizer) -> None:
 
 
 def in_mode(deterministic: bool, step: Step) -> Step:
-    """`step` in torch's deterministic mode, in which pipeline.train runs, or without it, as a script does by default."""
+    """`step` in torch's deterministic mode, in which trainings run, or without it, as a script does by default."""
 
     def call() -> object:
         torch.use_deterministic_algorithms(deterministic)
         return step()
 
     return call
-
-
-def endless(epoch_of: Callable[[int], Iterable]) -> Iterator:
-    """The batches of epoch 0, 1, 2, …"""
-    epoch = 0
-    while True:
-        yield from epoch_of(epoch)
-        epoch += 1
 
 
 def unpack(folder: Path) -> None:
@@ -187,61 +166,29 @@ def unpack(folder: Path) -> None:
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
 
 
-def ratios(table: pd.DataFrame, settings: params.Params) -> dict:
+def ratios(table: pd.DataFrame, settings: Params) -> dict:
     """By weights: each OSA model over ViT, both ours, and straightforward over ours for each model and for their sums.
 
     Where ours is a graph, eager over it too. A ratio of which not all models have been measured is absent.
     """
-    paper = list(settings.paper.table_2)
+    paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]
     groups = {name: [name] for name in paper}
-    groups |= {"the paper's OSA models": [name for name in paper if name in orthogonal], "all models of the paper": paper}
-    result = {}
+    groups |= {OSA_MODELS: [name for name in paper if name in orthogonal], ALL_MODELS: paper}
     for weights, rows in table.groupby("weights", sort=False):
         seconds = rows.pivot(index="model", columns="code", values="seconds")
-        ours = seconds[OURS]
-        whole = {name: members for name, members in groups.items() if set(members) <= set(seconds.index)}
+        ours, there = seconds[OURS], set(seconds.index)
         result[weights] = {
-            "over_vit": {name: ours[name] / ours["vit"] for name in orthogonal if {name, "vit"} <= set(ours.index)},
+            "over_vit": {name: ours[name] / ours["vit"] for name in orthogonal if {name, "vit"} <= there},
             "straightforward_over_ours": {
-                name: seconds.loc[members, THEIRS].sum() / ours[members].sum() for name, members in whole.items()
+                name: seconds.loc[members, THEIRS].sum() / ours[members].sum()
+                for name, members in groups.items()
+                if set(members) <= there
             },
         }
         if EAGER in seconds:
             result[weights]["eager_over_ours"] = (seconds[EAGER] / ours).dropna().to_dict()
     return result
-
-
-def draw(table: pd.DataFrame, labels: dict[str, str]) -> Figure:
-    """Milliseconds of a step, a line per model: filled with initial weights, hollow with trained ones."""
-    models = list(dict.fromkeys(table["model"]))
-    kinds = list(dict.fromkeys(table["weights"]))
-    with matplotlib.rc_context(figures.STYLE):
-        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-        axes = figure.subplots()
-        for (code, weights), rows in table.groupby(["code", "weights"], sort=False):
-            colour, marker = LOOKS[code]
-            place = [models.index(model) + 0.22 * (kinds.index(weights) - (len(kinds) - 1) / 2) for model in rows["model"]]
-            ms = 1000 * rows[list(results.QUANTILES)]
-            axes.errorbar(
-                ms["seconds"],
-                place,
-                xerr=[ms["seconds"] - ms["p10"], ms["p90"] - ms["seconds"]],
-                fmt=marker,
-                color=colour,
-                markerfacecolor=colour if weights == INITIALISED else "white",
-                markersize=5,
-                linewidth=1,
-                label=f"{code}, {weights}",
-            )
-        axes.set(xlabel="Training step, ms (median, 10 % to 90 %)", xlim=(0, None))
-        axes.set_yticks(range(len(models)), [labels.get(model, model) for model in models])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_color(INK)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        return figure
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 import osa
-from pipeline.complexity import newton_schulz_basis
-from pipeline.params import RunConfig
+from pipeline.core.params import RunConfig
+from pipeline.studies.complexity import newton_schulz_basis
 
 RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
     "blocks.": "encoder.layers.encoder_layer_",

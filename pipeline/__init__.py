@@ -1,11 +1,11 @@
-"""The replication, stage by stage: fetch → train → evaluate → tables, theory, complexity → report.
+"""The replication: fetch → train → evaluate → tables, each study, → report.
 
-Each stage is a module with a `main` of its own.
+A stage is a module of this package with a `main` of its own, a question a file under studies/.
 """
 
 import importlib.util
 import sys
 
-for _package in ("torch", "numpy", "pydantic", "ruamel", "tqdm"):
+for _package in ("torch", "numpy", "pandas", "scipy", "matplotlib", "pydantic", "ruamel", "tqdm"):
     if importlib.util.find_spec(_package) is None:
         sys.exit(f"error: {sys.executable} has no {_package}: run `make setup` and put .venv/bin first on PATH.")

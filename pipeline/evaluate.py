@@ -1,24 +1,33 @@
 """The evaluate stage: one run measured again from its weights: `python -m pipeline.evaluate osa_qr 0`.
 
-Writes runs/VARIANT/SEED/evaluation.json: loss, accuracy, per-class accuracy and confusion matrix on the full test set, and
-for each layer and head of orthogonal attention how orthogonal it is. Git keeps the file, so that a run need not be measured,
-nor its weights be there, where another one is added.
+Writes evaluation.json beside the run's other files: loss, accuracy, per-class accuracy and confusion matrix on the full
+test set, and for each layer and head of orthogonal attention what the paper's theorems are about. Git keeps the file, so
+that a run need not be measured, nor its weights be there, where another one is added.
 """
 
 import argparse
-from pathlib import Path
+import copy
+import math
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
 
-import osa
 from osa.functional import orthogonal_attention_matrix
-from pipeline import data, files, train
-from pipeline.errors import UserError, entry_point
-from pipeline.params import Params, RunConfig, load, resolve
-from pipeline.summary import rounded, rounded_table
+from osa.modules import OrthogonalSelfAttention
+from pipeline import measures
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError, entry_point
+from pipeline.core.files import rounded, rounded_table
+from pipeline.core.params import RunConfig
+from pipeline.runs import Run
+from pipeline.training import data
+from pipeline.training.loop import make_deterministic
+
+BATCH_SIZE = 500
+ATTENTION_IMAGES = 128  # test images over which the attention is measured
+TOLERANCE_IMAGES = 5  # by which the accuracy may differ from training's, as rounding may between batch sizes and devices
 
 
 @entry_point
@@ -27,72 +36,55 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("variant", help="a name under variants in params.yaml")
     parser.add_argument("seed", type=int)
     chosen = parser.parse_args(arguments)
-    train.make_deterministic()
-    path = Path("runs", chosen.variant, str(chosen.seed), "evaluation.json")
-    files.write_json(path, evaluation(load(), chosen.variant, chosen.seed))
+    make_deterministic()
+    run = Run(chosen.variant, chosen.seed)
+    files.write_json(run.folder / "evaluation.json", evaluation(run, params.resolve(params.load(), run.variant)))
 
 
-def evaluation(params: Params, variant: str, seed: int) -> dict:
+def evaluation(run: Run, config: RunConfig) -> dict:
     """What evaluation.json holds: the measurements of a run, empty if it diverged, and which training they are of."""
-    metrics = Path("runs", variant, str(seed), "metrics.json")
-    trained, training = files.read_json(metrics), {"metrics_sha256": files.sha256(metrics)}
+    trained, training = run.read("metrics"), {"metrics_sha256": files.sha256(run.folder / "metrics.json")}
     if trained["diverged"]:
         return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
-    return training | measure(params, variant, seed, trained["test_accuracy"])
+    return training | measure(run, config, trained["test_accuracy"])
 
 
-def measure(params: Params, variant: str, seed: int, trained_accuracy: float) -> dict:
+def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     """The measurements of one finished run, to the digits that files hold."""
-    config = resolve(params, variant)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = record.default_device()
     mnist = data.load(pixel_scaling=config.data.pixel_scaling, device=device)
-    model = load_model(config, variant, seed).to(device)
-    predictions, loss = predict(model, mnist.test_images, mnist.test_labels, params.evaluate.batch_size)
+    model = run.load_model(config).to(device)
+    predictions, loss = predict(model, mnist.test_images, mnist.test_labels)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)
     accuracy = confusion.trace() / confusion.sum()
-    check_accuracy(variant, seed, accuracy, trained_accuracy, len(predictions), params.evaluate.tolerance_images)
-    layers = attention_statistics(model, mnist.test_images[: params.evaluate.attention_images])
+    check_accuracy(run, accuracy, trained_accuracy, len(predictions))
     return {
         "test_loss": rounded(loss),
         "test_accuracy": rounded(accuracy),
         "per_class": rounded_table(per_class_accuracy(confusion)).to_dict("records"),
         "confusion": confusion.tolist(),
-        "layers": rounded_table(layers).to_dict("records"),
+        "layers": rounded_table(layer_table(model, mnist.test_images[:ATTENTION_IMAGES])).to_dict("records"),
     }
 
 
-def load_model(config: RunConfig, variant: str, seed: int) -> torch.nn.Module:
-    """The trained model of a run. Raises UserError if its weights are not those of a model of this configuration."""
-    path = train.weights_path(variant, seed)
-    model = train.build_model(config, seed)
-    try:
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: train it with `dvc repro train@{variant}-{seed}`, or `dvc pull` it.") from None
-    except train.UNREADABLE:
-        raise UserError(f"{path} is damaged, or of another model than params.yaml has: run `dvc repro`.") from None
-    return model.eval()
-
-
 @torch.no_grad()
-def predict(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, batch_size: int) -> tuple:
+def predict(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The predicted class of every image, (n,), and the mean cross-entropy, summed in float64."""
     predictions, loss = [], 0.0
-    for batch, target in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+    for batch, target in zip(images.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True):
         logits = model(batch)  # (batch, classes)
         loss += F.cross_entropy(logits.double(), target, reduction="sum").item()
         predictions.append(logits.argmax(-1))
     return torch.cat(predictions), loss / len(images)
 
 
-def check_accuracy(variant: str, seed: int, measured: float, trained: float, num_images: int, tolerance_images: int) -> None:
+def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
     """The weights must repeat the accuracy that training measured, but for images that rounding can tip over: it differs
     with the batch size, the number of threads and the device."""
-    if abs(measured - trained) > (tolerance_images + 0.5) / num_images:
+    if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
-            f"{train.weights_path(variant, seed)} has a test accuracy of {measured:.4f}, but "
-            f"runs/{variant}/{seed}/metrics.json says {trained:.4f}: "
-            f"train again with `dvc repro -f train@{variant}-{seed}`."
+            f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "
+            f"train again with `{run.command}`."
         )
 
 
@@ -111,44 +103,55 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def attention_statistics(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
-    """For each layer and head of orthogonal attention: α, and maximum and median over images of ‖AᵀA − I‖₂ and ‖S‖₂.
-
-    A is the matrix that the model's own method gives in its own precision; the norms are taken in float64. A model
-    without orthogonal attention has no rows.
-    """
-    inputs = []
-    layers = [block.attention for block in model.blocks if isinstance(block.attention, osa.OrthogonalSelfAttention)]
-    hooks = [layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in layers]
-    model(images)
-    for hook in hooks:
-        hook.remove()
-    tables = [head_statistics(number, layer, x) for number, (layer, x) in enumerate(zip(layers, inputs, strict=True))]
+def layer_table(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
+    """A row for each layer and head of orthogonal attention, see `head_statistics`; none for a model without."""
+    tables = [
+        head_statistics(number, attention, x)
+        for number, (attention, x) in enumerate(measures.attention_inputs(model, images))
+        if isinstance(attention, OrthogonalSelfAttention)
+    ]
     return pd.concat(tables) if tables else pd.DataFrame()
 
 
-def head_statistics(number: int, layer: osa.OrthogonalSelfAttention, x: torch.Tensor) -> pd.DataFrame:
-    error, norm = (values.cpu().numpy() for values in orthogonality(layer, x))  # (images, heads) each
-    return pd.DataFrame(
-        {
-            "layer": number,
-            "head": np.arange(layer.num_heads),
-            "alpha": layer.alpha.expand(layer.num_heads).cpu().numpy(),
-            "error_max": error.max(axis=0),
-            "error_median": np.median(error, axis=0),
-            "norm_max": norm.max(axis=0),
-            "norm_median": np.median(norm, axis=0),
-        }
-    )
+def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor) -> pd.DataFrame:
+    """What the theorems are about, for each head of a layer with the input x (images, N, d).
 
-
-def orthogonality(layer: osa.OrthogonalSelfAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """‖AᵀA − I‖₂ and ‖S‖₂, each (batch, heads), for a layer's input x (batch, N, d)."""
-    query, key, _ = layer.project(x)  # (batch, heads, N, d_v)
-    a = orthogonal_attention_matrix(query, key, scale=layer.scale(), **layer.options).double()  # (batch, heads, N, N)
-    half = layer.scale().double() * query.double() @ key.double().mT
-    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    return torch.linalg.matrix_norm(a.mT @ a - identity, 2), torch.linalg.matrix_norm(half - half.mT, 2)
+    alpha                    of Eq. 5
+    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), over the images; A is what the model's own method and precision give
+    exp_error_max, _median   ‖A − exp(S)‖₂ (Theorem 2.1)
+    norm_max, _median        ‖S‖₂
+    size_max                 μ = |α|/√d_v · ‖M‖₂², by which the rounding of "exact" grows
+    condition_median         of M = [Q, K]
+    weight_kappa             κ(W̃) (Theorem 4.2)
+    jacobian_kappa           κ(J) of the first head on the first image (Theorem 4.4); of the others None
+    layer_kappa              κ(Σᵢ W^Vᵢ W^Oᵢ), of the whole layer
+    """
+    query, key, _ = layer.project(x)  # (images, heads, N, d_v)
+    scale = layer.scale().double().expand(layer.num_heads, 1, 1)
+    a = orthogonal_attention_matrix(query, key, scale=layer.scale(), **layer.options).double()  # (images, heads, N, N)
+    skew = measures.skew(query.double(), key.double(), scale)
+    m = torch.cat([query, key], dim=-1).double()
+    heads = measures.head_weights(layer)
+    total = torch.linalg.svdvals((layer.out.weight @ layer.value.weight).double())
+    first = measures.head_condition(copy.deepcopy(layer).double().cpu(), 0, x[0].double().cpu())["kappa"]
+    columns = {
+        "alpha": layer.alpha.expand(layer.num_heads),
+        "weight_kappa": torch.tensor([measures.weight_condition(w_query, w_key) for w_query, w_key, _, _ in heads]),
+        "jacobian_kappa": torch.tensor([first, *[math.nan] * (layer.num_heads - 1)]),
+        "layer_kappa": torch.full((layer.num_heads,), measures.condition(total, rank=len(total))),
+        "size_max": (measures.norm(m).square() * scale[:, 0, 0].abs()).amax(0),
+        "condition_median": torch.linalg.cond(m).quantile(0.5, dim=0),
+    }
+    over_images = {
+        "error": measures.orthogonality_error(a),
+        "exp_error": measures.norm(a - measures.exponential(skew)),
+        "norm": measures.norm(skew),
+    }
+    table = {name: values.cpu().numpy() for name, values in columns.items()}
+    for name, values in over_images.items():
+        values = values.cpu().numpy()  # (images, heads)
+        table |= {f"{name}_max": values.max(axis=0), f"{name}_median": np.median(values, axis=0)}
+    return pd.DataFrame({"layer": number, "head": np.arange(layer.num_heads)} | table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The report stage: Figure 1, Table 2, the verdict on each claim, and the report around them as Markdown and as HTML.
+"""The report stage: judges and draws what the studies measured, and writes Figure 1, Table 2 and the report around them.
 
     python -m pipeline.report             write everything to paper_outputs/
     python -m pipeline.report --readme    copy the result from there into README.md, between its markers
@@ -10,17 +10,12 @@ clock and no chance in here: the same files give the same bytes.
 import argparse
 from pathlib import Path
 
-import jinja2
-import pandas as pd
-
-from pipeline import figures, files, report_text, results, speed
-from pipeline.errors import UserError, entry_point
-from pipeline.params import load
-from pipeline.results import Inputs
+from pipeline.core import files
+from pipeline.core.errors import UserError, entry_point
+from pipeline.reporting import figures, pages, results
+from pipeline.reporting.results import Results
 
 FOLDER = Path("paper_outputs")
-TEMPLATES = Path(__file__).parent / "templates"
-PAGES = ("table_2.md", "table_2.html", "result.md", "report.md", "report.html")
 README, MARKERS = Path("README.md"), ("<!-- results -->", "<!-- /results -->")
 
 
@@ -31,62 +26,24 @@ def main(arguments: list[str] | None = None) -> None:
     if parser.parse_args(arguments).readme:
         files.write_text(README, with_result(README.read_text(), (FOLDER / "result.md").read_text()))
     else:
-        write_report(results.read(load()))
+        write(results.read())
 
 
-def write_report(inputs: Inputs) -> None:
+def write(of: Results) -> None:
     """Writes every output of the stage."""
-    judged = results.judge(inputs)
-    write_csv("table_2", results.table_2(inputs))
-    write_csv("claims", results.claims_table(judged))
-    write_csv("orthogonality", results.orthogonality(inputs))
-    write_csv("cost", results.cost(inputs))
-    files.write_json(FOLDER / "provenance.json", results.provenance(inputs))
-    files.write_json(FOLDER / "verdict.json", results.verdict(inputs, judged))
-    drawn = draw_figures(inputs)
-    write_pages(report_text.context(inputs, judged) | drawn | {"machines": speed.machines(inputs)})
-
-
-def write_csv(name: str, table: pd.DataFrame) -> None:
-    files.write_text(FOLDER / f"{name}.csv", table.to_csv(index=False, lineterminator="\n"))
-
-
-def draw_figures(inputs: Inputs) -> dict:
-    """Writes Figure 1, and returns its parts for the page: the panels, and the label and the look of every model."""
-    curves = inputs.tables["curves"]
-    drawn = set(curves["variant"])
-    labels = {variant: inputs.label(variant) for variant in inputs.params.run.variants if variant in drawn}
-    looks = figures.looks(list(inputs.params.variants))
-    figure = figures.figure_1(curves, labels, looks)
-    files.write_text(FOLDER / "figure_1.svg", figures.svg(figure))
-    files.write_bytes(FOLDER / "figure_1.png", figures.png(figure))
-    panels = {curve: figures.svg(figures.panel(curves, curve, labels, looks)) for curve in figures.PANELS}
-    inline = [figures.inline(svg, curve, f"{figures.PANELS[curve]} by epoch") for curve, svg in panels.items()]
-    return {"panels": inline, "labels": labels, "looks": looks, "drawings": read_drawings(inputs.findings)}
-
-
-def read_drawings(findings: list[dict]) -> dict[str, str]:
-    """The figure of each finding that has one, for the page."""
-    drawn = [finding for finding in findings if finding["figure"]]
-    return {
-        finding["id"]: figures.inline((finding["folder"] / finding["figure"]).read_text(), finding["id"], finding["caption"])
-        for finding in drawn
-    }
-
-
-def write_pages(context: dict) -> None:
-    """Fills in the templates. HTML ones escape whatever they are given; the others say where with `md`."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        autoescape=lambda name: name.endswith(".html.j2"),
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["md"] = report_text.markdown
-    for page in PAGES:
-        files.write_text(FOLDER / page, environment.get_template(f"{page}.j2").render(context))
+    for table in (results.table_2, results.cost, results.measures):
+        files.write_csv(FOLDER / f"{table.__name__}.csv", table(of))
+    for content in (results.findings, results.provenance, results.verdict):
+        files.write_json(FOLDER / f"{content.__name__}.json", content(of))
+    drawn = {finding.id: finding.figure for found in of.found.values() for finding in found if finding.figure}
+    for stale in {path for path in (FOLDER / "figures").glob("*") if path.stem not in drawn}:
+        stale.unlink()
+    figure_1 = figures.figure_1(of.lab.tables["curves"], of.lab.params)
+    for path, figure in {"figure_1": figure_1, **{f"figures/{name}": figure for name, figure in drawn.items()}}.items():
+        files.write_text(FOLDER / f"{path}.svg", figures.svg(figure))
+        files.write_bytes(FOLDER / f"{path}.png", figures.png(figure))
+    for name, text in pages.render(of).items():
+        files.write_text(FOLDER / name, text)
 
 
 def with_result(readme: str, result: str) -> str:

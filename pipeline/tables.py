@@ -12,22 +12,27 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from pipeline import files
-from pipeline.errors import UserError, entry_point
-from pipeline.params import Params, load
-from pipeline.summary import DIGITS, rounded_table, summarise
+from pipeline import runs as results
+from pipeline.core import files
+from pipeline.core.errors import UserError, entry_point
+from pipeline.core.files import rounded_table
+from pipeline.core.params import Params, load
+from pipeline.runs import Run
+from pipeline.statistics import summarise
 
 FOLDER = Path("paper_outputs/tables")
 CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
-RUN_FILES = ("metrics.json", "history.csv", "evaluation.json")
 RUN = ["variant", "seed"]
 STATUSES = ("finished", "diverged", "missing")
 COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", "train_loss", "test_loss", "test_accuracy"]
 MEASURED = {
     "per_class": ["class", "images", "accuracy"],
     "confusion": ["label", "prediction", "count"],
-    "layers": ["layer", "head", "alpha", "error_max", "error_median", "norm_max", "norm_median"],
+    "layers": [
+        *("layer", "head", "alpha", "error_max", "error_median", "exp_error_max", "exp_error_median", "norm_max"),
+        *("norm_median", "size_max", "condition_median", "weight_kappa", "jacobian_kappa", "layer_kappa"),
+    ],
 }
 
 
@@ -38,7 +43,7 @@ def main() -> None:
     tables = {name: measured(runs, name) for name in MEASURED}
     tables["runs"] = runs_table(runs)
     tables["histories"] = read_histories(tables["runs"])
-    tables["curves"] = summarise_curves(tables["histories"], params.tables.confidence)
+    tables["curves"] = summarise_curves(tables["histories"])
     for curve in ("train_loss", "test_loss"):
         tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
     tables["summary"] = summarise_runs(tables["runs"], params)
@@ -62,8 +67,8 @@ def find_runs(params: Params) -> list[dict]:
         raise UserError(f"runs/ holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
-    known = {run_folder(*run) for run in [*listed, *((name, params.choices.seed) for name in params.choices.runs)]}
-    strays = {path.parent for path in Path("runs").glob("*/*/metrics.json")} - known
+    strays = {path.parent for path in Path(results.FOLDER, results.TABLE_2).glob("*/*/metrics.json")}
+    strays -= {Run(*run).folder for run in listed}
     if strays:
         warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")
     return runs
@@ -71,17 +76,14 @@ def find_runs(params: Params) -> list[dict]:
 
 def read_run(variant: str, seed: int) -> dict:
     """The identity, the status, the metrics and the evaluation of one run."""
-    run, folder = {"variant": variant, "seed": seed}, run_folder(variant, seed)
-    if not all((folder / name).exists() for name in RUN_FILES):
-        return run | {"status": "missing"}
-    metrics, evaluation = (files.read_json(folder / name) for name in ("metrics.json", "evaluation.json"))
-    if evaluation["metrics_sha256"] != files.sha256(folder / "metrics.json"):
-        raise UserError(f"{folder}/evaluation.json is of an earlier training: run `dvc repro evaluate@{variant}-{seed}`.")
-    return run | {"status": "diverged" if metrics["diverged"] else "finished"} | metrics | evaluation
-
-
-def run_folder(variant: str, seed: int) -> Path:
-    return Path("runs", variant, str(seed))
+    run = Run(variant, seed)
+    identity, path = {"variant": variant, "seed": seed}, run.folder / "evaluation.json"
+    if not (run.is_there() and path.exists()):
+        return identity | {"status": "missing"}
+    metrics, evaluation = run.read("metrics"), run.read("evaluation")
+    if evaluation["metrics_sha256"] != files.sha256(run.folder / "metrics.json"):
+        raise UserError(f"{path} is of an earlier training: run `dvc repro evaluate@{variant}-{seed}`.")
+    return identity | {"status": "diverged" if metrics["diverged"] else "finished"} | metrics | evaluation
 
 
 def warn(sentence: str) -> None:
@@ -95,7 +97,8 @@ def measured(runs: list[dict], name: str) -> pd.DataFrame:
         if run["status"] == "finished" and run[name]:
             table = long_form(np.array(run[name])) if name == "confusion" else pd.DataFrame(run[name])
             parts.append(table.assign(variant=run["variant"], seed=run["seed"]))
-    return pd.concat(parts) if parts else pd.DataFrame(columns=RUN + MEASURED[name])
+    table = pd.concat(parts) if parts else pd.DataFrame()
+    return table.reindex(columns=RUN + MEASURED[name])  # an earlier evaluation may have measured less
 
 
 def long_form(confusion: np.ndarray) -> pd.DataFrame:
@@ -121,7 +124,7 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
         count = group["status"].value_counts()
         row = {"variant": variant} | {f"n_{status}": count.get(status, 0) for status in STATUSES}
         for quantity in SUMMARISED:
-            summary = asdict(summarise(group[quantity].dropna(), params.tables.confidence))
+            summary = asdict(summarise(group[quantity].dropna()))
             row |= {f"{quantity}_{name}": value for name, value in summary.items() if name != "n"}
         rows.append(row)
     return pd.DataFrame(rows)
@@ -130,16 +133,16 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
 def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
     """The curves of every run, diverged ones included, one below the other."""
     there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
-    return pd.concat(pd.read_csv(run_folder(*run) / "history.csv").assign(**run._asdict()) for run in there)
+    return pd.concat(pd.read_csv(Run(*run).folder / "history.csv").assign(**run._asdict()) for run in there)
 
 
-def summarise_curves(histories: pd.DataFrame, confidence: float) -> pd.DataFrame:
+def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
     """Long form: variant, step, epoch, curve and the statistics over those seeds that have a finite value there."""
     long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
     groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
     statistics = ("n", "mean", "std", "min", "max")
     return pd.DataFrame(
-        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summarise(values, confidence), s) for s in statistics}
+        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summarise(values), s) for s in statistics}
         for group, values in groups
     )
 
@@ -166,8 +169,7 @@ def headline_metrics(summary: pd.DataFrame) -> dict:
 def write_csv(path: Path, table: pd.DataFrame) -> None:
     """Run first, then whatever else there is."""
     identity = [name for name in RUN if name in table]
-    table = table[identity + [name for name in table if name not in identity]]
-    files.write_text(path, table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n"))
+    files.write_csv(path, table[identity + [name for name in table if name not in identity]])
 
 
 if __name__ == "__main__":

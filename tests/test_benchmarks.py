@@ -10,14 +10,16 @@ import torch
 
 from benchmarks import attention, profile, results, step, straightforward
 from osa.functional import orthogonal_attention
-from pipeline import hardware, params, tally, train
-from pipeline.errors import UserError
+from pipeline import cost
+from pipeline.core import params, record
+from pipeline.core.errors import UserError
+from pipeline.runs import Run
+from pipeline.training.loop import Training, build_model
 from tests.pipeline.mnist_files import write_mnist
-from tests.pipeline.synthetic import ROOT, write_params
+from tests.pipeline.synthetic import write_params
 
-PAPER = list(params.load(ROOT / "params.yaml").paper.table_2)
-QUICK_ATTENTION = ["--largest", "128", "--widths", "4", "--repeats", "2", "--sample-seconds", "1e-9"]
-QUICK_STEP = ["--repeats", "2", "--sample-seconds", "1e-9"]
+PAPER = list(params.load_paper().table_2)
+QUICK_ATTENTION = ["--largest", "128", "--repeats", "2"]
 
 
 @pytest.fixture
@@ -31,6 +33,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(attention, "PRODUCTS", {256: 3})
     monkeypatch.setattr(attention, "COPIES", [2**16, 2**20])
+    monkeypatch.setattr(attention, "WIDTHS", [4])
+    for script in (attention, step):
+        monkeypatch.setattr(script, "SAMPLE_SECONDS", 1e-9)
     write_params(tmp_path, edit)
     write_mnist("data/mnist", train=23, test=5)
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -41,9 +46,8 @@ def project(tmp_path, monkeypatch):
 def read(name):
     """The table, the facts and the folder that a benchmark has left."""
     (path,) = Path("paper_outputs/benchmarks").glob(f"*/{name}.csv")
-    assert {f"{name}.{kind}" for kind in ("csv", "json", "svg", "png")} <= {each.name for each in path.parent.iterdir()}
     facts = json.loads(path.with_suffix(".json").read_text())
-    assert path.parent.name == results.slug(hardware.describe(results.default_device()))
+    assert path.parent.name == results.slug(record.describe_environment(record.default_device()))
     return pd.read_csv(path), facts
 
 
@@ -53,7 +57,7 @@ def models(variant, shared_alpha=False):
     try:
         config = params.resolve(params.load(), variant)
         config = config.model_copy(update={"init": config.init.model_copy(update={"alpha_per_head": not shared_alpha})})
-        ours = train.build_model(config, 0).double()
+        ours = build_model(config, 0).double()
         for name, parameter in ours.named_parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)  # biases and gains that are not 0 and 1
             if name.endswith("alpha"):
@@ -96,19 +100,20 @@ def test_literal_formulas_are_the_methods(literal, ours):
 
 
 def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
-    made, new_training = [], train.Training
-    monkeypatch.setattr(train, "Training", lambda *arguments: made.append(new_training(*arguments)) or made[-1])
-    trained = train.build_model(params.resolve(params.load(), "vit"), 5).state_dict()
-    path = train.weights_path("vit", 0)
+    made = []
+    monkeypatch.setattr(step, "Training", lambda *arguments: made.append(Training(*arguments)) or made[-1])
+    vit = params.resolve(params.load(), "vit")
+    trained = build_model(vit, 5).state_dict()
+    path = Run("vit", 0).weights
     path.parent.mkdir(parents=True)
     torch.save(trained, path)
-    step.main(QUICK_STEP)
+    step.main(["--repeats", "2"])
     table, facts = read("step")
     expected = {(model, code, "initialised") for model in PAPER for code in ("ours", "straightforward")}
     expected |= {("osa_exact", "ours", "initialised"), ("vit", "ours", "trained"), ("vit", "straightforward", "trained")}
     assert set(table[step.KEYS].itertuples(index=False, name=None)) == expected
     assert (table["p10"] <= table["seconds"]).all() and (table["seconds"] <= table["p90"]).all()
-    vits = [training.model.state_dict() for training in made if training.variant == "vit"]
+    vits = [training.model.state_dict() for training in made if training.config.variant == vit.variant]
     kept = [all(tensor.equal(state[name]) for name, tensor in trained.items()) for state in vits]
     assert kept == [False, True]  # the one that was given them has them still, after its steps
     seconds = table[table["weights"] == "initialised"].set_index(["model", "code"])["seconds"]
@@ -122,14 +127,12 @@ def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
 
 
 def test_where_ours_is_a_graph_it_is_timed_without_too(project, tmp_path, monkeypatch):
-    new_training = train.Training
-
     def with_graph(*arguments):
-        training = new_training(*arguments)
+        training = Training(*arguments)
         training.with_graph = True
         return training
 
-    monkeypatch.setattr(train, "Training", with_graph)
+    monkeypatch.setattr(step, "Training", with_graph)
     step.unpack(tmp_path / "scratch")
     settings = params.load()
     steps, _ = step.prepare(["vit"], settings, tmp_path / "scratch", False, torch.device("cpu"))
@@ -144,7 +147,7 @@ def test_a_step_is_taken_apart(project):
     profile.main(["--repeats", "2"])
     table, facts = read("profile")
     assert facts["weights"] == "initialised" and facts["peak"]["tflops"] > 0
-    assert set(table["part"]) == set(profile.COLOURS) and set(table["model"]) == {*PAPER, "osa_exact"}
+    assert set(table["part"]) == set(profile.PARTS) and set(table["model"]) == {*PAPER, "osa_exact"}
     there = {model: set(rows[rows["seconds"] > 0]["part"]) for model, rows in table.groupby("model")}
     everywhere = {profile.LINEAR, profile.ON_TOKENS, profile.OPTIMIZER, profile.BETWEEN}
     by_gram = {profile.PROJECTIONS, profile.PRODUCTS, profile.SUMS}
@@ -167,7 +170,7 @@ def test_the_parts_have_all_operations_of_the_step(project, variant):
         training.step(*batch)
 
     _, multiply_adds = profile.profiled(call, config, torch.device("cpu"))
-    assert sum(multiply_adds.values()) == tally.cost(call, torch.device("cpu")).multiply_adds > 0
+    assert sum(multiply_adds.values()) == cost.cost(call, torch.device("cpu")).multiply_adds > 0
     products = {part for part, count in multiply_adds.items() if count}
     assert (
         products
@@ -204,8 +207,8 @@ def test_bfloat16_has_files_of_its_own(project):
 
 
 def test_a_clock_that_is_wrong_is_caught(project, monkeypatch, capsys):
-    seconds = tally.seconds
-    monkeypatch.setattr(tally, "seconds", lambda *arguments: seconds(*arguments) / 1e4)
+    seconds = cost.seconds
+    monkeypatch.setattr(cost, "seconds", lambda *arguments: seconds(*arguments) / 1e4)
     with pytest.raises(SystemExit):
         attention.main(QUICK_ATTENTION)
     assert "the clock or the count is wrong" in capsys.readouterr().err
@@ -224,27 +227,20 @@ def test_the_peak_may_be_reached_and_not_passed(column):
 def test_what_is_too_slow_or_too_large_is_left_out():
     query = torch.empty(1, 1, 400, 4)
     quadratic = attention.Route(orthogonal_attention, 2)
-    fits = [attention.fits("sdpa", quadratic, "forward", query, 2.0, (200, seconds)) for seconds in (0.49, 0.51)]
+    fits = [attention.fits("sdpa", quadratic, "forward", query, (200, seconds)) for seconds in (0.49, 0.51)]
     assert fits == [True, False]  # twice the tokens take four times as long
     matrix = attention.Route(orthogonal_attention, 2, forms_matrix=True)
     sizes = [torch.empty(1, 1, n, 4, device="meta") for n in (2**14, 2**14 + 1)]
-    assert [attention.fits("sdpa_math", matrix, "forward", query, 2.0, None) for query in sizes] == [True, False]
-    assert not attention.fits(
-        "literal_qr", attention.Route(orthogonal_attention, 1), "forward and backward", query[..., :7, :], 2.0, None
-    )
+    assert [attention.fits("sdpa_math", matrix, "forward", query, None) for query in sizes] == [True, False]
+    linear = attention.Route(orthogonal_attention, 1)
+    assert not attention.fits("literal_qr", linear, "forward and backward", query[..., :7, :], None)
 
 
 def test_bfloat16_and_heads_are_taken():
-    options = attention.parse(["--dtype", "bfloat16", "--batch", "2", "--heads", "3"])
-    config = params.load(ROOT / "params.yaml").complexity
-    *tensors, scale = attention.draw_inputs(options, 4, 50, config, torch.device("cpu"))
-    query, key, value = tensors
-    assert query.shape == (2, 3, 50, 4) and query.dtype == torch.bfloat16
-    skew = scale * (query[0, 0].double() @ key[0, 0].double().mT)
-    assert torch.linalg.matrix_norm(skew - skew.mT, 2).item() == pytest.approx(config.norm, rel=0.05)  # of bfloat16
-    for name, route in attention.routes(scale, tuple(tensors), torch.device("cpu")).items():
-        output = route.function(query, key, value)
-        assert output.shape == value.shape and output.dtype == torch.bfloat16 and output.isfinite().all(), name
+    tensors = torch.randn(3, 2, 3, 50, 4).bfloat16().unbind()
+    for name, route in attention.routes(0.1, tensors).items():
+        output = route.function(*tensors)
+        assert output.shape == (2, 3, 50, 4) and output.dtype == torch.bfloat16 and output.isfinite().all(), name
 
 
 def test_sizes_double():

@@ -1,15 +1,14 @@
 """The tour runs from top to bottom, with trained models and without, and is committed without its outputs."""
 
 import shutil
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from pipeline.core.files import ROOT
 from tests.pipeline import synthetic
 
-ROOT = Path(__file__).parents[1]
 TOUR = "notebooks/tour.ipynb"
 
 

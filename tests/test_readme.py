@@ -1,21 +1,23 @@
 """What the README says is so: its result is current, and its links, commands, parameters and snippets work."""
 
 import ast
+import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 
-from pipeline import params, report, train
+from pipeline import report
+from pipeline.core import params
+from pipeline.core.files import ROOT
+from pipeline.training.loop import build_model
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PACKAGES = {"yaml": "pyyaml", "ruamel.yaml": "ruamel-yaml"}  # where the module has another name than its package
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -46,23 +48,14 @@ def dvc_commands():
     return [words[words.index("dvc") + 1 :] for words in commands() if "dvc" in words[:-1]]
 
 
-def assignments():
-    """For each command with `-S key=value` all of them."""
-    found = [[words[i + 1] for i, word in enumerate(words[:-1]) if word == "-S"] for words in commands()]
+def options(name):
+    """For each command with this option all its values."""
+    found = [[words[i + 1] for i, word in enumerate(words[:-1]) if word == name] for words in commands()]
     return [group for group in found if group]
 
 
 def raw_params():
     return yaml.safe_load((ROOT / "params.yaml").read_text())
-
-
-def merge(target, changes):
-    """Puts `changes` into `target`, block by block."""
-    for key, value in changes.items():
-        if isinstance(value, dict):
-            merge(target.setdefault(key, {}), value)
-        else:
-            target[key] = value
 
 
 def load(raw, folder):
@@ -82,7 +75,6 @@ def anchors(path):
 
 def test_links_lead_somewhere():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert len(links) > 5
     for link in links:
         path, _, anchor = link.partition("#")
         assert (ROOT / path).exists(), link
@@ -92,34 +84,33 @@ def test_links_lead_somewhere():
 def test_make_targets_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {words[1] for words in commands() if words[:1] == ["make"] and len(words) > 1}
-    assert named >= {"quickstart", "test", "reproduce", "ui"}
     assert named <= targets
 
 
 def test_modules_that_are_run_exist():
     modules = {words[i + 1] for words in commands() for i, word in enumerate(words[:-1]) if word == "-m"} - {"venv"}
-    assert modules >= {"pipeline.fetch", "pipeline.train", "pipeline.tracking"}
-    assert all((ROOT / f"{module.replace('.', '/')}.py").exists() for module in modules)
+    assert modules
+    assert all(importlib.util.find_spec(module) for module in modules)
 
 
 def test_dvc_takes_its_commands():
     from dvc.cli.parser import get_main_parser
 
-    parser, found = get_main_parser(), dvc_commands()
-    assert len(found) > 10
-    for words in found:
-        parser.parse_args(words)
+    parser, run = get_main_parser(), params.load(ROOT / "params.yaml").run
+    stages = params.read(ROOT / "dvc.yaml")["stages"].keys() | {"{}"}  # what xargs fills in
+    stages |= {f"train@{variant}-{seed}" for variant in run.variants for seed in run.seeds}
+    for words in dvc_commands():
+        arguments = parser.parse_args(words)
+        if arguments.cmd in ("repro", "commit"):
+            assert stages >= set(arguments.targets), words
 
 
-def test_stages_exist():
-    run = params.load(ROOT / "params.yaml").run
-    stages = {f"train@{variant}-{seed}" for variant in run.variants for seed in run.seeds}
-    named = set(re.findall(r"train@\w+-\d+", README))
-    assert named
-    assert named <= stages
+def test_runs_exist():
+    runs = [words[-1] for words in commands() if "pipeline.replay" in words[:-1]]
+    assert all((ROOT / "runs" / run / "record.json").exists() for run in runs)
 
 
-@pytest.mark.parametrize("group", assignments(), ids=" ".join)
+@pytest.mark.parametrize("group", options("-S"), ids=" ".join)
 def test_values_that_an_experiment_sets_are_legal(group, tmp_path):
     raw = raw_params()
     for assignment in group:
@@ -132,35 +123,26 @@ def test_values_that_an_experiment_sets_are_legal(group, tmp_path):
     load(raw, tmp_path)
 
 
+@pytest.mark.parametrize("group", options("--set"), ids=" ".join)
+def test_values_that_a_try_sets_are_legal(group):
+    settings = params.load(ROOT / "params.yaml")
+    overrides = params.parse_overrides(group)
+    assert params.resolve(settings, "osa_qr", overrides) != params.resolve(settings, "osa_qr")
+
+
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_models_to_add_are_legal(block, tmp_path):
     raw, changes = raw_params(), yaml.safe_load(block)
     old, new = set(raw["variants"]), set(changes["variants"])
     assert not old & new
     assert set(changes["run"]["variants"]) == set(raw["run"]["variants"]) | new
-    merge(raw, changes)
-    settings = load(raw, tmp_path)
+    settings = load(params.deep_merge(raw, changes), tmp_path)
     for name in new:
         config = params.resolve(settings, name)
-        model = train.build_model(config, 0)
+        model = build_model(config, 0)
         assert model(torch.zeros(1, 1, 28, 28)).shape == (1, 10)
-        assert len(model.blocks) == config.model.depth
-
-
-def test_the_three_examples_are_what_the_text_says(tmp_path):
-    raw = raw_params()
-    for block in blocks("yaml"):
-        merge(raw, yaml.safe_load(block))
-    settings = load(raw, tmp_path)
-    skip, deep, standard = (
-        params.resolve(settings, name) for name in ("osa_skip", "osa_deep", "vit_noskip_nonorm_standard")
-    )
-    assert skip.variant.attention == deep.variant.attention == "orthogonal"
-    assert skip.variant.skip and not deep.variant.skip
-    assert deep.model.depth > settings.model.depth
-    plain = params.resolve(settings, "vit_noskip_nonorm")
-    assert plain.data.pixel_scaling == "unit"
-    assert standard == plain.model_copy(update={"data": plain.data.model_copy(update={"pixel_scaling": "standard"})})
+        assert len(model.blocks) == config.model.depth != settings.model.depth
+        assert config.variant.attention == "orthogonal" and config.variant.skip  # as the text says
 
 
 def test_snippets_run():
@@ -172,11 +154,10 @@ def test_snippets_run():
     torch.testing.assert_close(*norms)  # a rotation of the tokens
     assert not torch.allclose(names["rotated"], names["value"], atol=0.01)
     assert names["softmax"].equal(F.scaled_dot_product_attention(names["query"], names["key"], names["value"]))
-    names["y"].sum().backward()
-    assert names["y"].shape == (2, 50, 64)
+    assert (names["logits"].shape, names["y"].shape) == ((8, 10), (2, 50, 64))
 
 
-def test_layout_is_complete():
+def test_the_layout_exists():
     tree = next(block for block in blocks("") if block.startswith("params.yaml"))
     folder, listed = "", set()
     for line in tree.splitlines():
@@ -184,22 +165,18 @@ def test_layout_is_complete():
         paths = [f"{folder if indent else ''}{name}" for name in names.split(", ")]
         folder = folder if indent else paths[0]
         listed.update(paths)
-    made = {"runs/", "records/", "weights/"}  # by training
-    assert all((ROOT / path).exists() for path in listed - made)
-    modules = {str(path.relative_to(ROOT)) for name in ("osa", "pipeline") for path in (ROOT / name).glob("[!_]*.py")}
-    assert modules <= listed
+    assert all((ROOT / path).exists() for path in listed - {"weights/"})  # made by training
 
 
 def test_files_in_the_text_exist():
     """But for those that a run makes, of which the report's are checked as links."""
-    paths = {span for span in spans() if re.fullmatch(r"(osa|pipeline|notebooks|paper_outputs)/[\w./]+\.\w+", span)}
-    assert len(paths) > 8
+    paths = {span for span in spans() if re.fullmatch(r"(osa|pipeline|notebooks|paper_outputs)/[a-z_0-9./]+\.\w+", span)}
     assert all((ROOT / path).exists() for path in paths)
 
 
 def test_training_needs_no_other_package():
     (named,) = (set(words[2:]) for words in commands() if words[:2] == ["pip", "install"])
-    script = "import sys, pipeline.fetch, pipeline.train; print(*sys.modules)"
+    script = "import sys, pipeline.fetch, pipeline.train as t; t.params.load(); print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True).split()
     asked = re.search(r"for _package in (\(.*?\))", (ROOT / "pipeline/__init__.py").read_text())[1]
     needed = {PACKAGES.get(module, module) for module in [*modules, *ast.literal_eval(asked)]}

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def write_mnist(folder, train=130, test=70, seed=0) -> dict[str, dict]:
-    """Writes the four IDX .gz files of a data set that can be learnt; returns the matching `fetch.files` section.
+    """Writes the four IDX .gz files of a data set that can be learnt; returns the size and SHA-256 of each.
 
     Every class is a fixed random pattern under noise, and the labels run through 0…9 in turn.
     """
@@ -27,7 +27,7 @@ def write_mnist(folder, train=130, test=70, seed=0) -> dict[str, dict]:
 
 
 def write_idx(path, array) -> dict:
-    """Writes one IDX .gz file of unsigned bytes; returns its `fetch.files` entry."""
+    """Writes one IDX .gz file of unsigned bytes; returns its size and SHA-256."""
     header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
     content = gzip.compress(header + array.astype(np.uint8).tobytes(), mtime=0)
     Path(path).write_bytes(content)

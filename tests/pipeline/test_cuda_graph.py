@@ -4,14 +4,13 @@ Where there is no CUDA device, `repeated` stands in for the recording: as a grap
 given at first, and overwrites its outputs.
 """
 
-import shutil
-
 import pytest
 import torch
 
-from pipeline import cuda_graph, params, train
-from tests.pipeline.mnist_files import write_mnist
-from tests.pipeline.test_train import TEST_IMAGES, TRAIN_IMAGES, VARIANTS, write_params
+from pipeline.runs import history_csv
+from pipeline.training import cuda_graph
+from pipeline.training.loop import Observer, Training
+from tests.pipeline.trainings import CPU, VARIANTS, config, write_data, write_params
 
 CUDA = torch.cuda.is_available()
 
@@ -32,21 +31,20 @@ def repeated(function):
 def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_params()
-    write_mnist("data/mnist", train=TRAIN_IMAGES, test=TEST_IMAGES, seed=3)
+    write_data()
     if not CUDA:
         monkeypatch.setattr(cuda_graph, "record", repeated)
 
 
-def training(variant="osa_exact", with_graph=True) -> train.Training:
-    run = train.Training(variant, 0, params.resolve(params.load(), variant), torch.device("cuda" if CUDA else "cpu"))
+def training(variant="osa_exact", with_graph=True) -> Training:
+    run = Training(config(variant), 0, torch.device("cuda" if CUDA else "cpu"))
     run.with_graph = with_graph
     return run
 
 
-def result(run: train.Training) -> tuple[str, list]:
-    run.run()
-    shutil.rmtree(run.scratch)  # or else the next one resumes where this one ended
-    return run.history_csv(), [tensor.clone() for tensor in run.model.state_dict().values()]
+def result(run: Training) -> tuple[str, list]:
+    run.run(Observer())
+    return history_csv(run.progress.history), [tensor.clone() for tensor in run.model.state_dict().values()]
 
 
 def assert_same(actual: tuple[str, list], expected: tuple[str, list]) -> None:
@@ -101,6 +99,5 @@ def test_where_the_recording_does_not_serve_the_training_goes_on_without(monkeyp
 
 
 def test_no_graph_is_asked_for_without_a_device():
-    device = torch.device("cpu")
-    run = train.Training("osa_exact", 0, params.resolve(params.load(), "osa_exact"), device)
+    run = Training(config("osa_exact"), 0, CPU)
     assert not run.with_graph and not run.optimizer.param_groups[0]["capturable"]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import data
-from pipeline.errors import UserError
+from pipeline.core.errors import UserError
+from pipeline.training import data
 from tests.pipeline.mnist_files import write_idx, write_mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"

@@ -1,14 +1,18 @@
 """Evaluate measures the saved weights, not what training said of them."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline import evaluate, files, params, train
+import osa
+from osa import reference
+from pipeline import evaluate
+from pipeline.core import files, params
+from pipeline.runs import Run
+from pipeline.training import data
+from pipeline.training.loop import build_model
 from tests.pipeline import synthetic
 
 
@@ -26,14 +30,14 @@ def two_models(raw):
 
 def evaluated(variant: str, seed: int) -> dict:
     evaluate.main([variant, str(seed)])
-    return files.read_json(Path("runs", variant, str(seed), "evaluation.json"))
+    return Run(variant, seed).read("evaluation")
 
 
 def test_it_holds_what_the_weights_say(project):
     settings = params.load()
     config = params.resolve(settings, "vit_noskip")
-    model = train.build_model(config, 1)
-    mnist = evaluate.data.load(pixel_scaling="unit")
+    model = build_model(config, 1)
+    mnist = data.load(pixel_scaling="unit")
     with torch.no_grad():
         logits = model(mnist.test_images)
     predictions = logits.argmax(1).tolist()
@@ -49,7 +53,7 @@ def test_it_holds_what_the_weights_say(project):
         assert row["images"] == len(hits)
         assert row["accuracy"] == pytest.approx(np.mean(hits), rel=1e-5)
     assert found["layers"] == []  # softmax attention has no orthogonality
-    assert found["metrics_sha256"] == files.sha256("runs/vit_noskip/1/metrics.json")
+    assert found["metrics_sha256"] == files.sha256("runs/table_2/vit_noskip/1/metrics.json")
 
 
 def test_each_layer_and_head_of_orthogonal_attention_has_a_row(project):
@@ -58,7 +62,7 @@ def test_each_layer_and_head_of_orthogonal_attention_has_a_row(project):
 
 
 def test_a_second_evaluation_writes_the_same_bytes(project):
-    path = project / "runs/osa_ns/0/evaluation.json"
+    path = project / "runs/table_2/osa_ns/0/evaluation.json"
     evaluated("osa_ns", 0)
     before = path.read_bytes()
     evaluated("osa_ns", 0)
@@ -81,75 +85,104 @@ def test_confusion_counts_by_hand():
     assert per_class["accuracy"].tolist() == pytest.approx([0.5, 2 / 3])
 
 
-@pytest.mark.parametrize("method, alpha", [("exact", 0.7), ("qr", 0.7), ("newton_schulz", 40.0)])
-def test_attention_statistics_against_dense_matrices(method, alpha):
-    def attention():
-        return evaluate.osa.OrthogonalSelfAttention(12, 3, method=method, alpha_init=alpha)
+@pytest.mark.parametrize("name", ["osa_exact", "osa_qr", "osa_ns"])
+def test_what_is_measured_of_each_head_against_dense_matrices(name):
+    """Every column again from the definitions, head by head, of a float64 model, so that only rounding differs."""
+    model = osa.create_model(name, embed_dim=24, num_heads=3, depth=2, patch_size=7, mlp_ratio=2).double()  # N = 17, d_v = 8
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)  # no longer W̃ with equal singular values, nor one α
+    images = torch.rand(5, 1, 28, 28, dtype=torch.float64)
+    table = evaluate.layer_table(model, images).reset_index(drop=True)
+    assert table[["layer", "head"]].to_numpy().tolist() == [[i, j] for i in range(2) for j in range(3)]
+    x = model.tokens(images)
+    for layer, block in enumerate(model.blocks):
+        for head in range(3):
+            row = table.iloc[3 * layer + head].to_dict()
+            expected = by_hand(block.attention, head, x)
+            assert row.keys() == {"layer", "head", *expected}
+            for key, value in expected.items():
+                assert row[key] == pytest.approx(value, rel=1e-6, abs=1e-11, nan_ok=True), (layer, head, key)
+        x = block(x)
 
-    parts = {"embed_dim": 12, "depth": 2, "mlp_ratio": 2, "attention": attention, "skip": False, "norm": False}
-    model = evaluate.osa.VisionTransformer(image_size=28, patch_size=7, num_classes=10, **parts)
+
+@torch.no_grad()
+def by_hand(attention, head, x) -> dict[str, float]:
+    """The columns of one head with input x (images, N, d)."""
+    d_v = attention.embed_dim // attention.num_heads
+    rows = slice(head * d_v, (head + 1) * d_v)
+    alpha, w_out = attention.alpha[head], attention.out.weight[:, rows].mT
+    w_query, w_key, w_value = (linear.weight[rows].mT for linear in (attention.query, attention.key, attention.value))
+    query, key, scale = x @ w_query, x @ w_key, alpha / d_v**0.5
+    skew = reference.skew(query, key, scale)
+    basis = {"qr": reference.qr_basis, "newton_schulz": reference.newton_schulz_basis}.get(attention.options["method"])
+
+    def attention_matrix(query, key):
+        if basis is None:
+            return reference.orthogonal_attention_matrix(query, key, scale)
+        return reference.low_rank_matrix(query, key, scale, basis(query, key))
+
+    def head_output(x):
+        return attention_matrix(x @ w_query, x @ w_key) @ x @ w_value @ w_out
+
+    def norm(matrix):
+        return np.linalg.norm(matrix, 2, axis=(-2, -1))
+
+    a, exponential = attention_matrix(query, key), reference.orthogonal_attention_matrix(query, key, scale)
+    jacobian = torch.func.jacrev(head_output)(x[0]).reshape(x[0].numel(), -1)
+    nonzero = torch.linalg.svdvals(jacobian)[: len(x[0]) * d_v]
+    m = torch.cat([query, key], -1)
+    over_images = {"error": norm(a.mT @ a - torch.eye(a.shape[-1])), "exp_error": norm(a - exponential), "norm": norm(skew)}
+    return {
+        "alpha": alpha.item(),
+        **{f"{name}_max": values.max() for name, values in over_images.items()},
+        **{f"{name}_median": np.median(values) for name, values in over_images.items()},
+        "size_max": abs(scale.item()) * (norm(m) ** 2).max(),
+        "condition_median": np.median(np.linalg.cond(m)),
+        "weight_kappa": np.divide(*np.linalg.svd(w_query @ w_key.mT - w_key @ w_query.mT)[1][[0, 2 * d_v - 1]]),
+        "jacobian_kappa": (nonzero[0] / nonzero[-1]).item() if head == 0 else float("nan"),
+        "layer_kappa": np.linalg.cond(attention.out.weight @ attention.value.weight),
+    }
+
+
+def test_errors_are_those_of_the_precision_in_which_the_model_runs():
+    model = osa.create_model("osa_exact", embed_dim=24, num_heads=3, depth=2, patch_size=7)
     images = torch.rand(5, 1, 28, 28)
-    statistics = evaluate.attention_statistics(model, images)
-    assert statistics[["layer", "head"]].to_numpy().tolist() == [[i, j] for i in range(2) for j in range(3)]
-    assert statistics["alpha"].to_numpy() == pytest.approx(np.full(6, alpha))
+    in_float32, in_float64 = evaluate.layer_table(model, images), evaluate.layer_table(model.double(), images.double())
+    for column in ("error_median", "exp_error_median"):
+        assert 1e-8 < in_float32[column].min() and in_float32[column].max() < 1e-5
+        assert in_float64[column].max() < 1e-13
 
-    first = model.blocks[0].attention
-    q, k, _ = (x.detach().double().numpy() for x in first.project(model.tokens(images)))
-    s = alpha / 2 * (q @ k.swapaxes(-1, -2) - k @ q.swapaxes(-1, -2))  # d_v = 4
-    norms = np.linalg.norm(s, 2, axis=(-2, -1))  # (images, heads)
-    assert statistics["norm_max"][:3].to_numpy() == pytest.approx(norms.max(0), rel=1e-5)
-    assert statistics["norm_median"][:3].to_numpy() == pytest.approx(np.median(norms, 0), rel=1e-5)
 
-    options = {"scale": first.scale(), "method": method}
-    a = evaluate.orthogonal_attention_matrix(*first.project(model.tokens(images))[:2], **options)
-    a = a.detach().double().numpy()
-    errors = np.linalg.norm(a.swapaxes(-1, -2) @ a - np.eye(a.shape[-1]), 2, axis=(-2, -1))
-    assert statistics["error_max"][:3].to_numpy() == pytest.approx(errors.max(0), rel=1e-5)
-    assert statistics["error_median"][:3].to_numpy() == pytest.approx(np.median(errors, 0), rel=1e-5)
-    orthogonal = statistics["error_max"] < 1e-4
-    assert orthogonal.all() if method != "newton_schulz" else not orthogonal.any()
+def test_newton_schulz_far_from_convergence_is_not_orthogonal():
+    model = osa.create_model("osa_ns", embed_dim=12, num_heads=3, depth=2, patch_size=7, num_iterations=2, alpha=40.0)
+    table = evaluate.layer_table(model, torch.rand(5, 1, 28, 28))
+    assert (table["error_median"] > 1e-3).all() and (table["exp_error_median"] > 1e-3).all()
 
 
 def change_accuracy(images: float) -> None:
-    with open("runs/osa_ns/1/metrics.json") as file:
-        metrics = json.load(file)
+    metrics = Run("osa_ns", 1).read("metrics")
     metrics["test_accuracy"] += images / 97  # of the synthetic test set
-    with open("runs/osa_ns/1/metrics.json", "w") as file:
-        json.dump(metrics, file)
+    files.write_json(Run("osa_ns", 1).folder / "metrics.json", metrics)
 
 
 def test_accuracy_may_differ_by_images_that_rounding_tips_over(project):
-    change_accuracy(params.load().evaluate.tolerance_images)
+    change_accuracy(evaluate.TOLERANCE_IMAGES)
     evaluate.main(["osa_ns", "1"])
 
 
 def test_weights_that_contradict_the_metrics_are_an_error(project, capsys):
-    change_accuracy(params.load().evaluate.tolerance_images + 1)
+    change_accuracy(evaluate.TOLERANCE_IMAGES + 1)
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "1"])
     message = capsys.readouterr().err
-    assert "runs/osa_ns/1/metrics.json" in message and "`dvc repro -f train@osa_ns-1`" in message
-    assert not (project / "runs/osa_ns/1/evaluation.json").exists()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(b"no weights"),
-        lambda path: torch.save({}, path),
-        lambda path: path.write_bytes(path.read_bytes()[:-50]),
-    ],
-)
-def test_weights_that_do_not_fit_are_an_error(project, capsys, damage):
-    damage(project / "weights/osa_ns/0.pt")
-    with pytest.raises(SystemExit):
-        evaluate.main(["osa_ns", "0"])
-    message = capsys.readouterr().err
-    assert message.startswith("error: weights/osa_ns/0.pt is damaged") and message.count("\n") == 1
+    assert "runs/table_2/osa_ns/1/metrics.json" in message and "`dvc repro -f train@osa_ns-1`" in message
+    assert not (project / "runs/table_2/osa_ns/1/evaluation.json").exists()
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy(project, capsys):
-    (project / "weights/osa_ns/0.pt").unlink()
+    (project / "weights/table_2/osa_ns/0.pt").unlink()
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "0"])
-    assert "error: weights/osa_ns/0.pt is missing: train it with `dvc repro train@osa_ns-0`" in capsys.readouterr().err
+    message = "error: weights/table_2/osa_ns/0.pt is missing: train it with `dvc repro -f train@osa_ns-0`"
+    assert message in capsys.readouterr().err

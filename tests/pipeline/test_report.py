@@ -1,201 +1,578 @@
-"""The report says what the files say, in the same bytes each time, whatever is missing, diverged or added."""
+"""The report says what the files say, each number at its place, in the same bytes each time, whatever is missing."""
 
 import csv
+import itertools
 import json
 import math
 import re
 import shutil
 import struct
+import types
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib
+import pandas as pd
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
-from pipeline import claims, figures, params, report, report_text, results
-from pipeline.errors import UserError
-from tests.pipeline import synthetic, test_claims
+from pipeline import report, sources, studies
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError
+from pipeline.core.params import Section, Seeds
+from pipeline.reporting import figures, looks, pages, results
+from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
+from pipeline.studies import CHECK, CLAIM, OBSERVATION, Finding, Measure, Table
 
+ROOT = Path(__file__).parents[2]
 OUTPUTS = Path("paper_outputs")
-README = synthetic.ROOT / "README.md"
+VARIANTS = ["osa_qr", "vit", "osa_exact"]  # the last one is not the paper's
+SEEDS = [0, 1, 2]
+STUDY = OUTPUTS / "studies/fake_2_1"
+EVIL = '<script>alert("1")</script> & | *b*'
 
 
-def make(folder: Path, edit=lambda raw: None, **project) -> None:
-    """A project in `folder`, which is the working directory, evaluated and reported."""
-    synthetic.write_project(folder, edit, **project)
-    synthetic.measure()
-    report.main([])
+# --- a project whose every number is made up, and different from every other
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory):
-    """A project with all its runs and its report. Tests only read it."""
-    folder = tmp_path_factory.mktemp("reported")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        make(folder)
-    return folder
+class Settings(Section):
+    seeds: Seeds
+
+
+def fake_findings(settings, tables, lab) -> list[Finding]:
+    """A check of its CSV's column `error`, with figure and table, and an observation of its column `rank`."""
+    table = tables["errors"]
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().plot(table["depth"], table["error"])
+    check = Finding(
+        id="fake_errors",
+        title="The error stays small",
+        place="Theorem 2.1",
+        kind=CHECK,
+        statement="Errors do not grow <with depth>.",
+        rule="Every error is below its tolerance.",
+        measures=[Measure("largest error", table["error"].max(), "units", side="below", limit=3.1e-5)],
+        table=Table(
+            ["Depth", "Error"], [[str(row.depth), f"{row.error:g}"] for row in table.itertuples()], note="By depth."
+        ),
+        figure=figure,
+        caption="Errors against depth.",
+        remark="They grow elsewhere.",
+        sources=["paper_outputs/tables/layers.csv"],
+    )
+    rank = Finding(
+        id="fake_rank",
+        title="Rank",
+        place="Section 2",
+        kind=OBSERVATION,
+        statement="The rank.",
+        measures=[Measure("rank", table["rank"].iloc[-1], "tokens", low=40.7, high=53.9, n=3)],
+    )
+    return [check, rank]
+
+
+def claim(name: str, verdict: str, models: tuple[str, ...], value: float = 0.437) -> Finding:
+    measure = Measure("OSA − ViT", value, "points", "above", -0.5, -0.11, 0.83, n=3, note="as said", verdict=verdict)
+    return Finding(name, f"Claim {name}", "Section 5", CLAIM, "a sentence", [measure], "a rule", models=models)
 
 
 @pytest.fixture
-def project(reported, tmp_path, monkeypatch):
-    """A copy of it, as working directory, that a test may change."""
-    folder = shutil.copytree(reported, tmp_path / "project")
-    monkeypatch.chdir(folder)
-    return folder
+def fakes(monkeypatch):
+    """Two studies in place of the project's own. A test may change the claims of section_5, a list."""
+    claims = [claim("matches", UNDECIDED, ("osa_qr", "vit")), claim("beats", UNDECIDED, ("osa_qr", "vit"))]
+    section_5 = types.SimpleNamespace(__doc__="Section 5: whether it holds.", place=0, findings=lambda *_: list(claims))
+    measured = types.SimpleNamespace(
+        __doc__="Theorem 2.1: whether errors grow.\n\nMore.", Settings=Settings, measure=None, findings=fake_findings
+    )
+    modules = {"fake_2_1": measured, "section_5": section_5}
+    monkeypatch.setattr(studies, "names", lambda: sorted(modules))
+    monkeypatch.setattr(studies, "module", modules.__getitem__)
+    monkeypatch.setattr(sources, "digest", lambda name: f"source of {name}")
+    return claims
 
 
 @pytest.fixture
-def empty(tmp_path, monkeypatch):
+def drawing(fakes, tmp_path, monkeypatch):
+    """A folder, the working directory, with all that the report reads."""
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    write_params(lambda raw: None)
+    write_tables()
 
 
-def edit_params(change) -> None:
-    raw = yaml.safe_load(Path("params.yaml").read_text())
-    change(raw)
-    Path("params.yaml").write_text(yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
+@pytest.fixture
+def project(drawing, monkeypatch):
+    """The same for tests that look at no figure, which takes most of the time."""
+    monkeypatch.setattr(figures, "_save", lambda *_: b'<svg width="1pt" height="1pt"></svg>')
 
 
-def table_2() -> dict[str, dict[str, str]]:
-    with open(OUTPUTS / "table_2.csv") as file:
-        return {row["variant"]: row for row in csv.DictReader(file)}
+def write_params(edit) -> None:
+    raw = params.read(ROOT / "params.yaml")
+    known = {name: raw[name] for name in params.Params.model_fields if name != "studies"}
+    known["run"] = {"variants": VARIANTS, "seeds": SEEDS}
+    known["fake_2_1"] = {"seeds": [0]}
+    edit(known)
+    Path("params.yaml").write_text(yaml.safe_dump(known, sort_keys=False, allow_unicode=True))
 
 
-def leaves(value) -> list:
-    """Every key and every value of nested dicts and lists."""
-    if isinstance(value, dict):
-        return [leaf for pair in value.items() for item in pair for leaf in leaves(item)]
-    if isinstance(value, list):
-        return [leaf for item in value for leaf in leaves(item)]
-    return [value]
+def edit_paper(edit) -> None:
+    raw = params.read(ROOT / "pipeline/paper.yaml")
+    edit(raw)
+    files.write_text("pipeline/paper.yaml", yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
 
 
-def contents_of_files() -> list:
-    """What params.yaml, the records and the tables and JSON files beside the report hold."""
-    found = leaves(yaml.safe_load(Path("params.yaml").read_text()))
-    for path in [*Path("records").glob("*/*.json"), *OUTPUTS.glob("*.json"), *OUTPUTS.glob("*/findings.json")]:
-        found += leaves(json.loads(path.read_text()))
-    for path in [*OUTPUTS.glob("*.csv"), *OUTPUTS.glob("tables/[rs]u*.csv")]:
-        with open(path) as file:
-            found += [cell for row in csv.reader(file) for cell in row]
-    return found
+def write_tables(settings: params.Params | None = None) -> None:
+    settings = settings or params.load()
+    number = itertools.count(1013, 7)  # of four digits, and none twice another
+    runs, summary, curves, layers = [], [], [], []
+    measured = ("error_max", "error_median", "norm_max", "norm_median", "alpha")
+    for variant in settings.run.variants:
+        for seed in settings.run.seeds:
+            losses = {"train_loss": next(number) / 1e4, "test_loss": next(number) / 1e4, "test_accuracy": next(number) / 1e4}
+            runs.append({"variant": variant, "seed": seed, "status": "finished", "diverged_at_step": None} | losses)
+            write_record(settings, variant, seed, 60.0 * next(number), float(next(number)))
+        counts = {"n_finished": len(settings.run.seeds), "n_diverged": 0, "n_missing": 0}
+        names = ("mean", "std", "low", "high", "min", "max")
+        quantities = ("test_accuracy", "test_loss", "train_loss")
+        statistics = {f"{quantity}_{name}": next(number) / 1e4 for quantity in quantities for name in names}
+        summary.append({"variant": variant} | counts | statistics)
+        curves += [
+            {"variant": variant, "curve": curve, "epoch": epoch, "n": 3, "mean": 1 / (1 + epoch), "min": 0.1, "max": 2.0}
+            for curve in ("train_loss", "test_loss")
+            for epoch in range(3)
+        ]
+        if settings.variants[variant].attention == "orthogonal":
+            layers += [{"variant": variant, "layer": 0, "head": 0} | {name: next(number) / 1e4 for name in measured}]
+    tables = {"runs": pd.DataFrame(runs), "summary": pd.DataFrame(summary), "curves": pd.DataFrame(curves)}
+    tables["layers"] = pd.DataFrame(layers, columns=["variant", "layer", "head", *measured])
+    for name, table in tables.items():
+        files.write_csv(OUTPUTS / f"tables/{name}.csv", table)
+    edit_csv(OUTPUTS / "tables/runs.csv", "num_parameters", slice(None), 301_858)
+    errors = pd.DataFrame({"depth": [61, 67], "error": [7.1e-7, 1.3e-6], "rank": [43, 47]})
+    files.write_csv(STUDY / "errors.csv", errors)
+    files.write_json(STUDY / "record.json", {"source_sha256": "source of fake_2_1"})
 
 
-def as_number(text) -> float | None:
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        return None
+def write_record(settings: params.Params, variant: str, seed: int, seconds: float, speed: float) -> None:
+    made = {
+        "config": params.resolve(settings, variant).model_dump(mode="json"),
+        "data_sha256": "da7a" * 16,
+        "code_sha256": record.code_sha256(),
+        "environment": {
+            "git_commit": "c0ffee",
+            "git_dirty": False,
+            "python": "3.11.14",
+            "torch": "2.11.0",
+            "device_name": "Imaginary CPU",
+            "num_threads": 2,
+            "platform": "Linux",
+        },
+        "started_at": "2099-01-01T00:00:00+00:00",
+        "seconds": seconds,
+        "images_per_second": speed,
+        "resumptions": 0,
+    }
+    files.write_json(f"runs/table_2/{variant}/{seed}/record.json", made)
 
 
-def printed_forms(value: float) -> set[str]:
-    """How the report may print a number of a file: rounded, as a percentage, in minutes, with a power of ten."""
-    scaled = [value, 100 * value, value / 60]
-    forms = {f"{number:z.{digits}f}" for number in scaled for digits in range(5)} | {f"{number:g}" for number in scaled}
-    return forms | ({f"{value:.1e}"} if value else set())
+def edit_csv(path: Path, column: str, rows, value) -> None:
+    table = pd.read_csv(path)
+    if column in table:
+        table[column] = table[column].astype(object)
+    table.loc[rows, column] = value
+    table.to_csv(path, index=False)
 
 
-def numbers(text: str) -> list[str]:
-    """The numbers of a text, in ASCII: the report sets true minus signs, narrow spaces and powers of ten."""
-    powers = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-    text = re.sub(r" × 10([⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+)", lambda match: f"e{int(match[1].translate(powers)):+03d}", text)
-    text = text.replace("−", "-").replace("\u202f", "")
-    return [match.lstrip("+") for match in re.findall(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?", text)]
+def edit_record(run: str, **changes) -> None:
+    path = Path("runs/table_2", run, "record.json")
+    made = files.read_json(path)
+    environment = made["environment"] | changes.pop("environment", {})
+    files.write_json(path, made | {"environment": environment} | changes)
 
 
-def strangers(text: str) -> list[str]:
-    """The numbers of a report that are in no file."""
-    contents = contents_of_files()
-    words = {leaf for leaf in contents if as_number(leaf) is None and re.search(r"\d", str(leaf))}
-    text = text.replace("\\", "")
-    for word in sorted(map(str, words), key=len, reverse=True):  # such as a checksum, a version or a sentence
-        text = text.replace(word, " ")
-    values = {number for leaf in contents if (number := as_number(leaf)) is not None and math.isfinite(number)}
-    known = set().union(*map(printed_forms, values))
-    names = re.compile(r"\b(Table 2|Figure 1|figure_1|table_2|SHA-256)\b")
-    return [number for number in numbers(names.sub(" ", text)) if number not in known]
+def read_page(name: str = "report.md") -> str:
+    return (OUTPUTS / name).read_text()
 
 
-def test_every_number_of_the_report_is_in_a_file(project):
-    text = (OUTPUTS / "report.md").read_text()
-    assert len(numbers(text)) > 350
-    assert strangers(text) == []
-    assert strangers(text + " 97.3591 and 12 345.5") == ["97.3591", "345.5"]
+def sections(text: str) -> dict[str, str]:
+    """The parts of a Markdown page by their headings."""
+    parts = re.split(r"^#+ (.*)$", text, flags=re.M)
+    return dict(zip(["", *parts[1::2]], parts[::2], strict=True))
 
 
-def test_findings_stand_in_the_first_screen_in_the_claims_and_in_sections_of_their_own(project):
-    page, text = ((OUTPUTS / name).read_text() for name in ("report.html", "report.md"))
-    header, rest = page.split("</header>")
-    assert "Of 2 theorems, costs and choices, 1 is supported and 1 is not supported." in header
-    assert '<a href="#theorem-2-2">Attention keeps the spectrum</a>' in header
-    assert rest.count("Attention keeps the spectrum") == 2
-    assert rest.count("do not change &lt;with depth&gt;.") == 4  # of both findings
-    section = rest.split('<section id="theorem-2-2">')[1].split("</section>")[0]
-    assert section.count("<svg") == 1 and "Softmax attention collapses." in section
-    assert "1.5 × 10⁻¹³" in section and "has to be below 1.0 × 10⁻¹⁰" in section
-    assert "<code>paper_outputs/theory/theorem_2_2.csv</code>" in section
-    assert "![Eigenvalues against depth.](theory/theorem_2_2.svg)" in text
-    assert "| 64 | 49 |" in text
-    claims_table = rest.split('id="claims"')[1].split("</table>")[0]
-    assert "largest change" in claims_table and "49 tokens" not in claims_table
-    assert "**Not supported.**" in text and "- slope: **1.234**; has to be below 1.050" in text
-    assert results.verdict(results.read(params.load()), {})["theorems, costs and choices"]["not supported"] == 1
+def rows(section: str) -> list[list[str]]:
+    """The cells of the Markdown tables of a section, without their heads."""
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [cells for cells in lines[2:] if not cells[0].startswith(":")]
+
+
+# --- numbers at their places
+
+
+def test_every_number_of_the_tables_is_that_of_its_file(project):
+    report.main([])
+    runs, summary = (pd.read_csv(OUTPUTS / f"tables/{name}.csv") for name in ("runs", "summary"))
+    page, paper = sections(read_page()), params.load_paper().table_2
+    for row, (_, *shown) in zip(summary.itertuples(), rows(page["Table 2. Test accuracy, per cent"]), strict=True):
+        known, mean = row.variant in paper, 100 * row.test_accuracy_mean
+        difference = f"{mean - paper[row.variant]:+.2f}".replace("-", "−") if known else "–"
+        ours = f"{mean:.2f} ± {100 * row.test_accuracy_std:.2f}"
+        assert shown == [f"{paper[row.variant]:.1f}" if known else "not reported", ours, difference, "3"]
+    for row, (_, *shown) in zip(summary.itertuples(), rows(page["Spread and cost"]), strict=True):
+        made = [files.read_json(f"runs/table_2/{row.variant}/{seed}/record.json") for seed in SEEDS]
+        minutes, speed = (sum(each[key] for each in made) / 3 for key in ("seconds", "images_per_second"))
+        assert shown == [
+            f"{100 * row.test_accuracy_low:.2f} to {100 * row.test_accuracy_high:.2f}",
+            f"{100 * row.test_accuracy_min:.2f} to {100 * row.test_accuracy_max:.2f}",
+            f"{row.test_loss_mean:.4f} ± {row.test_loss_std:.4f}",
+            f"{row.train_loss_mean:.4f} ± {row.train_loss_std:.4f}",
+            "301\u202f858",
+            f"{minutes / 60:.1f}",
+            f"{speed:,.0f}".replace(",", "\u202f"),
+        ]
+    for row, (_, *shown) in zip(runs.itertuples(), rows(page["Every run"]), strict=True):
+        minutes = files.read_json(f"runs/table_2/{row.variant}/{row.seed}/record.json")["seconds"] / 60
+        numbers = [f"{100 * row.test_accuracy:.2f}", f"{row.test_loss:.4f}", f"{row.train_loss:.4f}", f"{minutes:.1f}"]
+        assert shown == [str(row.seed), "finished", *numbers]
 
 
 @pytest.mark.parametrize(
-    "value, text",
-    [(0, "0"), (None, "–"), (1.5e-13, "1.5 × 10⁻¹³"), (0.998, "0.998"), (-12.34, "−12.3"), (4096, "4\u202f096")],
+    "path, column, headings",
+    [
+        ("tables/summary.csv", "test_accuracy_std", {"Table 2. Test accuracy, per cent"}),
+        ("tables/summary.csv", "test_accuracy_mean", {"Table 2. Test accuracy, per cent"}),
+        ("tables/summary.csv", "test_accuracy_high", {"Spread and cost"}),
+        ("tables/summary.csv", "train_loss_mean", {"Spread and cost"}),
+        ("tables/runs.csv", "test_loss", {"Every run"}),
+        ("studies/fake_2_1/errors.csv", "error", {"Findings", "The error stays small"}),
+        ("studies/fake_2_1/errors.csv", "rank", {"Findings", "Rank"}),
+    ],
 )
-def test_numbers_of_findings_are_short(value, text):
-    assert report_text.compact(value) == text
+def test_a_number_of_a_file_changes_the_page_at_its_place_alone(project, path, column, headings):
+    before = pages.render(results.read())["report.md"]
+    path = OUTPUTS / path
+    row = len(pd.read_csv(path)) - 1 if "errors" in path.name else 0
+    edit_csv(path, column, row, 1.7 * pd.read_csv(path).loc[row, column])
+    after = pages.render(results.read())["report.md"]
+    old, new = sections(before), sections(after)
+    assert {heading for heading in new if new[heading] != old[heading]} == headings
 
 
-def test_missing_findings_are_named(project, capsys):
-    (OUTPUTS / "theory/findings.json").unlink()
-    with pytest.raises(SystemExit):
-        report.main([])
-    assert "paper_outputs/theory/findings.json is missing" in capsys.readouterr().err
+def test_numbers_of_a_finding_stand_in_its_section(project):
+    report.main([])
+    page = sections(read_page())
+    check = page["The error stays small"]
+    assert "- largest error: **1.3 × 10⁻⁶ units**; has to be below 3.1 × 10⁻⁵\n" in check
+    assert "upported" not in check  # a theorem never is
+    assert "**Passes.** Every error is below its tolerance. Holds; the worst case uses 4.19% of what is allowed." in check
+    assert "| 67 | 1.3e-06 |" in check and "They grow elsewhere." in check and "By depth." in check
+    assert "![Errors against depth.](figures/fake_errors.svg)" in check
+    assert "From `paper_outputs/studies/fake_2_1/*.csv`, `paper_outputs/tables/layers.csv`." in check
+    assert "- rank: **47 tokens (40.7 to 53.9)**; n = 3\n" in page["Rank"] and "**Observation.**" in page["Rank"]
+    matches = page["Claim matches"]
+    assert "OSA − ViT: **0.437 points (−0.11 to 0.83)**; has to be above −0.5; n = 3; as said" in matches
+    assert "From" not in matches  # it has no file of its own
 
 
-def test_every_number_of_the_table_is_in_its_own_file(project):
-    lines = [line for line in (OUTPUTS / "table_2.md").read_text().splitlines() if line.startswith(("| OSA", "| ViT"))]
-    for line, row in zip(lines, table_2().values(), strict=True):
-        paper, ours, difference, n = line.split("|")[2:6]
-        assert ours.strip() == f"{float(row['mean']):.2f} ± {float(row['std']):.2f}"
-        assert n.strip() == row["n_finished"]
-        if row["paper"]:
-            assert float(paper) == float(row["paper"])
-            expected = float(row["mean"]) - float(row["paper"])
-            assert float(difference.replace("−", "-")) == pytest.approx(expected, abs=0.006)
+@pytest.mark.parametrize("note, shown", [("", "n = 3"), ("worst", "n = 3; worst"), ("ViT n = 3, 1 missing",) * 2])
+def test_a_measure_says_once_how_many_runs_are_behind_it(note, shown):
+    finding = Finding("f", "F", "Section 5", OBSERVATION, "s", [Measure("m", 1.0, n=3, note=note)])
+    assert pages.measure_text(finding.measures[0], finding)["note"] == shown
 
 
-@pytest.mark.parametrize("template", sorted(report.TEMPLATES.glob("*.j2")), ids=lambda path: path.name)
+def test_findings_and_their_measures_are_files_for_machines(project):
+    report.main([])
+    found = {each["id"]: each for each in json.loads(read_page("findings.json"))}
+    assert list(found) == ["matches", "beats", "fake_errors", "fake_rank"]
+    check = found["fake_errors"]
+    assert (check["study"], check["kind"], check["verdict"]) == ("fake_2_1", "check", "passes")
+    assert check["measures"][0]["value"] == 1.3e-6 and check["measures"][0]["low"] is None
+    assert check["sources"] == ["paper_outputs/studies/fake_2_1/*.csv", "paper_outputs/tables/layers.csv"]
+    assert not {"figure", "table"} & set(check) and found["fake_rank"]["verdict"] == ""
+    with open(OUTPUTS / "measures.csv") as file:
+        first, *_, last = csv.DictReader(file)
+    assert (first["study"], first["finding"], first["finding_verdict"]) == ("section_5", "matches", "undecided")
+    assert (first["value"], first["low"], first["limit"], first["n"]) == ("0.437", "-0.11", "-0.5", "3")
+    assert (last["finding"], last["value"], last["kind"], last["limit"]) == ("fake_rank", "47", "observation", "")
+
+
+@pytest.mark.parametrize("template", sorted(pages.TEMPLATES.glob("*.j2")), ids=lambda path: path.name)
 def test_no_number_is_typed_into_a_template(template):
     text = re.sub(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}", "", template.read_text(), flags=re.S)
     text = re.sub(r"<[^>]*>", "", text)
-    text = re.sub(r"Table 2|Figure 1|(figure_1|table_2)\.\w+", "", text)
+    text = re.sub(r"Table 2|Figure 1|Section 5|(figure_1|table_2)", "", text)
     assert re.findall(r"\d+", text) == []
 
 
-def test_rows_that_the_paper_does_not_have_say_so(project):
-    for page in ("report.md", "table_2.md", "result.md"):
-        assert "| OSA (exact)<br>ours, not in the paper | not reported |" in (OUTPUTS / page).read_text()
-    html = (OUTPUTS / "table_2.html").read_text()
-    assert html.count("ours, not in the paper") == html.count("not reported") == 1
-    assert table_2()["osa_exact"]["paper"] == table_2()["osa_exact"]["difference"] == ""
+# --- verdicts
 
 
-def test_the_same_files_give_the_same_bytes(project):
-    before = {path.name: path.read_bytes() for path in OUTPUTS.iterdir() if path.is_file()}
-    assert set(before) >= {"figure_1.svg", "figure_1.png", "report.html", "report.md", "table_2.csv", "claims.csv"}
+@pytest.mark.parametrize(
+    "verdicts, headline, sentence",
+    [
+        ((SUPPORTED, SUPPORTED), "OSA does as the paper says", "2 are supported."),
+        ((SUPPORTED, NOT_SUPPORTED), "Contradicted in part", "1 is supported and 1 is not supported."),
+        ((SUPPORTED, UNDECIDED), "Undecided about OSA", "1 is supported and 1 is undecided."),
+        ((UNDECIDED, UNDECIDED), "Undecided about OSA", "2 are undecided."),
+        ((SUPPORTED, NOT_EVALUATED), "Undecided about OSA", "1 is supported and 1 is not evaluated."),
+        ((NOT_EVALUATED, NOT_EVALUATED), "OSA is not evaluated", "2 are not evaluated."),
+    ],
+)
+def test_the_headline_is_about_osa(project, fakes, verdicts, headline, sentence):
+    fakes[:] = [claim(f"c{i}", verdict, ("osa_qr", "vit")) for i, verdict in enumerate(verdicts)]
+    fakes.append(claim("ablation", NOT_SUPPORTED, ("vit", "vit_noskip")))  # is not about OSA, and counts elsewhere
+    of = results.read()
+    page = pages.render(of)
+    for name in ("result.md", "report.md"):
+        assert f"**{headline}: Of the 2 claims about it, {sentence}**" in page[name]
+    assert f'<p class="verdict">{headline}</p>' in page["report.html"]
+    assert f"<strong>Of the 2 claims about it, {sentence}</strong>" in page["report.html"]
+    counted = results.verdict(of)
+    assert counted["claims_about_osa"]["total"] == 2 and counted["claims"]["total"] == 3
+    assert counted["claims"]["not_supported"] == 1 + verdicts.count(NOT_SUPPORTED)
+
+
+def test_without_a_claim_about_osa_the_headline_says_so(project, fakes):
+    fakes[:] = []
+    of = results.read()
+    assert results.verdict(of)["about_osa"] == NOT_EVALUATED
+    assert "**OSA is not evaluated: Of the 0 claims about it, none is evaluated.**" in pages.render(of)["report.md"]
+
+
+def test_claims_of_other_studies_are_not_in_the_headline(project, monkeypatch):
+    other = claim("deep", NOT_SUPPORTED, ("osa_qr",))
+    monkeypatch.setattr(studies.module("fake_2_1"), "findings", lambda *_: [other])
+    counted = results.verdict(results.read())
+    assert counted["about_osa"] == UNDECIDED and counted["claims"]["not_supported"] == 1
+    assert counted["checks"]["total"] == 0
+
+
+def test_the_verdict_file_has_words_for_keys(project):
     report.main([])
-    assert {path.name: path.read_bytes() for path in OUTPUTS.iterdir() if path.is_file()} == before
+    verdict = json.loads(read_page("verdict.json"))
+    assert verdict == {
+        "about_osa": "undecided",
+        "claims_about_osa": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
+        "claims": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
+        "checks": {"total": 1, "passes": 1, "fails": 0, "not_evaluated": 0},
+        "observations": 1,
+        "models": 3,
+        "seeds": 3,
+        "runs": {"total": 9, "trained": 9, "diverged": 0},
+    }
+    text = read_page()
+    assert "Of all 2 claims, 2 are undecided. 1 of 1 checks pass." in text
+    assert "3 models, 3 seeds: 9 of 9 runs trained, 0 diverged." in text
+
+
+def test_a_check_that_fails_is_shown_as_failing(project):
+    edit_csv(STUDY / "errors.csv", "error", 1, 0.0071)
+    report.main([])
+    text, page = sections(read_page())["The error stays small"], read_page("report.html")
+    assert "**Fails.**" in text
+    assert "Does not hold: largest error is 0.0071 units and has to be below 3.1 × 10⁻⁵." in text
+    assert page.count('<span class="badge fails">fails</span>') == 2 and 'class="badge passes"' not in page
+    assert "0 of 1 checks pass." in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
+
+
+def test_a_check_without_a_number_is_not_evaluated(project):
+    edit_csv(STUDY / "errors.csv", "error", slice(None), math.nan)
+    text = sections(pages.render(results.read())["report.md"])["The error stays small"]
+    assert "**Not evaluated.**" in text and "Holds" not in text
+
+
+@pytest.mark.parametrize("verdict", [SUPPORTED, NOT_SUPPORTED, UNDECIDED])
+def test_the_verdict_of_a_claim_comes_from_its_measures(project, fakes, verdict):
+    good, other = claim("x", SUPPORTED, ("vit",)).measures[0], claim("x", verdict, ("vit",)).measures[0]
+    fakes[:] = [Finding("both", "Both", "Section 5", CLAIM, "a sentence", [good, other], "a rule")]
+    page = pages.render(results.read())
+    badge = f'<span class="badge {verdict.replace(" ", "-")}">{verdict}</span>'
+    assert page["report.html"].count(badge) == 3  # the first screen, the overview and its section
+    assert f"**{verdict.capitalize()}.**" in sections(page["report.md"])["Both"]
+    assert f"; {verdict}; has to be" in sections(page["report.md"])["Both"]  # each of several says its own
+
+
+def check_of(*measures: Measure) -> Finding:
+    return Finding("c", "C", "Theorem 2.1", CHECK, "s", list(measures), "a rule")
+
+
+@pytest.mark.parametrize(
+    "measures, sentence",
+    [
+        ([Measure("a", 1.0, side="below", limit=50.0)], "Holds; the worst case uses 2% of what is allowed."),
+        ([Measure("a", 1e-9, side="below", limit=1.0)], "Holds; the worst case uses under 0.1% of what is allowed."),
+        ([Measure("a", 0.0, side="below", limit=1.0)], "Holds; the worst case uses 0% of what is allowed."),
+        (
+            [Measure("a", 1.0, side="below", limit=50.0), Measure("b", 3.0, side="below", limit=4.0), Measure("c", 99.0)],
+            "Holds; the worst case uses 75% of what is allowed.",
+        ),
+        ([Measure("a", 15.0, side="above", limit=10.0)], "Holds; the worst case is 1.5 × what is asked."),
+        ([Measure("a", -1.0, side="below", limit=0.0)], "Holds."),
+        (
+            [Measure("a", 1.0, side="below", limit=50.0), Measure("b", 5.0, "m", side="below", limit=4.0)],
+            "Does not hold: b is 5 m and has to be below 4.",
+        ),
+        ([Measure("a", math.nan, side="below", limit=50.0)], ""),
+    ],
+)
+def test_how_close_a_check_came(measures, sentence):
+    assert pages.closeness(check_of(*measures)) == sentence
+
+
+# --- notices
+
+
+def notices() -> list[str]:
+    return pages.notices(results.read())
+
+
+def test_nothing_is_told_first_where_there_is_nothing_to_tell(project):
+    assert notices() == []
+    report.main([])
+    assert "\n>" not in read_page() and 'class="notices"' not in read_page("report.html")
+    assert "\nNone: every value of the recipe" in read_page()
+
+
+OTHER_CODE = (
+    "runs were made by other code than is here (code {codes}; here {here}): `dvc repro` trains them again, "
+    "`python -m pipeline.replay` confirms them where every bit agrees."
+)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_runs_of_other_code_are_told(project, count):
+    if count == 9:
+        for variant, seed in itertools.product(VARIANTS, SEEDS):
+            edit_record(f"{variant}/{seed}", code_sha256="0ddc0de5" * 8)
+    edit_record("vit/1", code_sha256="badc0de5" * 8)
+    codes = "badc0de5" if count == 1 else "0ddc0de5, badc0de5"
+    assert notices() == [f"{count} of 9 {OTHER_CODE.format(codes=codes, here=record.code_sha256()[:8])}"]
+
+
+def test_a_replay_of_todays_code_confirms_a_run(project):
+    edit_record("vit/1", code_sha256="badc0de5" * 8, replays=[{"code_sha256": record.code_sha256()}])
+    assert notices() == []
+    edit_record("vit/1", replays=[{"code_sha256": "f00" * 8}])
+    assert len(notices()) == 1
+
+
+def test_uncommitted_changes_are_told(project):
+    edit_record("vit/1", environment={"git_dirty": True})
+    assert notices() == ["1 of 9 runs were made with uncommitted changes."]
+    edit_record("vit/1", environment={"git_dirty": None})  # made where there is no git
+    assert notices() == []
+
+
+def test_other_data_are_told(project):
+    edit_record("vit/1", data_sha256="beef" * 16)
+    assert notices() == ["Not all runs share the same data: see Provenance."]
+
+
+def test_runs_older_than_the_rules_are_told(project):
+    edit_paper(lambda raw: raw.update(rules_since="2026-11-22T10:00:00+01:00"))
+    edit_record("vit/1", started_at="2026-11-22T08:59:59+00:00")
+    edit_record("vit/2", started_at="2026-11-22T09:00:00+00:00")
+    told = "runs are older than the rules that judge them, which date from 2026-11-22 09:00 UTC."
+    assert notices() == [f"1 of 9 {told}"]
+
+
+def test_a_study_of_other_code_is_told(project):
+    files.write_json(STUDY / "record.json", {"source_sha256": "other"})
+    assert notices() == ["Measured by other code than is here: fake_2_1."]
+
+
+def test_missing_and_diverged_runs_are_told_first(project):
+    shutil.rmtree("runs/table_2/vit/0")
+    path = OUTPUTS / "tables/runs.csv"
+    table = pd.read_csv(path)
+    for (variant, seed), status in {("vit", 0): "missing", ("osa_qr", 1): "diverged"}.items():
+        row = table.index[(table["variant"] == variant) & (table["seed"] == seed)]
+        edit_csv(path, "status", row, status)
+        for column in ("train_loss", "test_loss", "test_accuracy"):
+            edit_csv(path, column, row, math.nan)
+    edit_csv(path, "diverged_at_step", row, 819)
+    edit_csv(OUTPUTS / "tables/summary.csv", "n_finished", 0, 2)
+    edit_csv(OUTPUTS / "tables/summary.csv", "n_diverged", 0, 1)
+    report.main([])
+    for name in ("report.md", "report.html"):
+        head = read_page(name).split("Table 2")[0]
+        assert "8 of 9 runs trained, 1 diverged" in head
+        assert "1 of 9 runs not trained yet: vit/0." in head
+        assert "1 of 9 runs diverged and have no final accuracy: osa_qr/1." in head
+    page = sections(read_page())
+    assert rows(page["Table 2. Test accuracy, per cent"])[0][-1] == "2<br>1 diverged"
+    assert ["OSA (QR)", "1", "diverged<br>at step 819", "–", "–", "–"] in [row[:6] for row in rows(page["Every run"])]
+    assert ["ViT", "0", "missing", "–", "–", "–", "–"] in rows(page["Every run"])
+
+
+def test_one_seed_has_no_spread(project):
+    for column in ("test_accuracy", "test_loss", "train_loss"):
+        for name in ("std", "low", "high"):
+            edit_csv(OUTPUTS / "tables/summary.csv", f"{column}_{name}", slice(None), math.nan)
+    edit_csv(OUTPUTS / "tables/summary.csv", "n_finished", slice(None), 1)
+    edit_csv(OUTPUTS / "tables/curves.csv", "n", slice(None), 1)
+    assert notices() == ["One run per model: no spread, no interval, and no comparison of models is decided."]
+    page = sections(pages.render(results.read())["report.md"])
+    table = page["Table 2. Test accuracy, per cent"]
+    assert "±" not in table.replace("mean ± standard", "") and "band" not in page["Figure 1. Loss curves"]
+
+
+def test_departures_are_told_first_and_listed(project):
+    def change(raw):
+        raw["train"] |= {"epochs": 3, "eps": 1e-6}
+        raw["variants"]["vit"]["overrides"] = {"train": {"batch_size": 61}}
+        raw["variants"]["osa_exact"]["overrides"] = {"train": {"learning_rate": 1.0}}  # ours: it departs from nothing
+
+    write_params(change)
+    write_tables()
+    assert notices() == [
+        "Not the paper's setting: train.epochs is 3, in the paper 10; train.batch_size is 61, in the paper 128. "
+        "A difference to its numbers is no failure to replicate them.",
+        "Chosen otherwise than in our recipe, where the paper states nothing: train.eps is 1e-06, in the recipe 1e-08.",
+    ]
+    assert rows(sections(pages.render(results.read())["report.md"])["Departures from the recipe"]) == [
+        ["`train.epochs`", "10", "3", "OSA (QR), ViT"],
+        ["`train.eps`", "1e-08<br>our choice", "1e-06", "OSA (QR), ViT"],
+        ["`train.batch_size`", "128", "61", "ViT"],
+    ]
+
+
+def test_provenance_lists_every_value_that_occurs(project):
+    edit_record("vit/1", resumptions=2, environment={"git_commit": None, "torch": "2.12.0"})
+    report.main([])
+    facts = json.loads(read_page("provenance.json"))
+    assert facts["runs"]["torch"] == {"2.11.0": 8, "2.12.0": 1} and facts["runs"]["commit"]["not recorded"] == 1
+    assert facts["code_sha256_here"] == record.code_sha256() and facts["stale_studies"] == []
+    text = sections(read_page())["Provenance"]
+    assert "| `torch` | 2.11.0 (8 runs)<br>2.12.0 (1 run) |" in text and "| `resumptions` | 2 |" in text
+
+
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (
+            lambda: write_params(lambda raw: raw["train"].update(learning_rate=0.001)),
+            "runs/table_2/osa_qr/0/record.json was made with other parameters",
+        ),
+        (lambda: write_params(lambda raw: raw["run"].update(seeds=[0, 1])), "`dvc repro tables`"),
+        (lambda: (OUTPUTS / "tables/curves.csv").unlink(), "paper_outputs/tables/curves.csv"),
+        (lambda: shutil.rmtree(STUDY), "`dvc repro fake_2_1`"),
+    ],
+    ids=["records of other parameters", "tables of other runs", "no table", "no study"],
+)
+def test_what_is_missing_or_does_not_belong_is_named(project, capsys, damage, sentence):
+    damage()
+    with pytest.raises(SystemExit):
+        report.main([])
+    assert sentence in capsys.readouterr().err
+
+
+# --- pages
 
 
 class Page(HTMLParser):
-    """The tags of a page, what it links to, and the text of its title."""
+    """The tags of a page, what it links to, its ids and its texts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -214,70 +591,132 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def test_the_page_stands_alone(reported):
-    text = (reported / OUTPUTS / "report.html").read_text()
+def test_the_page_stands_alone(drawing):
+    text = pages.render(results.read())["report.html"]
     page = Page(text)
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert not re.search(r"url\((?!#)|@import", text)
     assert len(page.ids) == len(set(page.ids))
-    assert {target for target in page.targets if not target.startswith("#")} == set()
-    assert {target[1:] for target in page.targets} <= set(page.ids)
+    assert {target for target in page.targets if not target.startswith("#")} == {params.load_paper().link}
+    assert {target[1:] for target in page.targets if target.startswith("#")} <= set(page.ids)
+    assert {"finding-matches", "finding-fake-errors", "study-fake_2_1"} <= set(page.ids)
 
 
-def test_the_verdict_every_claim_and_table_2_are_the_first_screen(reported):
-    text = (reported / OUTPUTS / "report.html").read_text()
+def test_headline_claims_and_table_2_are_the_first_screen(project):
+    text = pages.render(results.read())["report.html"]
     head = text[text.index("<header>") : text.index("</header>")]
-    verdict = json.loads((reported / OUTPUTS / "verdict.json").read_text())
-    assert verdict["overall"] in head and f"Of {verdict['claims']['total']} claims" in head
-    assert "18 of 18 runs trained, 0 diverged" in head
-    assert verdict["claims"]["total"] == 9
-    assert head.count('class="badge') == 9 + verdict["theorems, costs and choices"]["total"]
-    assert head.count("<table") == 1 and all(row["model"] in head for row in table_2().values())
+    assert "Undecided about OSA" in head and head.count('class="badge undecided"') == 2
+    assert '<a href="#finding-matches">Claim matches</a>' in head and "The error stays small" not in head
+    assert head.count("<table") == 1 and all(label in head for label in ("OSA (QR)", "ViT", "OSA (exact)"))
 
 
-def test_text_from_params_is_escaped(empty):
-    evil = '<script>alert("1")</script> & | *b*'
+def test_studies_stand_in_order_under_their_questions(project):
+    text = pages.render(results.read())["report.md"]
+    headings = list(sections(text))
+    expected = ["Section 5", "Claim matches", "Claim beats", "Theorem 2.1", "The error stays small", "Rank"]
+    assert headings[headings.index("Section 5") :][: len(expected)] == expected
+    assert "## Theorem 2.1\n\nWhether errors grow.\n" in text
 
-    def change(raw):
-        raw["run"]["variants"] = ["vit"]
-        raw["report"]["labels"]["vit"] = evil
-        raw["claims"]["osa_matches_vit"]["sentence"] = evil
-        raw["claims"]["osa_matches_vit"]["title"] = evil
-        raw["report"]["choices"][0]["why"] = evil
 
-    make(empty, change, seeds=[0])
+def test_a_formula_begins_as_it_is_written(fakes):
+    studies.module("fake_2_1").__doc__ = "Theorem 2.1: exp(S) is\northogonal.\n\nMore."
+    assert pages.study_heading("fake_2_1")["question"] == "exp(S) is orthogonal."
+
+
+@pytest.mark.parametrize(
+    "text, markdown, page",
+    [
+        ("run `dvc repro x_*`", "run `dvc repro x_*`", "run <code>dvc repro x_*</code>"),
+        ("`<i>` & *b*", "`&lt;i&gt;` &amp; \\*b\\*", "<code>&lt;i&gt;</code> &amp; *b*"),
+        ("one ` alone*", "one \\` alone\\*", "one ` alone*"),
+        ("x_l _y_ [z]\nend", "x_l \\_y\\_ \\[z\\]<br>end", "x_l _y_ [z]\nend"),
+    ],
+)
+def test_code_between_backticks_is_code_and_all_else_is_text(text, markdown, page):
+    assert pages.markdown(text) == markdown
+    assert pages.prose(text) == page
+
+
+def test_a_study_is_added_without_an_edit(project, monkeypatch):
+    third = types.SimpleNamespace(__doc__="How fast it is.", place=-1, findings=lambda *_: [claim("z", SUPPORTED, ())])
+    known = studies.module
+    monkeypatch.setattr(studies, "names", lambda: ["fake_2_1", "quite_new", "section_5"])
+    monkeypatch.setattr(studies, "module", lambda name: third if name == "quite_new" else known(name))
+    text = pages.render(results.read())["report.md"]
+    assert text.index("## Quite new\n\nHow fast it is.") < text.index("## Section 5")
+
+
+def test_text_of_findings_and_params_is_escaped(drawing, fakes):
+    write_params(lambda raw: raw["labels"].update(vit=EVIL))
+    table = Table([EVIL, "b"], [[EVIL, EVIL]], note=EVIL)
+    measure = Measure(EVIL, 1.0, EVIL, note=EVIL, verdict=SUPPORTED)
+    fakes[:] = [Finding("evil", EVIL, EVIL, CLAIM, EVIL, [measure], EVIL, table, caption=EVIL, remark=EVIL, sources=["x"])]
+    report.main([])
     for name in ("report.html", "table_2.html", "report.md", "table_2.md", "result.md"):
-        text = (OUTPUTS / name).read_text()
+        text = read_page(name)
         assert "<script" not in text and "&lt;script&gt;" in text
-    page = Page((OUTPUTS / "report.html").read_text())
-    assert evil in page.texts  # and reads as it was written
-    assert "\\| \\*b\\*" in (OUTPUTS / "table_2.md").read_text()
+    assert Page(read_page("report.html")).texts.count(EVIL) > 10  # and reads as it was written
+    assert "\\| \\*b\\*" in read_page("table_2.md")
     ElementTree.parse(OUTPUTS / "figure_1.svg")
 
 
-def test_figure_files(reported):
-    svg = ElementTree.parse(reported / OUTPUTS / "figure_1.svg").getroot()
+def test_models_that_the_paper_does_not_have_say_so(project):
+    rendered = pages.render(results.read())
+    for name in ("report.md", "table_2.md", "result.md"):
+        assert rendered[name].count("| OSA (exact)<br>ours, not in the paper | not reported |") == 1
+    assert rendered["table_2.html"].count("ours, not in the paper") == rendered["table_2.html"].count("not reported") == 1
+
+
+def test_a_model_is_added_in_params_alone(drawing):
+    def change(raw):
+        raw["run"]["variants"] = ["vit", "wide_vit"]
+        raw["variants"]["wide_vit"] = raw["variants"]["vit"] | {"overrides": {"model": {"embed_dim": 20}}}
+
+    write_params(change)
+    write_tables()
+    report.main([])
+    for name in ("report.md", "report.html", "table_2.md", "table_2.html", "result.md", "figure_1.svg"):
+        assert "wide_vit" in read_page(name)
+    assert "`dvc repro train@vit-0`" in read_page()
+    assert "| wide_vit<br>ours, not in the paper |" in read_page()
+
+
+def test_the_same_files_give_the_same_bytes(drawing):
+    def outputs():
+        return {str(path): path.read_bytes() for path in OUTPUTS.rglob("*") if path.is_file()}
+
+    report.main([])
+    before = outputs()
+    stage = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]["report"]
+    declared = {next(iter(out)) for out in stage["outs"]}
+    inputs = ("paper_outputs/tables/", "paper_outputs/studies/")
+    made = {name for name in before if not name.startswith(inputs)}
+    assert {"paper_outputs/figures" if "/figures/" in name else name for name in made} == declared
+    report.main([])
+    assert outputs() == before
+
+
+def test_figures_of_findings_that_are_gone_are_removed(project):
+    for name in ("figures/gone.svg", "figures/gone.png"):
+        files.write_text(OUTPUTS / name, "")
+    report.main([])
+    assert {path.name for path in (OUTPUTS / "figures").iterdir()} == {"fake_errors.svg", "fake_errors.png"}
+
+
+def test_figure_1(drawing):
+    report.main([])
+    svg = ElementTree.parse(OUTPUTS / "figure_1.svg").getroot()
     words = {"".join(text.itertext()) for text in svg.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"Train loss", "Test loss", "Epoch", "OSA (QR)", "ViT (no skip, no LN)", "OSA (exact)"} <= words
-    png = (reported / OUTPUTS / "figure_1.png").read_bytes()
+    assert {"Train loss", "Test loss", "Epoch", "OSA (QR)", "ViT", "OSA (exact)"} <= words
+    png = (OUTPUTS / "figure_1.png").read_bytes()
     width, height = struct.unpack(">II", png[16:24])
     assert png.startswith(b"\x89PNG") and (width, height) == (1440, 760)
-    assert b"matplotlib" not in png
-
-
-def test_a_model_looks_the_same_everywhere(reported):
-    raw = yaml.safe_load((reported / "params.yaml").read_text())
-    looks = figures.looks(list(raw["variants"]))
-    svg, html = ((reported / OUTPUTS / name).read_text() for name in ("figure_1.svg", "report.html"))
-    for look in looks.values():
-        assert f"stroke: {look.colour}" in svg and f"stroke: {look.on_page}" in html
-        assert f'stroke="{look.on_page}"' in html
-
-
-def test_looks_do_not_recur_soon_and_read_without_colour():
-    looks = list(figures.looks([f"v{i}" for i in range(42)]).values())
-    assert len(set(looks)) == 42
-    assert len({look.dashes for look in looks[:6]}) == 6
+    assert matplotlib.__name__.encode() not in png
+    for variant in VARIANTS:
+        look = looks.look(variant)
+        assert f"stroke: {look.colour}" in read_page("figure_1.svg")
+        assert f"stroke: {look.on_page}" in read_page("report.html")
+        assert f'stroke="{look.on_page}"' in read_page("report.html")
 
 
 def test_panels_on_a_page_share_no_id_and_follow_its_colours():
@@ -289,136 +728,23 @@ def test_panels_on_a_page_share_no_id_and_follow_its_colours():
     )
 
 
-def test_a_variant_is_added_in_params_alone(empty):
-    def change(raw):
-        raw["run"]["variants"] = ["vit", "wide_vit"]
-        raw["variants"]["wide_vit"] = raw["variants"]["vit"] | {"overrides": {"model": {"embed_dim": 20}}}
-
-    make(empty, change, seeds=[0, 1])
-    for name in ("report.md", "report.html", "table_2.md", "table_2.html", "result.md", "figure_1.svg"):
-        assert "wide_vit" in (OUTPUTS / name).read_text()
-    assert table_2()["wide_vit"]["model"] == "wide_vit" and table_2()["wide_vit"]["paper"] == ""
-    assert "`dvc repro train@wide_vit-0 train@wide_vit-1`" in (OUTPUTS / "report.md").read_text()
+def test_looks_do_not_recur_soon_and_read_without_colour():
+    names = [f"v{i}" for i in range(35)]
+    found = [looks.look(name, names) for name in (*looks.MODELS, *names)]
+    assert len(set(found)) == 42
+    assert len({look.dashes for look in found[:6]}) == 6
 
 
-def test_claims_about_models_that_were_not_run_are_not_evaluated(empty):
-    make(empty, lambda raw: raw["run"].update(variants=["vit", "vit_noskip"]), seeds=[0, 1])
-    with open(OUTPUTS / "claims.csv") as file:
-        verdicts = {row["claim"]: row["claim_verdict"] for row in csv.DictReader(file)}
-    assert verdicts["qr_is_stable"] == verdicts["osa_matches_vit"] == verdicts["norm_matters_most"] == "not evaluated"
-    assert verdicts["removal_costs_speed"] != "not evaluated"  # one of its two comparisons has its runs
-    assert "7 are not evaluated." in (OUTPUTS / "report.md").read_text()
+@pytest.mark.parametrize("method, model", looks.METHODS.items())
+def test_a_method_looks_like_its_model(method, model):
+    assert looks.look(method) == looks.look(model)
 
 
-def test_missing_and_diverged_runs_are_told_first(empty):
-    synthetic.write_project(empty, diverged={("osa_ns", 1)})
-    shutil.rmtree("runs/vit/0")
-    Path("records/vit/0.json").unlink()
-    synthetic.measure()
-    report.main([])
-    for name in ("report.md", "report.html"):
-        head = (OUTPUTS / name).read_text().split("Table 2")[0]
-        assert "17 of 18 runs trained, 1 diverged" in head
-        assert "1 of 18 runs not trained yet: vit/0." in head
-        assert "1 of 18 runs diverged and have no final accuracy: osa" in head
-    text = (OUTPUTS / "report.md").read_text()
-    assert "| 2<br>1 diverged |" in text
-    assert "diverged<br>at step 819" in text
-    assert strangers(text) == []
-
-
-def test_a_single_diverged_run_still_makes_a_report(empty):
-    make(empty, lambda raw: raw["run"].update(variants=["vit"]), seeds=[0], diverged={("vit", 0)})
-    text = (OUTPUTS / "report.md").read_text()
-    assert "| ViT | 97.2 | – | – | 0<br>1 diverged |" in text and strangers(text) == []
-
-
-def test_one_seed_has_no_spread(empty):
-    make(empty, lambda raw: raw["run"].update(variants=["osa_qr", "vit"]), seeds=[3])
-    text = (OUTPUTS / "report.md").read_text()
-    assert "One run per model" in text and "±" not in text.split("## Figure 1")[0].replace("mean ± standard", "")
-    assert json.loads((OUTPUTS / "verdict.json").read_text())["claims"]["undecided"] == 3
-    assert "band" not in text.split("## Claims")[0]
-
-
-def test_departures_from_the_paper_are_listed_and_told_first(empty):
-    def change(raw):
-        raw["run"]["variants"] = ["vit", "vit_noskip"]
-        raw["train"]["epochs"] = 3
-        raw["variants"]["vit"]["overrides"] = {"train": {"batch_size": 61}}
-
-    make(empty, change, seeds=[0])
-    text = (OUTPUTS / "report.md").read_text()
-    head, rest = text.split("## Table 2")
-    assert "Not the paper's setting: train.epochs is 3, in the paper 10; train.batch_size is 61, in the paper" in head
-    assert "| `train.epochs` | 10 | 3 | ViT, ViT (no skip) |" in rest
-    assert "| `train.batch_size` | 128 | 61 | ViT |" in rest
-
-
-def test_without_departures_the_report_says_none(reported):
-    assert "\nNone: every value that the paper states is used" in (reported / OUTPUTS / "report.md").read_text()
-
-
-def test_provenance_lists_every_value_that_occurs(project):
-    path = Path("records/vit/1.json")
-    record = json.loads(path.read_text())
-    record["data_sha256"] = "another"
-    record["environment"] |= {"git_commit": None, "torch": "2.12.0"}
-    path.write_text(json.dumps(record))
-    report.main([])
-    facts = json.loads((OUTPUTS / "provenance.json").read_text())["runs"]
-    assert facts["torch"] == {"2.11.0": 17, "2.12.0": 1} and facts["commit"]["not recorded"] == 1
-    text = (OUTPUTS / "report.md").read_text()
-    assert "2.11.0 (17 runs)<br>2.12.0 (1 runs)" in text
-    assert "Not all runs share the same data" in text.split("## Table 2")[0]
-
-
-def test_runs_of_other_parameters_are_refused(project, capsys):
-    edit_params(lambda raw: raw["train"].update(learning_rate=0.001))
-    with pytest.raises(SystemExit):
-        report.main([])
-    assert "records/osa_qr/0.json was made with other parameters" in capsys.readouterr().err
-
-
-def test_an_evaluation_of_other_runs_is_refused(project, capsys):
-    edit_params(lambda raw: raw["run"].update(seeds=[0, 1]))
-    with pytest.raises(SystemExit):
-        report.main([])
-    assert "`dvc repro tables`" in capsys.readouterr().err
-
-
-def test_a_missing_table_is_named(project, capsys):
-    (OUTPUTS / "tables/layers.csv").unlink()
-    with pytest.raises(SystemExit):
-        report.main([])
-    assert "paper_outputs/tables/layers.csv" in capsys.readouterr().err
-
-
-def claim_error(change, empty) -> str:
-    synthetic.write_params(empty, change)
-    with pytest.raises(UserError) as caught:
-        params.load()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda raw: raw["claims"]["qr_is_stable"].update(models=["osa_q"]), "did you mean 'osa_qr'"),
-        (lambda raw: raw["claims"]["qr_is_stable"].update(definition="{limit}"), "limit"),
-        (lambda raw: raw["claims"]["osa_faster_than_noskip"].update(at_most_factor=2.0), "at_most_factor"),
-        (lambda raw: raw["claims"]["osa_matches_vit"].update(tolerance_points=-1), "tolerance_points"),
-        (lambda raw: raw["claims"]["osa_matches_vit"].update(kind="beauty"), "osa_matches_vit"),
-        (lambda raw: raw["paper"]["table_2"].update(vitt=97.2), "paper.table_2 names 'vitt'"),
-        (lambda raw: raw["report"]["choices"][0].update(key="data.pixels"), "data.pixels"),
-        (lambda raw: raw["paper"]["settings"]["train"].update(epoch=10), "paper.settings"),
-    ],
-)
-def test_mistakes_in_claims_and_report_are_named(empty, change, message):
-    assert message in claim_error(change, empty)
+# --- README
 
 
 def test_readme_gets_the_result_between_its_markers(project):
+    report.main([])
     Path("README.md").write_text("above\n<!-- results -->\nold\n<!-- /results -->\nbelow\n")
     report.main(["--readme"])
     first = Path("README.md").read_text()
@@ -428,82 +754,7 @@ def test_readme_gets_the_result_between_its_markers(project):
     assert Path("README.md").read_text() == first
 
 
-def test_readme_without_markers_is_an_error(project, capsys):
-    Path("README.md").write_text("<!-- /results --> <!-- results -->\n")
-    with pytest.raises(SystemExit):
-        report.main(["--readme"])
-    assert "<!-- results -->" in capsys.readouterr().err
-    assert Path("README.md").read_text() == "<!-- /results --> <!-- results -->\n"
-
-
-@pytest.mark.skipif(not README.exists(), reason="the README is not written yet")
-def test_the_repositorys_readme_is_current():
-    readme = README.read_text()
-    result = (synthetic.ROOT / OUTPUTS / "result.md").read_text()
-    assert report.with_result(readme, result) == readme
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (report_text.fixed(-0.004, 2), "0.00"),
-        (report_text.fixed(-1.5, 1), "−1.5"),
-        (report_text.fixed(math.nan, 1), "–"),
-        (report_text.signed(0.25, 1), "+0.2"),
-        (report_text.signed(-2.44, 1), "−2.4"),
-        (report_text.mean_std(97.126, math.nan, 2), "97.13"),
-        (report_text.mean_std(97.126, 0.5, 2), "97.13 ± 0.50"),
-        (report_text.interval(-1, 2, 0), "−1 to 2"),
-        (report_text.interval(math.nan, math.nan, 0), "–"),
-        (report_text.scientific(1.23e-6), "1.2 × 10⁻⁶"),
-        (report_text.scientific(0.0), "0.0 × 10⁰"),
-        (report_text.grouped(1234567), "1\u202f234\u202f567"),
-        (report_text.per_cent(0.95), "95%"),
-        (report_text.plain(True), "true"),
-    ],
-)
-def test_numbers_as_text(text, expected):
-    assert text == expected
-
-
-@pytest.mark.parametrize(
-    "count, sentence",
-    [
-        ((3, 0, 0, 0), "Of 3 claims, 3 are supported."),
-        ((1, 1, 0, 0), "Of 2 claims, 1 is supported and 1 is not supported."),
-        ((2, 1, 3, 1), "Of 7 claims, 2 are supported, 1 is not supported, 3 are undecided and 1 is not evaluated."),
-    ],
-)
-def test_tally(count, sentence):
-    names = dict(zip(report_text.claims.VERDICTS, count, strict=True))
-    assert report_text.tally(names | {"total": sum(count)}, "claims") == sentence
-
-
-def test_tally_says_where_the_undecided_lean():
-    count = dict(zip(report_text.claims.VERDICTS, (1, 0, 2, 0), strict=True)) | {"total": 3}
-    assert report_text.tally(count, "claims", 1).endswith("2 are undecided. 1 of the undecided leans the paper's way.")
-    assert report_text.tally(count, "claims", 2).endswith("2 are undecided. 2 of the undecided lean the paper's way.")
-
-
-@pytest.mark.parametrize("first, leaning", [(97.0, True), (96.0, False)])
-def test_a_claim_leans_only_if_its_value_is_on_its_side(first, leaning):
-    runs = test_claims.results({"a": [first], "b": [97.0]})
-    assert results.leans(*claims.judge(test_claims.accuracy_claim(), runs)) == leaning
-
-
-def test_a_decided_claim_does_not_lean():
-    runs = test_claims.results({"a": [97.0, 97.1], "b": [97.0, 97.1]})
-    assert not results.leans(*claims.judge(test_claims.accuracy_claim(), runs))
-
-
-@pytest.mark.parametrize(
-    "verdicts, word",
-    [
-        ({"supported"}, "Replicated"),
-        ({"supported", "undecided"}, "Consistent so far"),
-        ({"supported", "undecided", "not supported"}, "Contradicted in part"),
-        ({"undecided", "not evaluated"}, "Undecided"),
-    ],
-)
-def test_overall_verdict(verdicts, word):
-    assert results.overall(verdicts) == word
+def test_readme_without_markers_is_an_error(project):
+    text = "<!-- /results --> <!-- results -->\n"
+    with pytest.raises(UserError, match="<!-- results -->"):
+        report.with_result(text, "result")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pipeline import params, tables
-from pipeline.errors import UserError
-from pipeline.summary import summarise
+from pipeline import tables
+from pipeline.core import params
+from pipeline.core.errors import UserError
+from pipeline.statistics import summarise
 from tests.pipeline import synthetic
 
 
@@ -42,7 +43,7 @@ def run_row(folder, variant, seed):
 
 
 def test_statistics_by_hand():
-    s = summarise([1.0, 2.0, 4.0, 9.0], 0.95)
+    s = summarise([1.0, 2.0, 4.0, 9.0])
     half = 3.182446305 * math.sqrt(38 / 3) / 2  # t(0.975, 3) from a table
     assert (s.n, s.mean, s.min, s.max) == (4, 4.0, 1.0, 9.0)
     assert s.std == pytest.approx(math.sqrt(38 / 3))
@@ -50,14 +51,14 @@ def test_statistics_by_hand():
 
 
 def test_statistics_of_one_value_have_no_spread_and_of_none_no_mean():
-    one, none = summarise([0.5], 0.95), summarise([], 0.95)
+    one, none = summarise([0.5]), summarise([])
     assert (one.n, one.mean, one.min, one.max) == (1, 0.5, 0.5, 0.5)
     assert all(map(math.isnan, (one.std, one.low, one.high)))
     assert none.n == 0 and all(map(math.isnan, (none.mean, none.std, none.low, none.min, none.max)))
 
 
 def test_tables_hold_what_evaluate_measured(finished):
-    measured = json.loads((finished / "runs/vit_noskip/1/evaluation.json").read_text())
+    measured = json.loads((finished / "runs/table_2/vit_noskip/1/evaluation.json").read_text())
     row = run_row(finished, "vit_noskip", 1)
     assert (row["test_loss"], row["test_accuracy"]) == (measured["test_loss"], measured["test_accuracy"])
     mine = {
@@ -71,6 +72,7 @@ def test_tables_hold_what_evaluate_measured(finished):
 def test_softmax_attention_has_no_orthogonality(finished):
     assert set(table(finished, "layers")["variant"]) == {"osa_qr", "osa_ns", "osa_exact"}
     assert len(table(finished, "layers")) == 3 * 3 * 3 * 2  # models, seeds, layers, heads
+    assert table(finished, "layers").columns.tolist() == ["variant", "seed", *tables.MEASURED["layers"]]
 
 
 def test_summary_is_over_the_runs(finished):
@@ -87,7 +89,7 @@ def test_curves_by_hand():
     histories = pd.DataFrame({"seed": [0, 0, 1, 1], "step": [0, 1, 0, 1], "train_loss": [2.0, 1.0, 4.0, math.nan]})
     histories["epoch"] = histories["step"] / 7
     histories = histories.assign(variant="a", train_accuracy=0.5, test_loss=1.0, test_accuracy=0.5)
-    curves = tables.summarise_curves(histories, 0.95).query("curve == 'train_loss'").set_index("step")
+    curves = tables.summarise_curves(histories).query("curve == 'train_loss'").set_index("step")
     assert curves.loc[0, ["n", "mean", "min", "max"]].tolist() == [2, 3.0, 2.0, 4.0]
     assert curves.loc[0, "std"] == pytest.approx(math.sqrt(2))
     assert curves.loc[1, ["n", "mean"]].tolist() == [1, 1.0]  # the diverged seed has no value there
@@ -115,13 +117,13 @@ def test_runs_need_no_weights(project):
 
 
 def test_missing_and_unlisted_runs_are_named(project, capsys):
-    shutil.rmtree("runs/vit/1")
-    (project / "runs/vit/2/evaluation.json").unlink()
-    shutil.copytree("runs/osa_qr/0", "runs/osa_qr/5")
+    shutil.rmtree("runs/table_2/vit/1")
+    (project / "runs/table_2/vit/2/evaluation.json").unlink()
+    shutil.copytree("runs/table_2/osa_qr/0", "runs/table_2/osa_qr/5")
     tables.main()
     warnings = capsys.readouterr().err
     assert "2 of 18 runs of params.yaml are not trained and evaluated yet: vit/1, vit/2" in warnings
-    assert "left out, because params.yaml does not list them: runs/osa_qr/5" in warnings
+    assert "left out, because params.yaml does not list them: runs/table_2/osa_qr/5" in warnings
     assert run_row(project, "vit", 1)["status"] == "missing"
     row = table(project, "summary").set_index("variant").loc["vit"]
     assert (row["n_finished"], row["n_missing"]) == (1, 2)
@@ -130,12 +132,24 @@ def test_missing_and_unlisted_runs_are_named(project, capsys):
 
 
 def test_whole_numbers_stay_whole_beside_missing_runs(project):
-    shutil.rmtree("runs/vit/1")
+    shutil.rmtree("runs/table_2/vit/1")
     tables.main()
     assert (
-        f",{json.loads(Path('runs/vit/0/metrics.json').read_text())['num_parameters']},"
+        f",{json.loads(Path('runs/table_2/vit/0/metrics.json').read_text())['num_parameters']},"
         in (project / "paper_outputs/tables/runs.csv").read_text()
     )
+
+
+def test_an_evaluation_that_measured_less_leaves_its_columns_empty(project):
+    path = project / "runs/table_2/osa_ns/1/evaluation.json"
+    measured = json.loads(path.read_text())
+    for row in measured["layers"]:
+        del row["layer_kappa"]
+    path.write_text(json.dumps(measured))
+    tables.main()
+    layers = table(project, "layers")
+    without = (layers["variant"] == "osa_ns") & (layers["seed"] == 1)
+    assert layers["layer_kappa"].isna().equals(without)
 
 
 def test_no_run_at_all_is_an_error_with_the_remedy(project, capsys):
@@ -163,12 +177,12 @@ def test_diverged_runs_are_counted_and_not_averaged(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_of_an_earlier_training_is_refused(project, capsys):
-    path = project / "runs/osa_ns/1/metrics.json"
+    path = project / "runs/table_2/osa_ns/1/metrics.json"
     path.write_text(path.read_text().replace("}", ' , "again": 1}'))
     with pytest.raises(SystemExit):
         tables.main()
     message = capsys.readouterr().err
-    assert "runs/osa_ns/1/evaluation.json is of an earlier training: run `dvc repro evaluate@osa_ns-1`" in message
+    assert "runs/table_2/osa_ns/1/evaluation.json is of an earlier training: run `dvc repro evaluate@osa_ns-1`" in message
 
 
 def test_runs_without_a_single_finished_one_have_empty_tables(tmp_path, monkeypatch):

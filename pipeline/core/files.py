@@ -1,0 +1,87 @@
+"""Files that are either whole or absent: everything is written under a temporary name and then renamed."""
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from pipeline.core.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]  # of the repository whose code is running
+DIGITS = 6  # significant ones in every file: beyond them shows the order of additions, which changes with the threads
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """`write_bytes` of UTF-8 text, newlines as they are."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: str | Path, value: object) -> None:
+    """Writes JSON whose bytes depend on `value` alone: sorted keys, and null for numbers that are not finite."""
+    write_text(path, json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """Reads JSON. Raises UserError naming the file if it is absent or not JSON."""
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: run `dvc repro` to make it.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): delete it and run `dvc repro`.") from None
+
+
+def write_csv(path: str | Path, table: pd.DataFrame) -> None:
+    """Writes a table with floats to `DIGITS` significant digits."""
+    write_text(path, table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n"))
+
+
+def read_csv(path: str | Path) -> pd.DataFrame:
+    """Reads a table. Raises UserError naming the file if it is absent or no table."""
+    try:
+        return pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): run `dvc repro` to make it.") from None
+
+
+def rounded(value: float) -> float:
+    """`value` to the significant digits that files hold, so that a text made from it and a file agree."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def rounded_table(table: pd.DataFrame) -> pd.DataFrame:
+    """`rounded` of every float of a table."""
+    return table.apply(lambda column: column.map(rounded) if column.dtype.kind == "f" else column)
+
+
+def sha256(path: str | Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

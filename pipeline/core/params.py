@@ -1,0 +1,418 @@
+"""The typed schema of params.yaml and of pipeline/paper.yaml, and their only reader.
+
+params.yaml holds what one edits: the sections below, and one for each study, whose schema stands beside the study's code.
+paper.yaml holds what the paper says: its numbers, its recipe, its claims, and what it leaves open.
+"""
+
+import difflib
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from ruamel.yaml import YAML, YAMLError
+
+from pipeline.core.errors import UserError
+from pipeline.core.files import ROOT
+
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also a stage name and a folder
+Seed = Annotated[int, Field(ge=0)]
+Seeds = Annotated[list[Seed], Field(min_length=1)]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
+SHARED = get_args(SharedSection)
+Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
+
+
+class Section(BaseModel):
+    """A block of params.yaml: unknown keys and numbers written as text are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    variants: Annotated[list[Name], Field(min_length=1)]
+    seeds: Seeds
+
+
+class Data(Section):
+    source: Literal["mnist", "sample"]
+    pixel_scaling: Literal["unit", "standard"]
+
+
+class Model(Section):
+    image_size: PositiveInt
+    patch_size: PositiveInt
+    num_classes: Annotated[int, Field(ge=10)]  # the digits
+    embed_dim: PositiveInt
+    depth: PositiveInt
+    num_heads: PositiveInt
+    mlp_ratio: PositiveFloat
+
+    @model_validator(mode="after")
+    def _divides(self):
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size {self.patch_size} must divide image_size {self.image_size}")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
+        if self.embed_dim * self.mlp_ratio < 1:
+            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit; write 1 / embed_dim or more")
+        return self
+
+
+class Init(Section):
+    alpha: float
+    embedding_std: PositiveFloat
+    alpha_per_head: bool
+    xavier_fused_qkv: bool
+    suo_transposed: bool
+    patch_embedding: Literal["xavier", "torch"]
+    head: Literal["xavier", "zeros", "torch"]
+
+
+class Train(Section):
+    epochs: PositiveInt
+    batch_size: PositiveInt
+    learning_rate: PositiveFloat
+    weight_decay: NonNegativeFloat
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+    eps: PositiveFloat
+    decay_all: bool
+    clip_grad_norm: PositiveFloat
+    drop_last: bool
+    points_per_epoch: PositiveInt
+
+
+class Variant(Section):
+    """One model. Only the keys that do not apply to every attention may be left out."""
+
+    attention: Literal["orthogonal", "softmax"]
+    skip: bool
+    norm: bool
+    init: Literal["osa", "xavier"]  # of the MLPs: SUO (Section 4.4) or Xavier (Appendix D)
+    method: Literal["qr", "qr_literal", "newton_schulz", "exact", "polar_express"] | None = None
+    num_iterations: PositiveInt | None = None
+    epsilon: NonNegativeFloat | None = None
+    overrides: dict[SharedSection, dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _method_fits(self):
+        if self.attention == "orthogonal" and self.method is None:
+            raise ValueError("method is missing; write qr, qr_literal, newton_schulz, exact or polar_express")
+        if self.attention == "softmax" and self.method:
+            raise ValueError("method belongs to attention: orthogonal")
+        iterates = self.method in ("newton_schulz", "polar_express")
+        for key in ("num_iterations", "epsilon"):
+            if iterates and getattr(self, key) is None:
+                raise ValueError(f"{key} is missing; method {self.method} needs it")
+            if not iterates and getattr(self, key) is not None:
+                raise ValueError(f"{key} belongs to method: newton_schulz or polar_express")
+        return self
+
+
+class RunConfig(Section):
+    """What one training is made of: the shared sections after a variant's overrides."""
+
+    data: Data
+    model: Model
+    init: Init
+    train: Train
+    variant: Variant
+
+    @model_validator(mode="after")
+    def _basis_fits(self):
+        if self.variant.attention == "orthogonal" and self.model.num_heads == 1:
+            d = self.model.embed_dim
+            raise ValueError(f"model.num_heads 1 gives 2d_v = {2 * d} > d = {d}; orthogonal attention needs 2 or more heads")
+        return self
+
+
+class Params(Section):
+    """params.yaml. `load` adds the section of each study under its name."""
+
+    run: Run
+    data: Data
+    model: Model
+    init: Init
+    train: Train
+    variants: dict[Name, Variant]
+    labels: dict[Name, str]
+
+    @property
+    def studies(self) -> dict[str, Section]:
+        """The section of each study."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in Params.model_fields}
+
+    def label(self, variant: str) -> str:
+        """What a reader calls a variant; one that is not listed goes by its own name."""
+        return self.labels.get(variant, variant)
+
+    def value(self, key: str) -> Any:
+        """What stands under a key that is written with dots, as in train.epochs."""
+        content = self.model_dump()
+        for part in key.split("."):
+            content = content[part]
+        return content
+
+    @model_validator(mode="after")
+    def _names_exist(self):
+        for place, names in {"run.variants": self.run.variants, "labels": self.labels}.items():
+            for name in names:
+                if name not in self.variants:
+                    raise ValueError(f"{place} names {name!r}, which has no block under variants{hint(name, self.variants)}")
+        for key, items in (("variants", self.run.variants), ("seeds", self.run.seeds)):
+            twice = [item for item in items if items.count(item) > 1]
+            if twice:
+                raise ValueError(f"run.{key} lists {twice[0]} twice")
+        return self
+
+
+class Recipe(Section):
+    """The shared sections as Section 5 and Appendix D state them, or as we chose where they do not."""
+
+    data: Data
+    model: Model
+    init: Init
+    train: Train
+
+
+class OpenChoice(Section):
+    """Something that the paper leaves open, under its key in params.yaml where it has one.
+
+    `alternatives` are the values that the study left_open tries instead, each on the variants that it names.
+    """
+
+    topic: str
+    paper: str
+    why: str
+    key: str | None = None
+    ours: str | None = None
+    alternatives: list[Any] = []
+    try_on: list[Name] = []
+
+    @model_validator(mode="after")
+    def _one_value(self):
+        if (self.key is None) == (self.ours is None):
+            raise ValueError("give either key, whose value is shown, or ours")
+        if bool(self.alternatives) != bool(self.try_on) or (self.alternatives and self.key is None):
+            raise ValueError("alternatives and try_on go together, beside a key")
+        return self
+
+
+class Paper(Section):
+    """pipeline/paper.yaml. The studies that judge `claims` and `orders` read them with schemas of their own."""
+
+    title: str
+    authors: str
+    link: str
+    table_2: dict[Name, float]
+    recipe: Recipe
+    rules_since: str  # ISO 8601: no rule has changed since, which a test holds against git's history
+    claims: dict[Name, dict[str, Any]]
+    orders: dict[Name, dict[str, Any]]
+    left_open: list[OpenChoice]
+
+    @model_validator(mode="after")
+    def _keys_exist(self):
+        known = {f"{section}.{key}" for section in SHARED for key in type(getattr(self.recipe, section)).model_fields}
+        for key in filter(None, (choice.key for choice in self.left_open)):
+            if key not in known and not key.startswith("variants."):
+                raise ValueError(f"left_open names {key!r}, which is not a key{hint(key, sorted(known))}")
+        return self
+
+
+def load(path: str | Path = "params.yaml") -> Params:
+    """Reads and checks params.yaml, the section of every study included.
+
+    Raises:
+        UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
+    """
+    from pipeline import studies  # whose modules take `Section` from here
+
+    modules = {name: studies.module(name) for name in studies.names()}
+    sections = {name: (module.Settings, ...) for name, module in modules.items() if hasattr(module, "Settings")}
+    params = validate(create_model("Params", __base__=Params, **sections), read(path), str(path))
+    for name in params.variants:
+        resolve(params, name)
+    return params
+
+
+def load_paper() -> Paper:
+    """Reads and checks pipeline/paper.yaml: that of the working directory, or else that beside this code."""
+    path = Path("pipeline/paper.yaml")
+    return validate(Paper, read(path if path.exists() else ROOT / path), str(path))
+
+
+def resolve(params: Params, name: str, overrides: Overrides | None = None) -> RunConfig:
+    """The configuration of a variant: the shared sections with its overrides, and then these, in place.
+
+    Raises:
+        UserError: there is no such variant, or an override is unknown or impossible.
+    """
+    return _configure(params, params, name, overrides)
+
+
+def resolve_recipe(params: Params, paper: Paper, name: str, overrides: Overrides | None = None) -> RunConfig:
+    """As `resolve`, from the paper's recipe instead of the shared sections of params.yaml."""
+    return _configure(paper.recipe, params, name, overrides)
+
+
+def _configure(shared: Params | Recipe, params: Params, name: str, overrides: Overrides | None) -> RunConfig:
+    if name not in params.variants:
+        raise UserError(_ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
+    variant = params.variants[name]
+    where = f"params.yaml: variants.{name}" + (".overrides" if variant.overrides else "")
+    where = run_name(name, overrides) if overrides else where
+    merged = {section: getattr(shared, section).model_dump() for section in SHARED}
+    merged["variant"] = variant.model_dump(exclude={"overrides"})
+    for layer in filter(None, (variant.overrides, overrides)):
+        if "source" in layer.get("data", {}):
+            raise UserError(f"{where}: data.source cannot be replaced: all variants learn from the data that fetch stores.")
+        for section, values in layer.items():
+            if section not in merged:
+                raise UserError(_ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
+            merged[section] |= values
+    return validate(RunConfig, merged, where)
+
+
+def parse_overrides(texts: list[str]) -> Overrides:
+    """Overrides from the command line: ["train.epochs=3"] is {"train": {"epochs": 3}}. Values are read as YAML."""
+    overrides: dict = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.partition(".")
+        if not (equals and dot and section and name):
+            raise UserError(f"--set {text} is not of the form section.key=value, as in --set train.learning_rate=1e-3.")
+        try:
+            overrides.setdefault(section, {})[name] = YAML(typ="safe").load(value)
+        except YAMLError:
+            raise UserError(f"--set {text}: {value} is not a value of YAML.") from None
+    return overrides
+
+
+def run_name(variant: str, overrides: Overrides | None = None) -> str:
+    """The folder of a run among those of its study: vit, or vit+init.head=zeros where something is replaced."""
+    changes = [
+        f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for section, values in (overrides or {}).items()
+        for key, value in values.items()
+    ]
+    return "".join("+".join([variant, *sorted(changes)]).replace("/", "_").split())
+
+
+def deep_merge(values: Any, changes: Any) -> Any:
+    """`values` with the leaves of `changes` in their place, block by block."""
+    if isinstance(values, dict) and isinstance(changes, dict):
+        return values | {key: deep_merge(values.get(key), change) for key, change in changes.items()}
+    return changes
+
+
+def read(path: str | Path) -> Any:
+    """The file's content, unchecked. Raises UserError if it is absent or not YAML.
+
+    The parser is DVC's, so that a value is here what DVC tracks. PyYAML follows YAML 1.1, where 1e-06 is text, 1:30 is 90
+    and a key that occurs twice is no error.
+    """
+    try:
+        return YAML(typ="safe").load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
+    except (YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path} is not valid YAML{place}: {problem}; mend it, or `git checkout {path}`.") from None
+
+
+def validate(schema: type[Section], raw: Any, where: str):
+    """`raw` as an object of the schema. Raises UserError with one sentence on what is wrong and `where`."""
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        # A mistyped key is unknown and leaves another one missing: the first of the two says what happened.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        raise UserError(_ended(f"{where}: {_sentence(first, schema, raw)}")) from None
+
+
+EXPECTATIONS = {  # where pydantic speaks of Python
+    "bool_type": "should be true or false",
+    "int_type": "should be a whole number",
+    "float_type": "should be a number",
+    "string_type": "should be text",
+    "list_type": "should be a list, as in [a, b]",
+    "dict_type": "should be a block of keys",
+    "model_type": "should be a block of keys",
+    "too_short": "should have {min_length} or more entries",
+    "too_long": "should have at most {max_length} entries",
+    "string_too_short": "should be text",
+    "missing": "is missing",
+    "union_tag_not_found": "has no {discriminator}",
+    "union_tag_invalid": "has the unknown {discriminator} {tag!r}: write one of {expected_tags}",
+}
+
+
+def _sentence(error: dict, schema: type[Section], raw: Any) -> str:
+    """An error of a validation: the key, what is expected there, and what was found."""
+    key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
+    if kind == "extra_forbidden":
+        return f"{key} is not a known key{hint(error['loc'][-1], _siblings(error['loc'], schema))}"
+    if kind == "value_error":
+        message = str(error["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
+        return f"{key}: {value!r} is read as text; write {value} without quotes"
+    message = error["msg"].removeprefix("Input ").removeprefix("String ")
+    expectation = EXPECTATIONS[kind].format_map(error.get("ctx", {})) if kind in EXPECTATIONS else message
+    found = "" if isinstance(value, dict) else ", but is empty" if value in (None, "") else f", not {value!r}"
+    return f"{key or 'the file'} {expectation}{found}"
+
+
+def _key(location: tuple, raw: Any) -> str:
+    """Where in params.yaml an error is, in dots."""
+    parts = []
+    for part in location:
+        is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic names the kind of claim here
+        if not is_tag and part != "[key]":
+            parts.append(str(part))
+            raw = raw.get(part) if isinstance(raw, dict) else raw[part] if isinstance(raw, list) else None
+    return ".".join(parts)
+
+
+def _siblings(location: tuple, schema: type[Section]) -> list[str]:
+    """The keys that the schema knows beside the last part of `location`."""
+    schemas = [schema]
+    for part in location[:-1]:
+        fields = [each.model_fields[part].annotation for each in schemas if part in each.model_fields]
+        inner = [each for field in fields for each in _schemas(field)]
+        schemas = inner or [each for each in schemas if part in _kind(each)] or schemas
+    return [key for each in schemas for key in each.model_fields]
+
+
+def _kind(schema: type[Section]) -> tuple[str, ...]:
+    return get_args(schema.model_fields["kind"].annotation) if "kind" in schema.model_fields else ()
+
+
+def _schemas(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, Section) else []
+    return [schema for argument in get_args(annotation) for schema in _schemas(argument)]
+
+
+def hint(name: object, known) -> str:
+    """The end of a sentence about an unknown name: the nearest known one, or all."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith("?") else f"{sentence}."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

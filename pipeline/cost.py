@@ -1,0 +1,202 @@
+"""What a call costs: its multiply–adds and its peak memory, which repeat exactly, and its seconds, which do not.
+
+Operations and allocations are read from torch's profiler, which sees those inside an operator too: the products of
+`matrix_exp`, the work space of a factorisation, the backward pass. Only a library's routine, such as a QR decomposition,
+hides its operations, and has a formula instead.
+"""
+
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on stderr that it found no CUDA device
+
+Shapes = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function and the tensors it is given, which count as memory that it needs."""
+
+    function: Callable[..., object]
+    tensors: tuple[Tensor, ...]
+
+    def __call__(self) -> object:
+        return self.function(*self.tensors)
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def with_backward(self) -> "Call":
+        """The call and the gradients of all its tensors, from a gradient of its output that is given as well."""
+        leaves = tuple(tensor.clone().requires_grad_() for tensor in self.tensors)
+        return Call(partial(_gradients, self.function), (torch.ones_like(self()), *leaves))
+
+
+def _gradients(function: Callable[..., Tensor], grad: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*leaves), leaves, grad)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Multiply–adds of a call, and the most bytes that it held at one moment over those held before it.
+
+    `by_formula` are those of the multiply–adds that are not counted: see `ROUTINES`.
+    """
+
+    multiply_adds: int
+    by_formula: int
+    peak_bytes: int
+
+
+def cost(call: Callable[[], object], device: torch.device) -> Cost:
+    """The cost of a call, on one thread of the CPU because operators take work space for each thread.
+
+    A multiply–add is one of a matrix product, or its equal in a factorisation; element-wise work is not counted. Products
+    are counted one by one as they happen; what torch hands to a library's routine is stated by a formula. Memory is what
+    torch's allocator hands out: on the CPU every allocation, on CUDA its own record of the peak.
+
+    Raises:
+        LookupError: the call runs a routine of linear algebra or an attention that has no formula here.
+    """
+    call()  # what is allocated once and kept is no part of the cost
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    with _one_thread(), profile(record_shapes=True, profile_memory=True) as profiler:
+        call()
+    events = profiler.kineto_results.events()
+    changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in the order in which they happened
+    peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
+    multiply_adds = sum(_multiply_adds(event.name(), event.shapes()) for event in events)
+    by_formula = sum(ROUTINES[event.name()](event.shapes()) for event in events if event.name() in ROUTINES)
+    return Cost(multiply_adds, by_formula, peak)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _multiply_adds(name: str, shapes: Shapes) -> int:
+    if name in FORMULAS:
+        return FORMULAS[name](shapes)
+    if name.startswith(("aten::linalg_", "aten::_scaled_dot_product")) and name not in MADE_OF_OTHERS:
+        raise LookupError(f"the multiply–adds of {name} are not known: give it a formula in pipeline/cost.py")
+    return 0
+
+
+def product(a: list[int], b: list[int]) -> int:
+    """(..., n, k) by (..., k, m): nkm for each matrix of the batch."""
+    return math.prod(a) * b[-1]
+
+
+def qr(shape: list[int]) -> int:
+    """The reduced QR decomposition by Householder reflections, (..., N, r).
+
+    LAPACK's geqrf finds the k = min(N, r) reflections and orgqr multiplies them into the N×k basis; half their
+    floating-point operations (Golub & Van Loan, Section 5.2).
+    """
+    *batch, n, r = shape
+    k = min(n, r)
+    reflections = 2 * n * r * k - (n + r) * k**2 + 2 * k**3 / 3
+    basis = n * k**2 - k**3 / 3
+    return round(math.prod(batch) * (reflections + basis))
+
+
+def cholesky(shape: list[int]) -> int:
+    """The Cholesky decomposition, (..., n, n): n³/6 for each matrix, half of its n³/3 floating-point operations.
+
+    Column j takes an outer product from the half of an (n − j)×(n − j) matrix that is stored, and Σ (n − j)²/2 = n³/6
+    (Golub & Van Loan, Section 4.2).
+    """
+    return round(math.prod(shape) * shape[-1] / 6)
+
+
+def triangular_solve(a: list[int], b: list[int]) -> int:
+    """T X = B or X T = B with T (..., r, r): r/2 for each entry of B."""
+    return math.prod(b) * a[-1] // 2
+
+
+def attention(query: list[int], key: list[int], value: list[int]) -> int:
+    """Scores QKᵀ and their product with V: two products of N_q·N_k pairs of tokens."""
+    return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def attention_backward(query: list[int], key: list[int], value: list[int]) -> int:
+    """The scores again, then the gradients of scores, query, key and value: five products for two."""
+    return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
+
+PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # each is seen with its shapes, and so counted
+    **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
+    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
+}
+ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the count is that of the textbook's algorithm
+    "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
+    "aten::linalg_qr": lambda shapes: qr(shapes[0]),
+    "aten::linalg_solve_triangular": lambda shapes: triangular_solve(*shapes[:2]),
+}
+for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention(*shapes[:3])
+    ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
+FORMULAS = PRODUCTS | ROUTINES
+MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
+    "aten::linalg_matrix_exp",
+    "aten::linalg_matrix_norm",
+    "aten::linalg_vector_norm",
+    "aten::_scaled_dot_product_attention_math",
+}
+
+
+def sample_seconds(
+    calls: dict[str, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds per call, `repeats` samples of each, in rounds: in every round each call once, in an order drawn anew.
+
+    What slows the machine for a while then meets all of them alike. Each is run twice before, and a sample runs it as
+    often in a row as takes `at_least` seconds.
+    """
+    for call in calls.values():
+        call()
+    in_a_row = {name: math.ceil(at_least / seconds(call, 1, device)) for name, call in calls.items()}
+    samples = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name in order.sample(list(calls), len(calls)):
+            samples[name].append(seconds(calls[name], in_a_row[name], device))
+    return samples
+
+
+def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Mean seconds of a call that is made `times` times in a row; on CUDA between two events, after everything before."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        torch.cuda.synchronize(device)
+        return start.elapsed_time(end) / 1000 / times
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times

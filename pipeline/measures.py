@@ -1,0 +1,180 @@
+"""The measured side of each theorem: what the paper states, as functions of tensors that give the number it is about.
+
+Everything is float64 unless a dtype says otherwise, and dense where the statement is: sizes are those of a figure. N is
+the number of tokens, d the width of the model, d_v that of a head, M = [Q, K] (N×2d_v), `scale` the α/√d_v of Eq. 5.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Generator, Tensor, nn
+
+from osa.functional import orthogonal_attention
+from osa.init import stiefel_uniform
+from osa.modules import OrthogonalSelfAttention
+from osa.vit import VisionTransformer
+from pipeline.lab import Lab
+
+METHODS = ("qr", "newton_schulz", "exact")
+ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use them, whose layers are measured
+LAYER_IMAGES = 2  # whose activations enter them
+PRODUCTS = 32  # φ₁ takes 20 to 60 matrix products, which typically err by √n · eps each: 32 n eps bounds the chain
+
+
+def rounding(length: int, dtype: torch.dtype, products: int = PRODUCTS) -> float:
+    """products · n · eps: what a chain of matrix products with inner dimension n may err by, relative to its factors.
+
+    One product errs by at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically by √n · eps.
+    """
+    return products * length * torch.finfo(dtype).eps
+
+
+def norm(matrix: Tensor) -> Tensor:
+    """The spectral norm ‖·‖₂ of (..., n, m), (...)."""
+    return torch.linalg.matrix_norm(matrix, 2)
+
+
+def skew(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
+    """S = scale · (Q Kᵀ − K Qᵀ) of Eq. 5, (..., N, N), in float64 whatever the inputs are."""
+    half = query.double() @ key.double().mT
+    return scale * (half - half.mT)
+
+
+def exponential(s: Tensor) -> Tensor:
+    """exp(S) of a skew-symmetric S (..., n, n), dense, from the eigenvalues of the Hermitian iS: right to n eps ‖S‖₂.
+
+    torch.linalg.matrix_exp is no yardstick here: of a single float64 matrix with ‖S‖₁ between 3e-4 and 5e-2 it is off by
+    up to 1e-10, a plane rotation by 0.04 among them (PyTorch issue 196592: a wrong coefficient of its degree 8).
+    """
+    values, vectors = torch.linalg.eigh(1j * s)
+    return ((vectors * torch.exp(-1j * values).unsqueeze(-2)) @ vectors.mH).real
+
+
+def orthogonality_error(y: Tensor) -> Tensor:
+    """‖YᵀY − I‖₂ for Y (..., N, N), (...)."""
+    return norm(y.mT @ y - torch.eye(y.shape[-1], dtype=y.dtype, device=y.device))
+
+
+def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:
+    """A random (tokens, width) matrix, tokens ≥ width, with singular values from 1 to 1/condition in equal ratios."""
+    left = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
+    exponents = torch.linspace(0, -math.log10(condition), width, dtype=torch.float64)
+    return left * 10**exponents @ right.mT
+
+
+def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
+    """The scale that gives ‖S‖₂ the value `skew_norm`, (), float64."""
+    return skew_norm / norm(skew(query, key, 1.0))
+
+
+# Weights
+
+
+def random_head(d: int, num_heads: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head as Section 4 draws them, float64."""
+    width = d // num_heads
+    query_key = stiefel_uniform(d, 2 * width, generator=generator, dtype=torch.float64)
+    value, out = (stiefel_uniform(d, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    return query_key[:, :width], query_key[:, width:], value, out.mT
+
+
+def head_weights(layer: OrthogonalSelfAttention) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of each head as the paper writes them."""
+    width = layer.embed_dim // layer.num_heads
+    heads = []
+    for rows in (slice(i * width, (i + 1) * width) for i in range(layer.num_heads)):
+        inputs = (linear.weight[rows].mT for linear in (layer.query, layer.key, layer.value))
+        heads.append((*inputs, layer.out.weight[:, rows].mT))
+    return heads
+
+
+def query_key_product(w_query: Tensor, w_key: Tensor) -> Tensor:
+    """W̃ = W^Q (W^K)ᵀ − W^K (W^Q)ᵀ, (..., d, d), for weights (..., d, d_v) (Section 4.2)."""
+    half = w_query @ w_key.mT
+    return half - half.mT
+
+
+def condition(singular_values: Tensor, rank: int) -> float:
+    """The effective condition number σ_max/σ_min>0 (Section 4.1) of singular values in descending order, of which the first
+    `rank` are not zero."""
+    return (singular_values[0] / singular_values[rank - 1]).item()
+
+
+def weight_condition(w_query: Tensor, w_key: Tensor) -> float:
+    """κ(W̃) of a head (Theorem 4.2): the ratio of the largest to the smallest of the 2d_v singular values that are not 0."""
+    values = torch.linalg.svdvals(query_key_product(w_query.double(), w_key.double()))
+    return condition(values, rank=2 * w_query.shape[-1])
+
+
+# Jacobians
+
+
+def head(x: Tensor, weights: tuple[Tensor, ...], scale: float | Tensor, **method) -> Tensor:
+    """OSA(X) = A(X) X W^V W^O of one head (Eq. 5), (..., N, d), with weights W^Q, W^K, W^V (d, d_v) and W^O (d_v, d)."""
+    w_query, w_key, w_value, w_out = weights
+    return orthogonal_attention(x @ w_query, x @ w_key, x @ w_value, scale=scale, **method) @ w_out
+
+
+def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """∂vec f(X)/∂vec X, (outputs, N·d), with vec column by column as in Eq. 12.
+
+    One backward pass over as many copies of X as there are outputs, each of which asks for its own.
+
+    Args:
+        function: (batch, N, d) → (batch, n, m) or (batch, m), each item of the batch by itself.
+        x: (N, d).
+    """
+    shape = function(x[None]).shape[1:]
+    copies = x.detach().repeat(shape.numel(), 1, 1).requires_grad_()
+    basis = torch.eye(shape.numel(), dtype=x.dtype)
+    if len(shape) == 2:
+        basis = basis.unflatten(1, shape[::-1]).mT  # output (i, j) is row j·n + i
+    (rows,) = torch.autograd.grad(function(copies), copies, basis)
+    return rows.mT.flatten(1)
+
+
+def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dict[str, float]:
+    """κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from J Jᵀ.
+
+    The Jacobian's rows are taken in coordinates of W^O's row space, which holds them all: N·d_v of them are left, as many
+    as singular values that are not zero.
+    """
+    *inputs, w_out = (weight.detach() for weight in head_weights(layer)[index])
+    coordinates = torch.linalg.qr(w_out.mT).R.mT  # (d_v, d_v)
+    scale = layer.scale().detach().expand(layer.num_heads, 1, 1)[index]
+    weights = (*inputs, coordinates)
+    with torch.enable_grad():
+        whole = jacobian(lambda x: head(x, weights, scale, **layer.options), x)
+    values = torch.linalg.eigvalsh(whole @ whole.mT).clamp(min=0).sqrt().flip(0)
+    return {"kappa": condition(values, rank=len(values)), "jacobian_norm": values[0].item()}
+
+
+# Layers of a model
+
+
+def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Each block's attention module and what enters it, (images, N, d)."""
+    x = model.tokens(images)
+    for block in model.blocks:
+        yield block.attention, block.norm1(x)
+        x = block(x)
+
+
+@torch.no_grad()
+def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
+    """The attention layers of the orthogonal models as a training with this seed begins, in float64.
+
+    Returns:
+        For each layer what names it ({"source": variant, "layer": from 1 on}), the module, and what enters it for the first
+        `LAYER_IMAGES` test images, (images, N, d).
+    """
+    layers = []
+    for variant in ORTHOGONAL:
+        config = lab.config(variant)
+        images = lab.images(config.data.pixel_scaling)[0][:LAYER_IMAGES]
+        inputs = attention_inputs(lab.model(config, seed).double(), images)
+        for number, (attention, x) in enumerate(inputs, 1):
+            layers.append(({"source": variant, "layer": number}, attention.requires_grad_(False), x))
+    return layers

@@ -1,0 +1,147 @@
+"""Whether today's code still makes the committed runs: `python -m pipeline.replay`.
+
+Trains the beginning of each run whose record does not know today's code, up to the second point of its curves, a quarter of
+an epoch by default, and compares with the history that git keeps. Where every bit agrees, the new code's digest is written
+into the record beside that of the code which trained it, with what was compared and where, and DVC's lock follows.
+Otherwise nothing is written, and `dvc repro` trains the run again. Bits are those of one kind of machine: on another kind a
+difference says nothing of the code.
+
+    python -m pipeline.replay [RUN ...]             RUN as in table_2/osa_qr/0; without any, all that need it
+    python -m pipeline.replay --states FILE [RUN …] compare nothing; write the weights' digest after those steps, so that
+                                                    two checkouts can be compared on any machine
+"""
+
+import argparse
+import hashlib
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from ruamel.yaml import YAML
+from tqdm import tqdm
+
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError, entry_point
+from pipeline.core.files import ROOT
+from pipeline.core.params import RunConfig
+from pipeline.runs import FOLDER, TABLE_2, TRIES, Run, history_csv
+from pipeline.training.loop import Observer, Training, make_deterministic
+
+POINTS = 2  # step 0, and the first point after it
+LOCK = Path("dvc.lock")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first points of a training as lines of its history, and a digest of weights and optimiser after them."""
+
+    lines: list[str]
+    steps: int
+    state_sha256: str
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.replay", description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="*", help="such as table_2/osa_qr/0; default: all whose code is not today's")
+    parser.add_argument("--states", type=Path, metavar="FILE", help="write digests of the states instead of comparing")
+    chosen = parser.parse_args(arguments)
+    make_deterministic()
+    code, found = record.code_sha256(), [read_run(name) for name in chosen.runs] or committed_runs()
+    if chosen.states:
+        states = {str(run): vars(beginning(run, recorded_config(run))) for run in tqdm(found, unit="run", disable=None)}
+        files.write_json(chosen.states, states)
+        return
+    stale = [run for run in found if code not in record.made_by(run.read("record"))]
+    confirmed = [run for run in tqdm(stale, unit="run", disable=None) if replay(run, code)]
+    print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {code[:8]}.")
+    if len(confirmed) < len(stale):
+        sys.exit(1)
+
+
+def replay(run: Run, code: str) -> bool:
+    """Compares the beginning of a run with its history; writes the code's digest down where every bit agrees."""
+    made = run.read("record")
+    here = beginning(run, recorded_config(run))
+    there = (run.folder / "history.csv").read_text().splitlines()[1 : 1 + POINTS]
+    if here.lines != there:
+        where = made["environment"]["device_name"]
+        print(f"{run} differs within {here.steps} steps from what {where} recorded: stale, or another kind of machine.")
+        return False
+    environment = record.describe_environment(record.default_device()) | record.describe_commit()
+    entry = {"code_sha256": code, "steps": here.steps, "state_sha256": here.state_sha256, "at": record.now()}
+    made["replays"] = [*made.get("replays", []), entry | {"environment": environment}]
+    files.write_json(run.folder / "record.json", made)
+    if run.study == TABLE_2 and LOCK.exists():
+        relock(run)
+    return True
+
+
+def beginning(run: Run, config: RunConfig) -> Beginning:
+    """Trains the first steps of a run, on as many threads as it was trained with."""
+    torch.set_num_threads(run.read("record")["environment"]["num_threads"])
+    training = Training(config, run.seed, record.default_device())
+    training.run(Observer(), points=POINTS)
+    lines = history_csv(training.progress.history).splitlines()[1:]
+    return Beginning(lines, training.progress.step, state_sha256(training))
+
+
+def state_sha256(training: Training) -> str:
+    """A digest of every weight and of the optimiser's moments."""
+    digest = hashlib.sha256()
+    for tensor in training.model.state_dict().values():
+        digest.update(tensor.cpu().numpy().tobytes())
+    for state in training.optimizer.state_dict()["state"].values():
+        for name in sorted(state):
+            digest.update(state[name].cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def recorded_config(run: Run) -> RunConfig:
+    """The configuration that the run's record tells of, whatever params.yaml has now."""
+    config = run.read("record")["config"]
+    written = {section: {k: v for k, v in values.items() if v is not None} for section, values in config.items()}
+    return params.validate(RunConfig, written, f"{run.folder}/record.json")
+
+
+def committed_runs() -> list[Run]:
+    """Every run that has a record, but for tries."""
+    runs = [read_run(str(path.parent.relative_to(FOLDER))) for path in sorted(FOLDER.glob("*/*/*/record.json"))]
+    return [run for run in runs if run.study != TRIES]
+
+
+def read_run(name: str) -> Run:
+    """The run of that folder. Raises UserError if there is none."""
+    folder = FOLDER / name
+    if not (folder / "record.json").exists():
+        raise UserError(f"{folder} holds no run: name one as in table_2/osa_qr/0.")
+    made = files.read_json(folder / "record.json")
+    return Run(made["variant"], made["seed"], made["study"], made["overrides"])
+
+
+def relock(run: Run) -> None:
+    """Tells DVC's lock that today's code and the new record belong to the stage of a run; nothing else of it changes."""
+    yaml, text = YAML(), io.StringIO()
+    yaml.default_flow_style = False  # as DVC writes it
+    lock = yaml.load(LOCK)
+    stage = lock["stages"].get(f"train@{run.variant}-{run.seed}")
+    if stage is None:
+        return
+    data = [dep for dep in stage["deps"] if not dep["path"].endswith(".py")]
+    stage["deps"] = data + [_locked(path, ROOT / path) for path in record.code_files()]
+    made = str(run.folder / "record.json")
+    stage["outs"] = [_locked(made, Path(made)) if out["path"] == made else out for out in stage["outs"]]
+    yaml.dump(lock, text)
+    files.write_text(LOCK, text.getvalue())
+
+
+def _locked(name: str, path: Path) -> dict:
+    content = path.read_bytes()
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    return {"path": name, "hash": "md5", "md5": md5, "size": len(content)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""What the report's CSV and JSON files hold: the runs beside the paper's numbers, what they cost, what made them, and what
+all studies found."""
+
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+import pandas as pd
+
+from pipeline import runs, sources, statistics, studies, study
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError
+from pipeline.core.files import rounded, rounded_table
+from pipeline.lab import TABLES, Lab
+from pipeline.reporting.numbers import plain
+from pipeline.runs import Run
+from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding
+
+NEEDED = ("runs", "summary", "curves")
+ABOUT_OSA = "section_5"  # the study whose claims about orthogonal variants are the answer that readers look for
+DIRTY = " with uncommitted changes"
+ENVIRONMENT = ("device_name", "platform", "python", "torch", "num_threads")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a report is made from: the tables, the record of every run of Table 2 that is there, and what studies found."""
+
+    lab: Lab
+    records: dict[tuple[str, int], dict]  # by variant and seed
+    found: dict[str, list[Finding]]  # by study, in the order of the report
+
+    @property
+    def runs(self) -> pd.DataFrame:
+        """tables/runs.csv with the time and the speed that the records tell."""
+        table = self.lab.tables["runs"]
+        made = [self.records.get(run, {}) for run in identities(table)]
+        minutes = [each.get("seconds", math.nan) / 60 for each in made]
+        return table.assign(minutes=minutes, images_per_second=[each.get("images_per_second", math.nan) for each in made])
+
+    def of_kind(self, kind: str) -> list[Finding]:
+        return [finding for findings in self.found.values() for finding in findings if finding.kind == kind]
+
+
+def read() -> Results:
+    """Reads what the report needs.
+
+    Raises:
+        UserError: a table, a record or a study is missing, or belongs to other parameters than params.yaml has now.
+    """
+    lab = Lab("report", params.load(), params.load_paper())
+    for name in NEEDED:
+        if name not in lab.tables:
+            raise UserError(f"{TABLES / name}.csv is missing: run `dvc repro tables`.")
+    listed = lab.tables["runs"]
+    found = identities(listed)
+    if found != list(itertools.product(lab.params.run.variants, lab.params.run.seeds)):
+        raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
+    records = {run: read_record(Run(*run), lab) for run in itertools.compress(found, listed["status"] != "missing")}
+    return Results(lab, records, {name: study.findings(name, lab) for name in studies.in_order()})
+
+
+def identities(table: pd.DataFrame) -> list[tuple[str, int]]:
+    """Variant and seed of every row."""
+    return list(table[["variant", "seed"]].itertuples(index=False, name=None))
+
+
+def read_record(run: Run, lab: Lab) -> dict:
+    """The record of a run. Raises UserError if it is not of the configuration that params.yaml has."""
+    made = run.read("record")
+    if not runs.same_config(made["config"], params.resolve(lab.params, run.variant)):
+        raise UserError(f"{run.folder}/record.json was made with other parameters than params.yaml has: run `dvc repro`.")
+    return made
+
+
+def table_2(results: Results) -> pd.DataFrame:
+    """Test accuracy in per cent: the paper's, ours, and ours minus the paper's in percentage points."""
+    lab, summary = results.lab, results.lab.tables["summary"]
+    ours = {name: 100 * summary[f"test_accuracy_{name}"] for name in ("mean", "std", "low", "high", "min", "max")}
+    paper = summary["variant"].map(lab.paper.table_2)
+    table = pd.DataFrame(
+        {"variant": summary["variant"], "model": summary["variant"].map(lab.label), "paper": paper}
+        | ours
+        | {"difference": (ours["mean"] - paper).round(files.DIGITS) + 0.0}
+        | {name: summary[name] for name in ("n_finished", "n_diverged", "n_missing")}
+    )
+    return rounded_table(table)
+
+
+def cost(results: Results) -> pd.DataFrame:
+    """For each model: parameters, and mean time and speed of its finished runs."""
+    finished = results.runs.query("status == 'finished'").astype({"num_parameters": int})
+    means = {"num_parameters": "first", "minutes": "mean", "images_per_second": "mean"}
+    table = finished.groupby("variant", sort=False).agg(means).reset_index()
+    return rounded_table(table.rename(columns={"num_parameters": "parameters"}))
+
+
+def departures(results: Results) -> pd.DataFrame:
+    """Values of the recipe that some of the paper's models were not trained with, and whether the paper states them."""
+    lab = results.lab
+    configs = {name: params.resolve(lab.params, name).model_dump() for name in lab.params.run.variants}
+    found = [
+        (f"{section}.{key}", plain(value), plain(config[section][key]), lab.label(variant))
+        for variant, config in configs.items()
+        if variant in lab.paper.table_2
+        for section, recipe in lab.paper.recipe.model_dump().items()
+        for key, value in recipe.items()
+        if config[section][key] != value
+    ]
+    table = pd.DataFrame(found, columns=["key", "recipe", "here", "models"])
+    table = table.groupby(["key", "recipe", "here"], sort=False)["models"].agg(", ".join).reset_index()
+    return table.assign(is_stated=~table["key"].isin([choice.key for choice in lab.paper.left_open]))
+
+
+def made_otherwise(results: Results) -> list[dict]:
+    """The records of runs that today's code is not known to give: it neither trained them nor replayed their beginning."""
+    here = record.code_sha256()
+    return [made for made in results.records.values() if here not in record.made_by(made)]
+
+
+def stale_studies() -> list[str]:
+    """The studies whose tables other code has measured."""
+    made_by = {name: files.read_json(study.FOLDER / name / study.RECORD)["source_sha256"] for name in studies.measuring()}
+    return [name for name, digest in made_by.items() if digest != sources.digest(name)]
+
+
+def provenance(results: Results) -> dict:
+    """What the runs were made with: for each property every value that occurs, with its number of runs; and totals."""
+    records, since = results.records.values(), datetime.fromisoformat(results.lab.paper.rules_since)
+    environments = [made["environment"] for made in records]
+    facts = {
+        "data_sha256": [made["data_sha256"] for made in records],
+        "code_sha256": [made["code_sha256"] for made in records],
+        "commit": [f"{e['git_commit'] or 'not recorded'}{DIRTY if e['git_dirty'] else ''}" for e in environments],
+    } | {key: [str(environment[key]) for environment in environments] for key in ENVIRONMENT}
+    trained = results.lab.params.model_dump(mode="json", include={"run", *params.SHARED, "variants"})
+    return {
+        "runs": {name: dict(sorted(Counter(values).items())) for name, values in facts.items()},
+        "code_sha256_here": record.code_sha256(),
+        "runs_by_other_code": len(made_otherwise(results)),
+        "runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
+        "stale_studies": stale_studies(),
+        "parameters_sha256": hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest(),
+        "hours": rounded(sum(made["seconds"] for made in records) / 3600),
+        "resumptions": sum(made["resumptions"] for made in records),
+    }
+
+
+def verdict(results: Results) -> dict:
+    """The whole in a few numbers: how the claims about OSA came out, all claims and checks, and how many runs there are."""
+    run, status = results.lab.params.run, Counter(results.lab.tables["runs"]["status"])
+    orthogonal = {name for name, variant in results.lab.params.variants.items() if variant.attention == "orthogonal"}
+    osa = [each for each in results.found.get(ABOUT_OSA, []) if each.kind == CLAIM and orthogonal.intersection(each.models)]
+    return {
+        "about_osa": statistics.combine([finding.verdict for finding in osa] or [statistics.NOT_EVALUATED]),
+        "claims_about_osa": count(osa, statistics.VERDICTS),
+        "claims": count(results.of_kind(CLAIM), statistics.VERDICTS),
+        "checks": count(results.of_kind(CHECK), (PASSES, FAILS, statistics.NOT_EVALUATED)),
+        "observations": len(results.of_kind(OBSERVATION)),
+        "models": len(run.variants),
+        "seeds": len(run.seeds),
+        "runs": {"total": status.total(), "trained": len(results.records), "diverged": status["diverged"]},
+    }
+
+
+def count(findings: list[Finding], verdicts: Iterable[str]) -> dict[str, int]:
+    """How many there are, and how many of each verdict, by keys that are words."""
+    found = Counter(finding.verdict for finding in findings)
+    return {"total": len(findings)} | {name.replace(" ", "_"): found[name] for name in verdicts}
+
+
+def findings(results: Results) -> list[dict]:
+    """Every finding for findings.json: all that it says but its table and its figure."""
+    return [
+        {"study": name}
+        | {key: value for key, value in vars(finding).items() if key not in ("table", "figure")}
+        | {"verdict": finding.verdict, "measures": [asdict(measure) for measure in finding.measures]}
+        | {"sources": sources_of(finding, name)}
+        for name, found in results.found.items()
+        for finding in found
+    ]
+
+
+def sources_of(finding: Finding, name: str) -> list[str]:
+    """The files that a finding was made from."""
+    own = [f"{study.FOLDER / name}/*.csv"] if hasattr(studies.module(name), "measure") else []
+    return [*own, *finding.sources]
+
+
+def measures(results: Results) -> pd.DataFrame:
+    """The measures of all findings below one another."""
+    table = pd.DataFrame(
+        {"study": name, "finding": finding.id, "kind": finding.kind, "finding_verdict": finding.verdict} | asdict(measure)
+        for name, found in results.found.items()
+        for finding in found
+        for measure in finding.measures
+    )
+    return table.astype({"n": "Int64"})

@@ -1,0 +1,236 @@
+"""How fast the code is, machine by machine: what the scripts of benchmarks/ have left in paper_outputs/benchmarks.
+
+They are run by hand, and decide nothing. Here is what they and their tables call things, and what is made of the tables.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+
+from pipeline.core import files, record
+from pipeline.lab import Lab
+from pipeline.reporting.charts import legend, logarithmic
+from pipeline.reporting.looks import METHOD_LABELS, PALETTE, STYLE, look
+from pipeline.reporting.numbers import ABSENT, fixed, grouped, per_cent
+from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies.complexity import BOTH, FORWARD
+
+place = 80
+
+FOLDER = Path("paper_outputs/benchmarks")
+Label = Callable[[str], str]
+
+
+def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
+    kinds = {"step": step, "profile": profile, "attention": attention, "attention_bfloat16": attention}
+    return [
+        make(Benchmark.read(folder, name), lab.label)
+        for folder, (name, make) in itertools.product(sorted(FOLDER.glob("*/")), kinds.items())
+        if (folder / f"{name}.json").exists()
+    ]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What one script has left of one machine: name.csv and name.json in the machine's folder."""
+
+    folder: Path
+    name: str
+    table: pd.DataFrame
+    facts: dict
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> "Benchmark":
+        return cls(folder, name, files.read_csv(folder / f"{name}.csv"), files.read_json(folder / f"{name}.json"))
+
+    def finding(self, title: str, statement: str, **what) -> Finding:
+        environment = self.facts["environment"]
+        versions = f"PyTorch {environment['torch']}, {environment['platform']}."
+        return Finding(
+            id=f"{self.name}-{self.folder.name}",
+            title=f"{title}: {record.machine(environment)}",
+            place="not in the paper",
+            kind=OBSERVATION,
+            statement=statement,
+            remark=" ".join(filter(None, (what.pop("remark", ""), versions))),
+            sources=[str(self.folder / f"{self.name}.{kind}") for kind in ("csv", "json")],
+            **what,
+        )
+
+
+# A training step
+
+OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
+INITIALISED, TRAINED = "initialised", "trained"
+OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
+
+
+def step(benchmark: Benchmark, label: Label) -> Finding:
+    named = {"over_vit": "a step in units of ViT's", "straightforward_over_ours": "straightforward over ours"}
+    return benchmark.finding(
+        "Training step",
+        "A whole training step of each model, against ViT's and against straightforward code for the same model.",
+        measures=[
+            Measure(f"{label(model)}: {words}", ratio, note=f"{weights} weights")
+            for weights, of in benchmark.facts["ratios"].items()
+            for kind, words in named.items()
+            for model, ratio in of[kind].items()
+        ],
+        table=step_table(benchmark, label),
+        remark=step_sentence(benchmark.facts["ratios"], label),
+        models=tuple(benchmark.table["model"].unique()),
+    )
+
+
+def step_sentence(ratios: dict, label: Label) -> str:
+    """The step in one sentence, with trained weights where they were there."""
+    weights, of = list(ratios.items())[-1]
+    models = ", ".join(f"{label(name)} {fixed(ratio, 2)}" for name, ratio in of["over_vit"].items())
+    text = f"With {weights} weights, a training step takes in multiples of ViT's: {models}."
+    if ALL_MODELS in of["straightforward_over_ours"]:
+        times = fixed(of["straightforward_over_ours"][ALL_MODELS], 2)
+        text += f" Straightforward code takes {times} times as long for all."
+    return text
+
+
+def step_table(benchmark: Benchmark, label: Label) -> Table:
+    """A row for each model and kind of weights: milliseconds of each code and their spread, and the ratios."""
+    table, ratios, rows = benchmark.table, benchmark.facts["ratios"], []
+    ms = (1000 * table.set_index(["model", "weights", "code"])[["seconds", "p10", "p90"]]).to_dict("index")
+    codes, models = list(table["code"].unique()), list(table["model"].unique())
+    for model, (weights, of) in itertools.product([*models, OSA_MODELS, ALL_MODELS], ratios.items()):
+        cells = [spread(ms.get((model, weights, code))) for code in codes]
+        cells += [multiple(of[kind].get(model)) for kind in ("over_vit", "straightforward_over_ours")]
+        if any(cell != ABSENT for cell in cells):
+            name = label(model) if model in models else model[0].upper() + model[1:]
+            rows.append(([name, weights, *cells], model if model in models else None))
+    columns = [
+        "Model",
+        "Weights",
+        *(f"{code[0].upper()}{code[1:]}, ms" for code in codes),
+        "Over ViT",
+        "Straightforward over ours",
+    ]
+    note = (
+        f"One step of {benchmark.facts['batch_size']} images, forward, backward, clipping and AdamW: median, and below it "
+        "10 to 90 per cent of the samples. All are measured in turns."
+    )
+    return Table(columns, [row for row, _ in rows], "ll" + "r" * (len(columns) - 2), note, [model for _, model in rows])
+
+
+def spread(ms: dict[str, float] | None) -> str:
+    """The median above the range of the samples."""
+    return f"{fixed(ms['seconds'], 1)}\n{fixed(ms['p10'], 1)} to {fixed(ms['p90'], 1)}" if ms else ABSENT
+
+
+# Its parts
+
+LINEAR, ON_TOKENS, SOFTMAX = "linear layers", "functions and sums of tokens", "softmax attention"
+PROJECTIONS, PRODUCTS, SUMS = "tokens × small matrices", "products of small matrices", "sums and copies of small matrices"
+BASIS, OPTIMIZER, BETWEEN = "QR decomposition", "clipping and AdamW", "between operators"
+PARTS = (LINEAR, ON_TOKENS, OPTIMIZER, BETWEEN, SOFTMAX, PROJECTIONS, BASIS, PRODUCTS, SUMS)  # first what all models do
+
+
+def profile(benchmark: Benchmark, label: Label) -> Finding:
+    """Where the time goes: a row for each part of the step, a column for each model, rates as shares of the best."""
+    whole = 1000 * benchmark.table.groupby("model", sort=False)["seconds"].sum()
+    peak, rows = benchmark.facts["peak"]["tflops"], []
+    for part, of_part in benchmark.table.groupby("part", sort=False):
+        cells = []
+        for row in of_part.set_index("model").loc[whole.index].itertuples():
+            rate = "" if math.isnan(row.tflops) else f"\n{per_cent(round(row.tflops / peak, 2))} of peak"
+            cells.append(fixed(1000 * row.seconds, 1) + rate if row.seconds else ABSENT)
+        rows.append([part[0].upper() + part[1:], *cells])
+    rows.append(["Whole step", *(fixed(ms, 1) for ms in whole)])
+    note = (
+        f"Milliseconds of a step with {benchmark.facts['weights']} weights, the profiler's own time included. Peak: "
+        f"{fixed(1000 * peak, 0)} GFLOP/s, the best rate at which this machine was seen to multiply matrices."
+    )
+    return benchmark.finding(
+        "Profile of the training step",
+        "Where the time of a training step goes, by torch's profiler.",
+        measures=[Measure(f"{label(model)}: a step under the profiler", ms, "ms") for model, ms in whole.items()],
+        table=Table(["Part", *map(label, whole.index)], rows, note=note),
+        models=tuple(whole.index),
+    )
+
+
+# Attention alone
+
+SDPA = "sdpa"  # torch's own choice of a backend; sdpa_flash, sdpa_math and so on are each by itself
+BEST = "best SDPA"
+NAMES = METHOD_LABELS | {
+    "literal_qr": METHOD_LABELS["qr_literal"],
+    "literal_newton_schulz": "literal Newton–Schulz",
+    "matrix_exp": "matrix_exp, N×N",
+    BEST: "softmax, best SDPA",
+}
+
+
+def attention(benchmark: Benchmark, label: Label) -> Finding:
+    ratios = sorted(benchmark.facts["ratios"], key=lambda ratio: ratio["tokens"])
+    names = list(dict.fromkeys(key for ratio in ratios for key in ratio if " / " in key))
+    last = {(name, ratio["width"], ratio["pass"]): ratio for ratio in ratios for name in names if name in ratio}
+    measures = [
+        Measure(f"Time of {in_words(name)}", of[name], note=f"N = {grouped(of['tokens'])}, d_v = {width}, {direction}")
+        for (name, width, direction), of in sorted(last.items())
+    ]
+    dtype = benchmark.facts["options"]["dtype"]
+    return benchmark.finding(
+        f"Attention alone, in {dtype}",
+        "One attention call of one head, by every method and by what else one would call.",
+        measures=measures,
+        figure=draw_attention(benchmark.table),
+        caption=f"Seconds of one attention call of one head against the number of tokens, in {dtype}.",
+        remark="The ratios are those at the largest N at which both were measured.",
+    )
+
+
+def with_best(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the fastest of torch's backends at each point in place of all of them."""
+    softmax = table["method"].str.startswith(SDPA)
+    fastest = table[softmax].sort_values("seconds").groupby(["width", "pass", "tokens"], as_index=False).first()
+    return pd.concat([table[~softmax], fastest.assign(method=BEST)], ignore_index=True)
+
+
+def draw_attention(table: pd.DataFrame) -> Figure:
+    """Seconds against N, a panel for each pass and width."""
+    lines = {
+        "exact": look("exact").line(),
+        "polar_express": look("exact").line(color=PALETTE[3]),
+        "newton_schulz": look("newton_schulz").line(),
+        "qr": look("qr").line(),
+        "literal_newton_schulz": look("newton_schulz").line(linestyle=":"),
+        "literal_qr": look("qr_literal").line(),
+        "matrix_exp": look("qr").line(color=PALETTE[4]),
+        BEST: look("softmax").line(),
+    }
+    table, widths = with_best(table), list(table["width"].unique())
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.2, 6), layout="constrained")
+        grid = figure.subplots(2, len(widths), sharex=True, sharey=True, squeeze=False)
+        for (i, direction), (j, width) in itertools.product(enumerate((FORWARD, BOTH)), enumerate(widths)):
+            axes = grid[i, j]
+            for method, line in lines.items():
+                rows = table[(table["method"] == method) & (table["pass"] == direction) & (table["width"] == width)]
+                axes.plot(rows["tokens"], rows["seconds"], label=NAMES[method], **line)
+            words = {"xlabel": "Tokens N" if i else "", "ylabel": "" if j else "Seconds"}
+            axes.set(title=f"{direction.capitalize()}, d_v = {width}", **words)
+            logarithmic(axes, "x", "y", numticks=9)
+        legend(figure, grid[0, 0].get_legend_handles_labels()[0])
+        return figure
+
+
+def in_words(ratio: str) -> str:
+    """e.g. literal QR / exact."""
+    return " / ".join(NAMES[name] for name in ratio.split(" / "))
+
+
+def multiple(ratio: float | None) -> str:
+    return ABSENT if ratio is None else fixed(ratio, 2 if ratio < 10 else 1)

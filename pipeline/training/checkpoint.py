@@ -1,0 +1,62 @@
+"""Where a training stands, in one file: a run that is killed and resumed ends with the bits of one that was not."""
+
+import io
+import pickle
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from pipeline.core import files, record
+from pipeline.core.errors import UserError
+from pipeline.training.loop import Progress, Training
+
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)  # of torch.load
+
+
+@dataclass
+class Times:
+    """When a run was what, and how long; no number of its results depends on it."""
+
+    started_at: str = field(default_factory=record.now)
+    timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
+    seconds: float = 0.0
+    training_seconds: float = 0.0  # without the evaluations
+    images: int = 0
+    resumptions: int = 0
+
+
+def save(path: Path, training: Training, times: Times) -> None:
+    """Writes model, optimiser, progress and times."""
+    state = {
+        "model": training.model.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "progress": asdict(training.progress),
+        "times": asdict(times),
+    }
+    files.write_bytes(path, as_bytes(state))
+
+
+def restore(path: Path, training: Training) -> Times | None:
+    """Puts a training where `save` found it and returns its times; None where there is no checkpoint.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location=training.device, weights_only=True)
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        training.progress = Progress(**state["progress"])
+        return Times(**state["times"])
+    except UNREADABLE:
+        raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
+
+
+def as_bytes(state: dict) -> bytes:
+    """torch.save writes a file's own name into it; through memory the bytes depend on the state alone."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

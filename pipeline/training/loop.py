@@ -1,0 +1,235 @@
+"""One training: the model from its seed, the batches, the step, and the points of Figure 1.
+
+Whatever does not change a number, such as a progress bar, a record or a checkpoint, is an `Observer` of it.
+"""
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+import osa.models
+from pipeline.core.errors import UserError
+from pipeline.core.params import RunConfig, Train
+from pipeline.training import data
+from pipeline.training.cuda_graph import GraphedStep
+
+COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
+EVALUATION_BATCH = 100  # small enough for the activations to stay in cache
+
+
+def make_deterministic() -> None:
+    """The same seed gives the same bits on one machine, whatever the device."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+    torch.backends.cudnn.benchmark = False
+    torch.set_float32_matmul_precision("highest")
+
+
+def random_stream(seed: int, name: str) -> Generator:
+    """A generator of its own for each use of randomness, so that a new use leaves the others' draws alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
+    """The configured model, initialised on the CPU from the seed's own stream so that every device starts alike."""
+    variant = config.variant.model_dump(exclude={"overrides", "init"}, exclude_none=True)
+    return osa.models.build_vit(
+        **variant,
+        **config.model.model_dump(),
+        **config.init.model_dump(),
+        mlp_init={"osa": "suo", "xavier": "xavier"}[config.variant.init],
+        generator=random_stream(seed, "init"),
+    )
+
+
+def make_optimizer(model: nn.Module, train: Train, device: torch.device) -> torch.optim.AdamW:
+    """AdamW with its decay on every parameter, or on weight matrices alone."""
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if train.decay_all or p.ndim == 2]
+    others = [p for p in parameters if not (train.decay_all or p.ndim == 2)]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(
+        groups,
+        lr=train.learning_rate,
+        betas=tuple(train.betas),
+        eps=train.eps,
+        fused=True,
+        capturable=device.type == "cuda",  # its step count lives on the device, where a graph can raise it
+    )
+
+
+@torch.no_grad()
+def evaluate_split(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Mean cross-entropy and accuracy over a whole split."""
+    loss, correct = torch.zeros((), device=labels.device), torch.zeros((), device=labels.device, dtype=torch.long)
+    for x, y in zip(images.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
+        logits = model(x)
+        loss += F.cross_entropy(logits, y, reduction="sum")
+        correct += (logits.argmax(1) == y).sum()
+    return loss.item() / len(labels), correct.item() / len(labels)
+
+
+@dataclass
+class Progress:
+    """What a training has done so far, and the points of its curves."""
+
+    step: int = 0
+    epoch: int = 0
+    diverged: bool = False
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Observer:
+    """What watches a training. It is told of every step, point and epoch, and cannot change a number."""
+
+    def stepped(self, num_images: int) -> None:
+        """A step over so many images was given to the device."""
+
+    def interval_ended(self) -> None:
+        """The device has done all steps up to the point that is evaluated next."""
+
+    def pointed(self) -> None:
+        """A point was added to the history."""
+
+    def epoch_ended(self) -> None:
+        """An epoch is over, or the training diverged in it: the moment for a checkpoint."""
+
+
+class Training:
+    """One run: the model, its optimiser, the data and the progress."""
+
+    def __init__(self, config: RunConfig, seed: int, device: torch.device) -> None:
+        self.config, self.seed, self.device = config, seed, device
+        self.data = data.load(pixel_scaling=config.data.pixel_scaling, device=device)
+        side = self.data.train_images.shape[-1]
+        if side != config.model.image_size:
+            raise UserError(
+                f"model.image_size is {config.model.image_size}, but the images are {side} pixels wide: write {side}."
+            )
+        self.model = build_model(config, seed).to(device)
+        self.optimizer = make_optimizer(self.model, config.train, device)
+        self.with_graph = device.type == "cuda"
+        self.graphed: GraphedStep | None = None  # recorded at the first step
+        self.sampler = Batches(len(self.data.train_labels), config.train)
+        self.progress = Progress()
+
+    def run(self, observer: Observer, *, points: int | None = None) -> None:
+        """Trains on from the present progress to the last epoch or to divergence, or until there are so many points."""
+        progress = self.progress
+        if not progress.history:
+            few = slice(len(self.data.test_labels))  # as many training images as there are test images
+            self._add_point(0.0, evaluate_split(self.model, self.data.train_images[few], self.data.train_labels[few]))
+            observer.pointed()
+        while progress.epoch < self.config.train.epochs and not progress.diverged:
+            if points is not None and len(progress.history) >= points:
+                return
+            self._run_epoch(observer, points)
+            observer.epoch_ended()
+
+    def _run_epoch(self, observer: Observer, points: int | None) -> None:
+        progress, total = self.progress, _Total(self.device)
+        for i, (images, labels) in enumerate(self.batches(progress.epoch), 1):
+            total.add(*self.step(images, labels), len(labels))
+            progress.step += 1
+            observer.stepped(len(labels))
+            if i in self.sampler.points:
+                train = total.take()  # reads the device, which has done the step then
+                observer.interval_ended()
+                self._add_point(progress.epoch + i / self.sampler.steps, train)
+                observer.pointed()
+                if progress.diverged or len(progress.history) == points:
+                    return
+        progress.epoch += 1
+
+    def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
+        """Adds a point of Figure 1: the training's mean since the point before, and the whole test set."""
+        test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
+        self.progress.history.append(dict(zip(COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
+        self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
+
+    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each step of an epoch."""
+        order = self.sampler.order(self.seed, epoch).to(self.device)
+        for batch in order.split(self.config.train.batch_size)[: self.sampler.steps]:
+            yield self.data.train_images[batch], self.data.train_labels[batch]
+
+    def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """One step of the optimiser. Returns the loss and the number of correct predictions before it, on the device.
+
+        With a graph the next step overwrites both.
+        """
+        if self.with_graph and not self.graphed and len(labels) == self.config.train.batch_size:
+            self._record_graph(images, labels)
+        if self.graphed and self.graphed.images.shape == images.shape:
+            return self.graphed(images, labels)
+        return self.eager_step(images, labels)
+
+    def _record_graph(self, images: Tensor, labels: Tensor) -> None:
+        try:
+            self.graphed = GraphedStep(self.eager_step, self.model, self.optimizer, images, labels)
+        except RuntimeError as error:
+            self.with_graph = False
+            reason = str(error).partition("\n")[0]
+            print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
+
+    def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """`step` without a graph."""
+        logits = self.model(images)
+        loss = F.cross_entropy(logits, labels)
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_grad_norm)
+        self.optimizer.step()
+        return loss.detach(), (logits.detach().argmax(1) == labels).sum()
+
+
+class Batches:
+    """How an epoch is cut into steps, and after which of them a point is recorded."""
+
+    def __init__(self, num_images: int, train: Train) -> None:
+        self.num_images = num_images
+        self.steps = num_images // train.batch_size if train.drop_last else math.ceil(num_images / train.batch_size)
+        if not self.steps:
+            raise UserError(
+                f"train.batch_size {train.batch_size} is more than the {num_images} images: write a smaller one."
+            )
+        self.images_per_epoch = min(num_images, self.steps * train.batch_size)
+        self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
+
+    def order(self, seed: int, epoch: int) -> Tensor:
+        """The epoch's permutation. It depends on the seed and the epoch alone, so that resuming needs no generator state."""
+        return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
+
+
+class _Total:
+    """Loss and correct predictions summed on the device since they were last taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._reset()
+
+    def add(self, loss: Tensor, correct: Tensor, count: int) -> None:
+        self.loss += loss * count
+        self.correct += correct
+        self.count += count
+
+    def take(self) -> tuple[float, float]:
+        """Mean loss and accuracy."""
+        result = self.loss.item() / self.count, self.correct.item() / self.count
+        self._reset()
+        return result
+
+    def _reset(self) -> None:
+        self.loss = torch.zeros((), device=self.device)
+        self.correct = torch.zeros((), device=self.device, dtype=torch.long)
+        self.count = 0

@@ -1,0 +1,210 @@
+"""The cost of a call: right where it is known, the same as of torch's own counter, and nothing passed over in silence."""
+
+import ast
+import math
+import random
+import time
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from osa.functional import METHODS, orthogonal_attention
+from osa.linalg import cholesky_qr_basis
+from pipeline.core.files import ROOT
+from pipeline.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
+from pipeline.studies.complexity import softmax_dense
+
+CPU = torch.device("cpu")
+
+
+def cost_of(call):
+    return cost(call, CPU)
+
+
+def inputs(tokens=50, width=3):
+    return torch.randn(3, 1, 1, tokens, width)
+
+
+@pytest.mark.parametrize(
+    "call, expected",
+    [
+        (lambda a, b, c: a @ b, 3 * 5 * 7),
+        (lambda a, b, c: torch.addmm(c, a, b), 3 * 5 * 7),
+        (lambda a, b, c: a.expand(2, 3, 5) @ b.expand(2, 5, 7), 2 * 3 * 5 * 7),
+        (lambda a, b, c: torch.baddbmm(c.expand(2, 3, 7), a.expand(2, 3, 5), b.expand(2, 5, 7)), 2 * 3 * 5 * 7),
+        (lambda a, b, c: c.repeat(2, 1, 1).baddbmm_(a.expand(2, 3, 5), b.expand(2, 5, 7)), 2 * 3 * 5 * 7),
+        (lambda a, b, c: torch.linalg.solve_triangular(torch.eye(3), c, upper=True), 7 * 3 * 3 // 2),
+        (lambda a, b, c: a * a + 1, 0),
+    ],
+)
+def test_products_by_hand(call, expected):
+    a, b, c = torch.ones(3, 5), torch.ones(5, 7), torch.ones(3, 7)
+    assert cost_of(lambda: call(a, b, c)).multiply_adds == expected
+
+
+def householder(n, r):
+    """Multiply–adds of the reduced QR decomposition, reflection by reflection."""
+    total = 0
+    for j in range(min(n, r)):
+        total += 2 * (n - j) * (r - j)  # v (vᵀA): one product to project, one to subtract
+        total += 2 * (n - j) * (min(n, r) - j)  # and the same on the basis, from the last reflection to the first
+    return total
+
+
+@pytest.mark.parametrize("n, r", [(2000, 64), (300, 300), (100, 400)])
+def test_qr_takes_what_its_reflections_take(n, r):
+    assert qr([n, r]) == pytest.approx(householder(n, r), rel=0.02)
+    assert qr([2, 3, n, r]) == pytest.approx(6 * qr([n, r]), rel=1e-6)
+    assert cost_of(lambda: torch.linalg.qr(torch.randn(40, 8))).multiply_adds == qr([40, 8])
+
+
+def test_cholesky_takes_what_its_columns_take():
+    n = 300
+    columns = sum((n - j) * (n - j + 1) // 2 for j in range(1, n))  # of each outer product the half that is stored
+    assert cholesky([n, n]) == pytest.approx(columns, rel=0.01)
+    assert cholesky([2, 3, n, n]) == 6 * cholesky([n, n])
+
+
+def test_the_basis_of_cuda_has_its_operations():
+    """Two rounds, each of a Gram matrix, its decomposition and a triangular solve, here on the CPU."""
+    n, r = 40, 8
+    of = cost_of(lambda: cholesky_qr_basis(torch.randn(3, n, r)))
+    assert of.by_formula == 3 * 2 * n * r * r // 2 + 2 * cholesky([3, r, r])
+    assert of.multiply_adds == of.by_formula + 3 * 2 * n * r * r
+
+
+def test_all_linear_algebra_of_the_library_has_a_count():
+    """On whatever device it is called."""
+    calls = set()
+    for path in (ROOT / "osa").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.linalg":
+                calls.add(f"aten::linalg_{node.attr}")
+    assert {"aten::linalg_qr", "aten::linalg_cholesky_ex"} <= calls <= FORMULAS.keys() | MADE_OF_OTHERS
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_runs_on_cuda_has_a_count(method, monkeypatch):
+    """By the routes that CUDA takes, here on the CPU."""
+    monkeypatch.setattr("osa.functional.qr_basis", cholesky_qr_basis)
+    monkeypatch.setattr("osa.linalg._is_readable", lambda x: False)
+    call = Call(partial(orthogonal_attention, method=method), tuple(inputs()))
+    assert cost_of(call.with_backward()).multiply_adds > cost_of(call).multiply_adds > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_products_are_counted_and_routines_stated(method):
+    call = Call(partial(orthogonal_attention, method=method), tuple(inputs()))
+    for each in (call, call.with_backward()):
+        assert (cost_of(each).by_formula > 0) == method.startswith("qr")
+        assert cost_of(each).multiply_adds > cost_of(each).by_formula
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        partial(orthogonal_attention, method="newton_schulz", scale=0.01),
+        partial(orthogonal_attention, method="exact", scale=0.01),
+        softmax_dense,
+    ],
+)
+def test_products_are_those_of_torchs_counter(function):
+    """Which has to be told of the product that adds in place."""
+    in_place = {torch.ops.aten.baddbmm_: lambda total, a, b, **_: 2 * math.prod(a) * b[-1]}
+    forward = Call(function, tuple(inputs()))
+    for call in (forward, forward.with_backward()):
+        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            call()
+        assert cost_of(call).multiply_adds == counter.get_total_flops() / 2 > 0
+
+
+def test_the_products_inside_an_exponential_are_seen():
+    a = torch.randn(30, 30)
+    of_norm = {norm: a * norm / torch.linalg.matrix_norm(a, 1) for norm in (40, 160)}
+    products = {norm: cost_of(lambda b=b: torch.linalg.matrix_exp(b)).multiply_adds / 30**3 for norm, b in of_norm.items()}
+    assert products[160] - products[40] == 2  # two squarings more for four times the norm
+    assert products[40] == 5 + 4  # five products for a degree of 18, which is good up to 3.01; 40 / 2⁴ is
+
+
+def test_fused_attention_takes_the_products_of_the_plain_one():
+    q, k, v = inputs()
+    fused, plain = (Call(f, (q, k, v)) for f in (F.scaled_dot_product_attention, softmax_dense))
+    assert cost_of(fused).multiply_adds == cost_of(plain).multiply_adds == 2 * 50 * 50 * 3
+    again = 50 * 50 * 3  # the scores, which it has not kept
+    assert cost_of(fused.with_backward()).multiply_adds == cost_of(plain.with_backward()).multiply_adds + again
+
+
+@pytest.mark.parametrize("routine", [torch.linalg.svd, torch.linalg.inv, torch.linalg.eigh])
+def test_what_has_no_formula_is_refused(routine):
+    with pytest.raises(LookupError, match="aten::linalg_"):
+        cost_of(lambda: routine(torch.eye(3)))
+
+
+def test_peak_memory_by_hand():
+    def call():
+        a = torch.empty(1000)
+        b = torch.empty(500)
+        del a
+        return torch.empty(800), b
+
+    assert cost_of(call).peak_bytes == 4 * 1500  # not 4 · 2300: the first is gone when the third comes
+
+
+def test_memory_inside_an_operator_counts():
+    a = torch.randn(30, 30)
+    assert cost_of(lambda: torch.linalg.matrix_exp(a)).peak_bytes > 3 * a.nbytes
+
+
+def test_what_is_kept_from_the_first_call_is_no_cost():
+    kept = []
+
+    def call():
+        kept or kept.append(torch.empty(1000))
+
+    assert cost_of(call).peak_bytes == 0
+
+
+def test_costs_are_counted_on_one_thread():
+    torch.set_num_threads(3)
+    try:
+        seen = []
+        cost_of(lambda: seen.append(torch.get_num_threads()))
+        assert seen[-1] == 1 and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+def rounds(seed):
+    """The order in which three calls are sampled, one a round."""
+    made = []
+    calls = {name: lambda name=name: made.append(name) for name in "abc"}
+    samples = sample_seconds(calls, 4, 1e-9, random.Random(seed), CPU)
+    assert {name: len(values) for name, values in samples.items()} == dict.fromkeys("abc", 4)
+    made = made[6:]  # after two calls each
+    return [tuple(made[i : i + 3]) for i in range(0, len(made), 3)]
+
+
+def test_every_round_has_each_call_in_an_order_drawn_anew():
+    order = rounds(0)
+    assert len(order) == 4 and all(Counter(each) == Counter("abc") for each in order)
+    assert len(set(order)) > 1
+    assert rounds(0) == order != rounds(1)
+
+
+def test_seconds_of_a_sleep():
+    assert 0.01 <= seconds(lambda: time.sleep(0.01), 2, CPU) < 1
+    slow = sample_seconds({"sleep": lambda: time.sleep(0.004)}, 3, 1e-3, random.Random(0), CPU)["sleep"]
+    assert len(slow) == 3 and min(slow) >= 0.004
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_memory_and_events_are_those_of_the_device():
+    device = torch.device("cuda")
+    a = torch.randn(256, 256, device=device)
+    assert cost(lambda: a @ a, device).multiply_adds == 256**3
+    assert cost(lambda: a @ a, device).peak_bytes >= a.nbytes
+    assert math.isfinite(seconds(lambda: a @ a, 3, device)) and seconds(lambda: a @ a, 3, device) > 0

@@ -1,0 +1,73 @@
+"""Numbers as text."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.reporting import numbers
+from pipeline.reporting.numbers import fixed, grouped, interval, mean_std, number, per_cent, plain, signed
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0"),
+        (-0.0, "0"),
+        (49, "49"),
+        (1.5, "1.5"),
+        (-12.345, "−12.3"),
+        (0.00123456, "0.00123"),
+        (0.0009999, "0.001"),  # as rounded
+        (0.00099, "9.9 × 10⁻⁴"),
+        (-1.5e-13, "−1.5 × 10⁻¹³"),
+        (1e-10, "1 × 10⁻¹⁰"),
+        (999.4, "999"),
+        (999.6, "1\u202f000"),
+        (-4096.0, "−4\u202f096"),
+        (99_999, "1 × 10⁵"),
+        (123_456, "1.23 × 10⁵"),
+        (None, "–"),
+        (math.nan, "–"),
+        (math.inf, "∞"),
+        (-math.inf, "−∞"),
+        (np.float32(3.14159), "3.14"),
+        (np.int64(7), "7"),
+    ],
+)
+def test_three_significant_digits(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize("value", [10.0**exponent * 1.234 for exponent in range(-12, 13)])
+def test_a_number_as_text_is_the_number(value):
+    powers = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+    mantissa, _, exponent = number(value).partition(" × 10")
+    read = float(mantissa.replace("\u202f", "")) * 10.0 ** int(exponent.translate(powers) or 0)
+    assert read == pytest.approx(value, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (fixed(-0.004, 2), "0.00"),
+        (fixed(-1.5, 1), "−1.5"),
+        (fixed(math.nan, 1), "–"),
+        (signed(0.25, 1), "+0.2"),
+        (signed(-2.44, 1), "−2.4"),
+        (signed(math.nan, 1), "–"),
+        (mean_std(97.126, math.nan, 2), "97.13"),
+        (mean_std(97.126, 0.5, 2), "97.13 ± 0.50"),
+        (interval(-1, 2, 0), "−1 to 2"),
+        (interval(math.nan, math.nan, 0), "–"),
+        (grouped(1234567), "1\u202f234\u202f567"),
+        (grouped(-0.2), "0"),
+        (grouped(math.nan), "–"),
+        (per_cent(0.95), "95%"),
+        (plain(True), "true"),
+        (plain([0.9, 0.999]), "[0.9, 0.999]"),
+        (numbers.superscript("-12"), "⁻¹²"),
+    ],
+)
+def test_numbers_as_text(text, expected):
+    assert text == expected

@@ -1,0 +1,478 @@
+"""Runs: a training leaves whole files with the same bytes, killed or not, and whoever watches it changes nothing."""
+
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import datetime
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import runs
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError
+from pipeline.runs import Recorder, Run
+from pipeline.tracking import watcher
+from pipeline.training import checkpoint, data, loop
+from pipeline.training.loop import Training, build_model, evaluate_split
+from tests.pipeline.synthetic import ROOT
+from tests.pipeline.trainings import (
+    ENVIRONMENT,
+    OUTPUTS,
+    SHORT,
+    VARIANTS,
+    command,
+    config,
+    outputs,
+    read_history,
+    read_json,
+    run_main,
+    trained,
+    write_data,
+    write_params,
+)
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A working directory of its own, with parameters and data."""
+    monkeypatch.chdir(tmp_path)
+    write_params()
+    write_data()
+    return tmp_path
+
+
+def recorded(run: Run) -> dict:
+    return read_json(run.folder / "record.json")
+
+
+# where a run lies
+
+
+def test_a_run_is_where_its_identity_says():
+    overrides = {"train": {"eps": 1e-6, "betas": [0.8, 0.9]}, "init": {"alpha_per_head": False, "head": "zeros"}}
+    run = Run("vit", 3, "left_open", overrides)
+    name = "vit+init.alpha_per_head=false+init.head=zeros+train.betas=[0.8,0.9]+train.eps=1e-06"
+    assert run.folder == Path("runs/left_open", name, "3")
+    assert run.weights == Path("weights/left_open", name, "3.pt")
+    assert (Run("vit", 3).folder, Run("vit", 3).weights) == (Path("runs/table_2/vit/3"), Path("weights/table_2/vit/3.pt"))
+    assert Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts[:2] == ("runs", "table_2")
+    assert len(Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts) == 4
+
+
+# the outputs
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_seed_gives_the_same_bytes(project, monkeypatch, variant):
+    found = []
+    for folder, global_seed in (("one", 1), ("two", 2)):
+        enter(project, folder, monkeypatch)
+        torch.manual_seed(global_seed)
+        found.append(outputs(trained(variant)))
+    assert found[0] == found[1]
+    for name, content in outputs(trained(variant, seed=1)).items():
+        assert content != found[0][name], name
+
+
+def enter(project, name, monkeypatch) -> None:
+    """A further working directory with the same parameters and data."""
+    (project / name).mkdir()
+    for shared in ("data", "params.yaml", "pipeline"):
+        (project / name / shared).symlink_to(project / shared)
+    monkeypatch.chdir(project / name)
+
+
+def test_outputs_and_record():
+    run, setting = trained("osa_ns", 7), config("osa_ns")
+    metrics, history = run.read("metrics"), read_history(outputs(run)["history.csv"])
+    last = {key: float(value) for key, value in history[-1].items() if key not in ("step", "epoch")}
+    model = run.load_model(setting)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert metrics == last | {"steps": 8, "num_parameters": count, "diverged": False, "diverged_at_step": None}
+    mnist = data.load()
+    assert evaluate_split(model, mnist.test_images, mnist.test_labels) == (metrics["test_loss"], metrics["test_accuracy"])
+
+    found = recorded(run)
+    identity = {"variant": "osa_ns", "name": "osa_ns", "study": "table_2", "seed": 7, "overrides": {}}
+    assert found.items() >= (identity | {"status": "finished", "resumptions": 0}).items()
+    assert found["config"] == json.loads(json.dumps(setting.model_dump()))
+    assert found["data_sha256"] == data.digest()
+    assert found["code_sha256"] == record.code_sha256()
+    assert found["weights_sha256"] == files.sha256(run.weights)
+    assert found["seconds"] > 0
+    assert found["images_per_second"] > 0
+    assert len(found["timestamps"]) == len(history) == 5
+    assert found["timestamps"] == sorted(found["timestamps"])
+    assert datetime.fromisoformat(found["started_at"]) <= datetime.fromisoformat(found["finished_at"])
+    assert found["environment"].keys() == {
+        *("git_commit", "git_dirty", "python", "torch", "device", "device_name", "num_threads", "platform")
+    }
+    assert found["environment"]["device"] == record.default_device().type
+    assert not list(Path(".checkpoints").rglob("*.*"))
+
+
+def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
+    curve = iter([(2.3, 0.1), (2.3, 0.1), (0.4, 0.9), (0.1, 0.99), (0.5, 0.7), (1.5, 0.5)])  # step 0 measures both splits
+    monkeypatch.setattr(loop, "evaluate_split", lambda *arguments: next(curve))
+    metrics = trained("vit").read("metrics")
+    assert (metrics["test_loss"], metrics["test_accuracy"]) == (1.5, 0.5)
+
+
+def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch, capsys):
+    expected = outputs(trained("vit"))
+    run_main(monkeypatch, "vit", "0", "--set", "train.learning_rate=1e-3", "--set", "init.head=zeros", "--no-tracking")
+    folder = Path("runs/tries/vit+init.head=zeros+train.learning_rate=0.001/0")
+    assert f"The run is in {folder}." in capsys.readouterr().out
+    found = read_json(folder / "record.json")
+    assert found["overrides"] == {"train": {"learning_rate": 0.001}, "init": {"head": "zeros"}}
+    assert (found["config"]["train"]["learning_rate"], found["config"]["init"]["head"]) == (0.001, "zeros")
+    assert found["config"]["train"]["epochs"] == SHORT["epochs"]
+    assert outputs(Run("vit", 0)) == expected
+    for path in (folder / "record.json", Run("vit", 0, runs.TRIES).weights):
+        assert subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT).returncode == 0
+
+
+def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
+    seen, pointed = [], Recorder.pointed
+
+    def spy(self):
+        pointed(self)
+        seen.append(read_history((self.scratch / "history.csv").read_bytes()))
+        found = read_json(self.scratch / "record.json")
+        assert (found["status"], found["finished_at"], found["run_key"]) == ("running", None, self.run_key)
+        assert len(found["timestamps"]) == len(seen[-1])
+
+    monkeypatch.setattr(Recorder, "pointed", spy)
+    final = read_history(outputs(trained())["history.csv"])
+    assert seen == [final[: i + 1] for i in range(5)]
+
+
+# whether a run is of today
+
+
+def test_a_run_is_current_until_something_changes_that_can_change_its_numbers(monkeypatch):
+    run, today, mnist = Run("vit", 0), config("vit"), data.digest()
+    assert not runs.is_current(run, today, mnist)
+    trained("vit")
+    assert runs.is_current(run, today, mnist) and runs.is_current(run, today, None)
+    assert not runs.is_current(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}), mnist)
+    assert not runs.is_current(run, today, "0" * 64)
+    monkeypatch.setattr(record, "code_sha256", lambda: "1" * 64)
+    assert not runs.is_current(run, today, mnist)
+    made = recorded(run)
+    files.write_json(run.folder / "record.json", made | {"replays": [{"code_sha256": "1" * 64}]})
+    assert runs.is_current(run, today, mnist)
+    (run.folder / "metrics.json").unlink()
+    assert not runs.is_current(run, today, mnist)
+
+
+def test_a_key_that_does_not_apply_makes_no_other_configuration():
+    setting = config("vit")
+    without = setting.model_dump()
+    del without["variant"]["epsilon"]
+    assert runs.same_config(without, setting)
+    assert not runs.same_config(without | {"variant": without["variant"] | {"epsilon": 0.1}}, setting)
+
+
+# divergence
+
+
+@pytest.mark.parametrize("variant", ["vit_noskip_nonorm", "osa_qr"])
+def test_a_diverged_run_is_a_result(variant):
+    write_params(train={"learning_rate": 1e30})
+    run = trained(variant)
+    found, metrics = outputs(run), run.read("metrics")
+    history = read_history(found["history.csv"])
+    assert "nan" not in found["history.csv"].decode().lower()
+    finite = [row["test_loss"] != "" for row in history]
+    assert finite == [True] * (len(history) - 1) + [False]  # it stops at the first point that is not finite
+    assert (metrics["diverged"], metrics["test_loss"]) == (True, None)
+    assert metrics["diverged_at_step"] == metrics["steps"] == int(history[-1]["step"]) < 8
+    assert recorded(run)["status"] == "diverged"
+    assert run.load_model(config(variant))
+    assert not list(Path(".checkpoints").rglob("*.*"))
+
+
+def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatch):
+    def broken(config, seed):
+        model = build_model(config, seed)
+        model.head.bias.data.fill_(math.inf)
+        return model
+
+    monkeypatch.setattr(loop, "build_model", broken)
+    run = trained()
+    metrics = run.read("metrics")
+    assert (metrics["diverged"], metrics["diverged_at_step"], metrics["train_loss"]) == (True, 0, None)
+    assert len(read_history(outputs(run)["history.csv"])) == 1
+
+
+def test_a_diverged_run_that_was_killed_before_its_outputs_stays_diverged(monkeypatch):
+    write_params(train={"learning_rate": 1e30})
+    interrupted("vit_noskip_nonorm", monkeypatch, before="write_outputs")
+    resumed = trained("vit_noskip_nonorm")
+    assert (recorded(resumed)["resumptions"], resumed.read("metrics")["diverged"]) == (1, True)
+    expected = outputs(resumed)
+    assert outputs(trained("vit_noskip_nonorm")) == expected
+
+
+# kill and resume
+
+
+def interrupted(variant: str, monkeypatch: pytest.MonkeyPatch, *, before: str = "", after: str = "") -> Path:
+    """A training that ends with Ctrl-C before or after one of the recorder's methods; its scratch folder."""
+    method = getattr(Recorder, before or after)
+
+    def interrupt(self):
+        if after:
+            method(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, before or after, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trained(variant)
+    (scratch,) = Path(".checkpoints/table_2", variant).iterdir()
+    return scratch
+
+
+def train_until_write(number: int) -> None:
+    """Trains, and kills this process when it has written its `number`th file, under the temporary name."""
+    replace, writes = os.replace, itertools.count(1)
+
+    def mortal(*arguments):
+        if next(writes) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*arguments)
+
+    os.replace = mortal
+    torch.set_num_threads(1)
+    runs.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process leaks
+    trained()
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Starts processes that have torch imported but share no state with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which an optimiser imports when it is first used
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        forkserver.ensure_running()
+    return context
+
+
+WRITES = 5 * 2 + 2 + 4  # points × (history, record), checkpoints, outputs
+
+
+def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, processes):
+    expected = outputs(trained())
+    resumptions = []
+    for number in range(1, WRITES + 1):
+        enter(project, str(number), monkeypatch)
+        process = processes.Process(target=train_until_write, args=(number,))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        run = trained()
+        assert outputs(run) == expected, number
+        resumptions.append(recorded(run)["resumptions"])
+    before_the_first_checkpoint = 7
+    assert resumptions == [0] * before_the_first_checkpoint + [1] * (WRITES - before_the_first_checkpoint)
+
+
+def test_without_a_kill_there_are_that_many_writes(monkeypatch):
+    writes, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *arguments: (writes.append(arguments[1]), replace(*arguments)))
+    trained()
+    assert len(writes) == WRITES
+
+
+def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch):
+    expected = outputs(trained())
+    for _ in range(SHORT["epochs"]):
+        interrupted("osa_exact", monkeypatch, after="epoch_ended")
+    run = trained()
+    assert outputs(run) == expected
+    assert recorded(run)["resumptions"] == SHORT["epochs"]
+
+
+def test_the_command_killed_from_outside_ends_with_the_same_bytes():
+    write_params(train={"epochs": 6, "batch_size": 6})
+    write_data(train=299)
+    process = subprocess.Popen(command(), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None and not list(Path(".checkpoints").rglob("checkpoint.pt")):
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not Path("runs").exists()
+    subprocess.run(command(), env=ENVIRONMENT, stderr=subprocess.DEVNULL, check=True)
+    run = Run("osa_exact", 0)
+    resumed = outputs(run)
+    assert recorded(run)["resumptions"] == 1
+    assert not list(Path(".checkpoints").rglob("*.*"))
+    trained()
+    assert outputs(run) == resumed
+    assert recorded(run)["resumptions"] == 0
+
+
+def test_time_is_summed_over_resumptions(monkeypatch):
+    path = interrupted("osa_exact", monkeypatch, before="write_outputs") / "checkpoint.pt"
+    state = load(path.read_bytes())
+    state["times"] |= {"seconds": 1000.0, "started_at": "2025-01-01T00:00:00+00:00"}
+    path.write_bytes(saved(state))
+    found = recorded(trained())
+    assert 1000 < found["seconds"] < 1100
+    assert found["started_at"] == "2025-01-01T00:00:00+00:00"
+    assert len(found["timestamps"]) == 5
+
+
+def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
+    interrupted("osa_exact", monkeypatch, before="write_outputs")
+    write_params(train={"learning_rate": 0.02})
+    assert recorded(trained())["resumptions"] == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:7],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-20],
+        lambda content: b"\0" * len(content),
+        lambda content: b"not a checkpoint\n",
+        lambda content: saved([1, 2]),
+        lambda content: saved({"model": {}, "optimizer": {}, "progress": {}}),
+        lambda content: saved({"model": None}),
+        lambda content: saved(None),
+        lambda content: saved(load(content) | {"progress": {"steps": 3}}),
+        lambda content: saved(load(content) | {"progress": None}),
+        lambda content: saved(load(content) | {"optimizer": {"state": {}, "param_groups": []}}),
+        lambda content: saved(load(content) | {"times": None}),
+        lambda content: saved(load(content) | {"times": {"hours": 1}}),
+    ],
+)
+def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch, capsys, damage):
+    earlier = outputs(trained())
+    path = interrupted("osa_exact", monkeypatch, before="write_outputs") / "checkpoint.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run_main(monkeypatch, "osa_exact", "0", "--no-tracking")
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == f"error: the checkpoint {path} cannot be read: delete it to train from the start.\n"
+    assert outputs(Run("osa_exact", 0)) == earlier
+    path.unlink()
+    run_main(monkeypatch, "osa_exact", "0", "--no-tracking")
+    assert outputs(Run("osa_exact", 0)) == earlier
+
+
+def saved(value) -> bytes:
+    return checkpoint.as_bytes(value)
+
+
+def load(content: bytes) -> dict:
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-50], lambda content: saved({}), lambda content: b"no weights"])
+def test_weights_that_do_not_fit_are_named(damage):
+    run = trained("vit")
+    run.weights.write_bytes(damage(run.weights.read_bytes()))
+    with pytest.raises(UserError, match=r"^weights/table_2/vit/0.pt is damaged, or of another model than asked for: "):
+        run.load_model(config("vit"))
+
+
+def test_weights_that_are_not_there_are_named_with_the_remedy():
+    message = r"^weights/table_2/vit/0.pt is missing: train it with `dvc repro -f train@vit-0`, or `dvc pull` it.$"
+    with pytest.raises(UserError, match=message):
+        Run("vit", 0).load_model(config("vit"))
+
+
+# tracking
+
+
+def watch(project, monkeypatch, script: str) -> None:
+    """Puts a shell script in the place of the tracking process."""
+    path = project / "watcher"
+    path.write_text(f"#!/bin/sh\necho $$ > {project}/pid\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+def assert_gone(project):
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((project / "pid").read_text()), 0)
+
+
+def started(project) -> float:
+    """Waits for the tracking process to be there; the time."""
+    path = project / "pid"
+    while not path.exists() or not path.read_text():
+        time.sleep(0.01)
+    return time.monotonic()
+
+
+@pytest.mark.parametrize(
+    "script", ["exec sleep 100", "exec 0<&-; exec sleep 100"], ids=["hangs", "closes its input and hangs"]
+)
+def test_tracking_that_hangs_is_given_up(project, monkeypatch, capfd, script):
+    watch(project, monkeypatch, script)
+    monkeypatch.setattr(watcher, "PATIENCE_SECONDS", 1)
+    with watcher.tracked(project / "scratch"):
+        start = started(project)
+    assert 1 <= time.monotonic() - start < 9
+    assert capfd.readouterr().err.startswith("warning: MLflow did not answer; ")
+    assert_gone(project)
+
+
+def test_tracking_that_cannot_start_is_done_without(project, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "executable", str(project / "no such program"))
+    run_main(monkeypatch, "osa_exact", "0")
+    assert len(outputs(Run("osa_exact", 0))) == 3
+    assert "warning: this run is not tracked, because its watcher cannot be started (" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["exit 3", "kill -9 $$"])
+def test_tracking_that_dies_is_not_waited_for(project, monkeypatch, script):
+    watch(project, monkeypatch, script)
+    run_main(monkeypatch, "osa_exact", "0")
+    assert len(outputs(Run("osa_exact", 0))) == 3
+    assert not list(Path(".checkpoints").rglob("*.*"))
+
+
+def test_tracking_sees_the_outputs_before_its_input_closes(project, monkeypatch):
+    watch(project, monkeypatch, "cat > /dev/null; ls -R runs weights > seen; ls $4 >> seen")
+    run_main(monkeypatch, "osa_exact", "0")
+    assert {*OUTPUTS, "0.pt", "record.json", "checkpoint.pt"} <= set(Path("seen").read_text().split())
+
+
+def test_a_training_that_fails_ends_its_tracking(project, monkeypatch):
+    def fail(self, observer):
+        started(project)
+        raise ZeroDivisionError
+
+    watch(project, monkeypatch, "exec cat")
+    monkeypatch.setattr(Training, "run", fail)
+    with pytest.raises(ZeroDivisionError):
+        run_main(monkeypatch, "osa_exact", "0")
+    assert_gone(project)
+
+
+def test_training_does_not_import_the_tracking_server():
+    """It would cost seconds: the watcher, a process of its own, does."""
+    script = "import sys, pipeline.train, pipeline.tracking.watcher; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT).returncode == 0

@@ -1,0 +1,83 @@
+"""Trainings of a second: small models, 43 images, two epochs of four steps, in a working directory of their own."""
+
+import csv
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import runs, train
+from pipeline.core import params
+from pipeline.runs import Run
+from pipeline.training.loop import Observer, Training
+from tests.pipeline import synthetic
+from tests.pipeline.mnist_files import write_mnist
+
+VARIANTS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
+SMALL = {"patch_size": 14, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2}  # N = 5, d_v = 4
+SHORT = {"epochs": 2, "batch_size": 13, "points_per_epoch": 2}
+TRAIN_IMAGES, TEST_IMAGES = 43, 31  # 4 steps an epoch, the last one of 4 images
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(synthetic.ROOT), "OMP_NUM_THREADS": "1"}
+OUTPUTS = ("history.csv", "metrics.json")
+CPU = torch.device("cpu")
+
+
+def write_params(**changes: dict) -> None:
+    """The repository's parameters with a small model and a short training, after `changes` of sections."""
+
+    def edit(raw: dict) -> None:
+        raw.update(params.deep_merge(params.deep_merge(raw, {"model": SMALL, "train": SHORT}), changes))
+
+    synthetic.write_params(Path(), edit)
+
+
+def write_data(seed: int = 3, train: int = TRAIN_IMAGES) -> None:
+    write_mnist("data/mnist", train=train, test=TEST_IMAGES, seed=seed)
+
+
+def config(variant: str) -> params.RunConfig:
+    return params.resolve(params.load(), variant)
+
+
+def training(variant: str = "osa_exact", seed: int = 0) -> Training:
+    return Training(config(variant), seed, CPU)
+
+
+def finished(variant: str = "osa_exact", seed: int = 0) -> Training:
+    """A training that leaves no file."""
+    result = training(variant, seed)
+    result.run(Observer())
+    return result
+
+
+def trained(variant: str = "osa_exact", seed: int = 0) -> Run:
+    run = Run(variant, seed)
+    runs.train(run, config(variant), track=False)
+    return run
+
+
+def outputs(run: Run) -> dict[str, bytes]:
+    return {name: (run.folder / name).read_bytes() for name in OUTPUTS} | {"weights": run.weights.read_bytes()}
+
+
+def read_history(content: bytes) -> list[dict]:
+    return list(csv.DictReader(io.StringIO(content.decode())))
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def command(variant: str = "osa_exact", *options: str) -> list[str]:
+    return [sys.executable, "-m", "pipeline.train", variant, "0", "--no-tracking", *options]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """`python -m pipeline.train` in this process, whose settings of torch are left alone."""
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    monkeypatch.setattr(train, "make_deterministic", lambda: None)
+    train.main()

@@ -3,6 +3,7 @@
 import html
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from pipeline.reporting.looks import look
 from pipeline.reporting.numbers import fixed, grouped, interval, mean_std, number, per_cent, signed
 from pipeline.reporting.results import Results
 from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, VERDICTS
-from pipeline.studies import CHECK, CLAIM, FAILS, KINDS, PASSES, Finding, Measure, Table
+from pipeline.studies import CLAIM, FAILS, KINDS, OBSERVATION, PASSES, Finding, Measure, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGES = ("table_2.md", "table_2.html", "result.md", "report.md", "report.html")
@@ -169,10 +170,21 @@ def finding_text(finding: Finding, study: str) -> dict:
         "is_long": len(measures) > MOST_UNFOLDED,
         "closeness": close,
         "judged": f"{finding.rule} {close}".strip(),
-        "short": {CLAIM: [m for m in measures if m["decides"]], CHECK: []}.get(finding.kind, measures[:1]),
+        "short": in_short(finding, measures),
         "drawing": drawing,
         "origin": f"From {sources}." if sources else "",
     }
+
+
+def in_short(finding: Finding, measures: list[dict]) -> list[dict]:
+    """What an overview shows: of a claim what decides it, counted where that is much; of an observation the first number."""
+    if finding.kind != CLAIM:
+        return measures[:1] if finding.kind == OBSERVATION else []
+    verdicts = Counter(measure.verdict for measure in finding.measures if measure.verdict)
+    if verdicts.total() <= MOST_UNFOLDED:
+        return [measure for measure in measures if measure["decides"]]
+    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict])
+    return [{"what": plural(verdicts.total(), "measure"), "value": counts, "note": ""}]
 
 
 def measure_text(measure: Measure, finding: Finding) -> dict:

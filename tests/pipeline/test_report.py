@@ -758,3 +758,15 @@ def test_readme_without_markers_is_an_error(project):
     text = "<!-- /results --> <!-- results -->\n"
     with pytest.raises(UserError, match="<!-- results -->"):
         report.with_result(text, "result")
+
+
+def test_an_overview_counts_the_measures_of_a_claim_where_they_are_many():
+    def shown(count: int) -> list[dict]:
+        verdicts = [NOT_SUPPORTED, *[UNDECIDED] * (count - 1)]
+        measures = [Measure(f"comparison {i}", i, verdict=verdict) for i, verdict in enumerate(verdicts)]
+        finding = Finding("many", "Many", "nowhere", CLAIM, "It holds.", measures, rule="Every one is judged.")
+        return pages.in_short(finding, [pages.measure_text(measure, finding) for measure in measures])
+
+    few, many = shown(pages.MOST_UNFOLDED), shown(pages.MOST_UNFOLDED + 1)
+    assert [each["what"] for each in few] == [f"comparison {i}" for i in range(pages.MOST_UNFOLDED)]
+    assert many == [{"what": "9 measures", "value": "1 not supported, 8 undecided", "note": ""}]

@@ -1,6 +1,6 @@
 """Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost."""
 
-from osa import functional, init, linalg
+from osa import functional, init, linalg, orthogonal, penalties, shaped
 from osa.models import MODELS, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.vit import VisionTransformer
@@ -17,4 +17,7 @@ __all__ = [
     "functional",
     "init",
     "linalg",
+    "orthogonal",
+    "penalties",
+    "shaped",
 ]

@@ -4,14 +4,21 @@ To be read from the top: the equations, the plain code that is them, what is che
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from osa.linalg import (
     EPSILON,
+    apply_j,
+    balanced,
     flat,
     full_precision,
+    has_kernels,
+    is_balanced,
+    is_readable,
     is_recorded,
     newton_schulz_gram,
     phi1_times,
@@ -64,7 +71,11 @@ def orthogonal_attention(
     changes nothing, and the result that of "exact". "polar_express" is the same with the steps of Amsel et al. (2025),
     which converge in seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
 
-    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K); with the QR of M it grows with ‖S‖₂.
+    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K). That of "exact" grows with ‖S‖₂
+    alone: where M asks for it, it takes M T with a T that leaves S as it is (see `balanced`), and where that is not enough,
+    for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where values cannot be read, on CUDA, under
+    torch.compile and in function transforms, it always takes M T and has no second resort: its error then grows with
+    (scale · ‖M T‖₂²)² / ‖S‖₂.
     On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
     pass of "qr_literal", which is autograd's own, the program's setting holds.
 
@@ -85,7 +96,13 @@ def orthogonal_attention(
         ValueError: the shapes do not match, or the method is unknown.
     """
     _check(query, key, value, scale, method, num_iterations)
-    return _attend(query, key, value, scale, method, num_iterations, epsilon)
+    options = scale, method, num_iterations, epsilon
+    if has_kernels(query):
+        from osa import kernels  # not at the top: it takes a second, and the CPU has no use for it
+
+        if kernels.fits(query, key, value, method):
+            return kernels.attend(query, key, value, *options)
+    return _attend(query, key, value, *options)
 
 
 def orthogonal_attention_matrix(
@@ -182,86 +199,125 @@ def _attend(
     num_iterations: int | None,
     epsilon: float,
 ) -> Tensor:
+    """One of `_ROUTES` on tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
     with torch.autocast(query.device.type, enabled=False), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
         dtype = torch.promote_types(query.dtype, least)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-        query, key, v = (x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value))
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
-        scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale)
-        scale = scale.expand(*batch, 1, 1)
-        if method == "qr_literal":
-            output = _qr_literal(query, key, v, scale)
-        elif method == "qr":
-            m = torch.cat([query, scale * key], dim=-1)  # (..., N, 2d): the span of [Q, K], and S = M J Mᵀ
-            output = _by_basis(flat(m), flat(v))
-        else:
-            m = torch.cat([query, key], dim=-1)  # (..., N, 2d)
-            options = method, num_iterations or ITERATIONS.get(method), epsilon
-            output = _by_gram(flat(m), flat(v), flat(scale), *options)
-        return output.view(v.shape).to(value.dtype)  # (..., N, d_value)
+        scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale, dtype=dtype)
+        shape = *batch, *value.shape[-2:]
+        inputs = *(x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value)), scale.expand(*batch, 1, 1)
+        options = (num_iterations or ITERATIONS[method], epsilon) if method in ITERATIONS else ()
+        return _ROUTES[method](*map(flat, inputs), *options).view(shape).to(value.dtype)
 
 
-def _by_gram(m: Tensor, v: Tensor, scale: Tensor, *options) -> Tensor:
-    """By Gram matrices alone, (b, N, 2d) and (b, N, d_value); the options are those of `_mixing`."""
-    return (_ByGram.apply if is_recorded(m, v, scale) else _by_differentiable_gram)(m, v, scale, *options)
+def _qr(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
+    return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value)
 
 
-def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, *options) -> Tensor:
-    return torch.baddbmm(v, m, _mixing(torch.bmm(m.mT, m), torch.bmm(m.mT, v), scale, *options))
+def _exact(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    """By Gram matrices of M, or of M T as `balanced` makes it where M asks for that, or by a basis where both fail."""
+    m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
+    if not is_readable(m):
+        return _by_gram(balanced(m), value, scale, _exact_mixing)
+    gram = _gram(m)
+    if not is_balanced(gram, scale):
+        m = balanced(m)
+        gram = _gram(m)
+        if not is_balanced(gram, scale):
+            return _qr(*(x.double() for x in (query, key, value, scale)))
+    return _by_gram(m, value, scale, _exact_mixing, gram)
 
 
-def _mixing(
-    gram: Tensor, products: Tensor, scale: Tensor, method: str, num_iterations: int | None, epsilon: float
+def _exact_mixing(gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
+    return scale * phi1_times(apply_j(scale * gram), apply_j(products))
+
+
+def _exact_in_double(m: Tensor, v: Tensor) -> Tensor:
+    """The same of S = M J Mᵀ with derivatives of every order and no branch."""
+    one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
+    return _by_differentiable_gram(balanced(m.double()), v.double(), one, _exact_mixing).to(v.dtype)
+
+
+def _iterated(
+    iterate: Callable[[Tensor, int], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: Tensor,
+    num_iterations: int,
+    epsilon: float,
 ) -> Tensor:
-    """(exp(S) − I) V = M · (this), given MᵀM (b, 2d, 2d) and MᵀV (b, 2d, d_value)."""
-    z = _apply_j(scale * gram)
-    if method == "exact":
-        y = _apply_j(products)
-    else:
+    def mixing(gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
         square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         square_norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny)  # the root's derivative at M = 0 is infinite
         inverse_norm = 1 / (square_norm.sqrt() + epsilon)  # 1 / (‖M‖_F + ε)
-        iterate = newton_schulz_gram if method == "newton_schulz" else polar_express_gram
         projector = iterate(inverse_norm.square() * gram, num_iterations)  # G_K
-        z, y = projector @ z, projector @ _apply_j(projector @ products)
-    return scale * phi1_times(z, y)
+        z = torch.bmm(projector, apply_j(scale * gram))
+        return scale * phi1_times(z, torch.bmm(projector, apply_j(torch.bmm(projector, products))))
+
+    return _by_gram(torch.cat([query, key], dim=-1), value, scale, mixing)
+
+
+_ROUTES = {
+    "qr_literal": _qr_literal,
+    "qr": _qr,
+    "exact": _exact,
+    "newton_schulz": partial(_iterated, newton_schulz_gram),
+    "polar_express": partial(_iterated, polar_express_gram),
+}
+
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # (exp(S) − I) V = M · (this), of MᵀM, MᵀV and scale
+
+
+@torch.no_grad()
+def _gram(m: Tensor) -> Tensor:
+    return torch.bmm(m.mT, m)
+
+
+def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
+    """By Gram matrices alone, (b, N, 2d) and (b, N, d_value); `gram` is MᵀM where it is known, without a gradient."""
+    if is_recorded(m, v, scale):
+        return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
+    return _by_differentiable_gram(m, v, scale, mixing, gram)
+
+
+def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
+    gram = torch.bmm(m.mT, m) if gram is None else gram
+    return torch.baddbmm(v, m, mixing(gram, torch.bmm(m.mT, v), scale))
 
 
 class _ByGram(torch.autograd.Function):
     """`_by_differentiable_gram` with its own backward: autograd's for the small matrices, five products for the others."""
 
     @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, *options) -> Tensor:
-        gram, products = torch.bmm(m.mT, m), torch.bmm(m.mT, v)
+    def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor) -> Tensor:
         with torch.enable_grad():
-            small = [x.detach().requires_grad_() for x in (gram, products, scale)]
-            mixing = _mixing(*small, *options)
+            small = [x.detach().requires_grad_() for x in (gram, torch.bmm(m.mT, v), scale)]
+            mixed = mixing(*small)
         ctx.save_for_backward(m, v, scale)
-        ctx.options, ctx.small, ctx.mixing = options, small, mixing
-        return torch.baddbmm(v, m, mixing.detach())
+        ctx.mixing, ctx.small, ctx.mixed = mixing, small, mixed
+        return torch.baddbmm(v, m, mixed.detach())
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         m, v, scale = ctx.saved_tensors
-        unused = [None] * len(ctx.options)
         if torch.is_grad_enabled():
-            return *recorded_grad(lambda *x: _by_differentiable_gram(*x, *ctx.options), (m, v, scale), grad), *unused
+            grads = recorded_grad(lambda *x: _by_differentiable_gram(*x, ctx.mixing), (m, v, scale), grad)
+            return *grads, None, None
         with full_precision(m.device):
-            grad_mixing = torch.bmm(m.mT, grad)
-            grad_gram, grad_products, grad_scale = torch.autograd.grad(ctx.mixing, ctx.small, grad_mixing, retain_graph=True)
-            grad_m = torch.bmm(grad, ctx.mixing.detach().mT)  # (b, N, 2d)
+            grad_mixed = torch.bmm(m.mT, grad)
+            grad_gram, grad_products, grad_scale = torch.autograd.grad(ctx.mixed, ctx.small, grad_mixed, retain_graph=True)
+            grad_m = torch.bmm(grad, ctx.mixed.detach().mT)  # (b, N, 2d)
             grad_m.baddbmm_(v, grad_products.mT).baddbmm_(m, grad_gram + grad_gram.mT)
-            return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, *unused
-
-
-def _by_basis(m: Tensor, v: Tensor) -> Tensor:
-    """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
-    return (_ByBasis.apply if is_recorded(m, v) else _by_differentiable_basis)(m, v)
+            return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, None, None
 
 
 def _by_differentiable_basis(m: Tensor, v: Tensor) -> Tensor:
+    """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew = _skew(torch.bmm(basis.mT, m))  # (b, r, r)
     return torch.baddbmm(v, basis, torch.bmm(skew, phi1_times(skew, torch.bmm(basis.mT, v))))
@@ -283,8 +339,8 @@ class _ByBasis(torch.autograd.Function):
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
-    This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. The gradient's own
-    gradient does take them: with create_graph=True it is that of `_by_differentiable_basis`, which needs M of full rank.
+    This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. With
+    create_graph=True the gradient, and its own, are those of "exact", the same function, in float64.
     """
 
     @staticmethod
@@ -303,7 +359,7 @@ class _ByBasis(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         m, v, basis, coordinates = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return recorded_grad(_by_differentiable_basis, (m, v), grad)
+            return recorded_grad(_exact_in_double, (m, v), grad)
         with full_precision(m.device):
             h = torch.bmm(basis.mT, grad)  # (b, r, d_value)
             grad_skew, u_bar = torch.autograd.grad(ctx.u, ctx.small, h, retain_graph=True)
@@ -315,12 +371,6 @@ class _ByBasis(torch.autograd.Function):
             grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
             grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)
             return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1)
-
-
-def _apply_j(x: Tensor) -> Tensor:
-    """J X with J = [[0, I], [−I, 0]]."""
-    upper, lower = x.chunk(2, dim=-2)
-    return torch.cat([lower, -upper], dim=-2)
 
 
 def _times_j(x: Tensor) -> Tensor:

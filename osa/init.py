@@ -48,9 +48,17 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 
 
 @torch.no_grad()
-def init_orthogonal_attention_(attention: nn.Module, *, alpha: float = 0.1, generator: Generator | None = None) -> None:
+def init_orthogonal_attention_(
+    attention: nn.Module, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
+) -> None:
     """Section 4 for `OrthogonalSelfAttention`: per head, W^V = U and W^O = Vᵀ from independent draws of U_{d×d_v},
-    [W^Q, W^K] from one draw of U_{d×2d_v}, and α small."""
+    [W^Q, W^K] from one draw of U_{d×2d_v}, and α small.
+
+    Args:
+        joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. A head's blocks are
+            uniform on the Stiefel manifold as before, but Σ_i W^V_i W^O_i is orthogonal: with per-head draws it is not, and
+            a deep stack whose attention is near the identity multiplies such matrices.
+    """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
     for i in range(num_heads):
@@ -58,31 +66,66 @@ def init_orthogonal_attention_(attention: nn.Module, *, alpha: float = 0.1, gene
         query_key = stiefel_uniform(d, 2 * d_v, generator=generator)
         attention.query.weight[rows] = query_key[:, :d_v].mT
         attention.key.weight[rows] = query_key[:, d_v:].mT
-        attention.value.weight[rows] = stiefel_uniform(d, d_v, generator=generator).mT
-        attention.out.weight[:, rows] = stiefel_uniform(d, d_v, generator=generator)
+        if not joint_value_output:
+            attention.value.weight[rows] = stiefel_uniform(d, d_v, generator=generator).mT
+            attention.out.weight[:, rows] = stiefel_uniform(d, d_v, generator=generator)
+    if joint_value_output:
+        _orthogonal(attention.value, attention.out, generator=generator)
     attention.alpha.fill_(alpha)
 
 
 @torch.no_grad()
-def init_softmax_attention_(attention: nn.Module, *, fused_qkv: bool = False, generator: Generator | None = None) -> None:
+def init_softmax_attention_(
+    attention: nn.Module,
+    *,
+    fused_qkv: bool = False,
+    joint_value_output: bool = False,
+    generator: Generator | None = None,
+) -> None:
     """Xavier uniform weights and zero biases for `SoftmaxSelfAttention` (Appendix D).
 
     Args:
         fused_qkv: draw query, key and value as one [3d, d] matrix, whose bound is smaller by √2.
+        joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # √(6 / (d + 3d)) over √(6 / (d + d))
     for linear in (attention.query, attention.key, attention.value):
         nn.init.xavier_uniform_(linear.weight, gain=gain, generator=generator)
         nn.init.zeros_(linear.bias)
     xavier_linear_(attention.out, generator=generator)
+    if joint_value_output:
+        _orthogonal(attention.value, attention.out, generator=generator)
 
 
 @torch.no_grad()
-def init_suo_mlp_(mlp: nn.Module, *, transposed: bool = False, generator: Generator | None = None) -> None:
+def init_signal_preserving_attention_(attention: nn.Module, *, generator: Generator | None = None) -> None:
+    """W^Q = 0, and W^K, W^V and W^O each one orthogonal draw, for `SignalPreservingSelfAttention` (He et al. 2023, 3.3)."""
+    _orthogonal(attention.key, attention.value, attention.out, generator=generator)
+    nn.init.zeros_(attention.query.weight)
+
+
+@torch.no_grad()
+def init_value_skipinit_attention_(attention: nn.Module, *, generator: Generator | None = None) -> None:
+    """Four orthogonal draws, α = 1 and β = 0, for `ValueSkipInitSelfAttention` (He et al. 2023, Eq. 7)."""
+    _orthogonal(attention.query, attention.key, attention.value, attention.out, generator=generator)
+    nn.init.ones_(attention.shortcut)
+    nn.init.zeros_(attention.residual)
+
+
+def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
+    for linear in linears:
+        scaled_uniform_orthogonal_(linear.weight, generator=generator)
+
+
+@torch.no_grad()
+def init_suo_mlp_(
+    mlp: nn.Module, *, transposed: bool = False, gain: float = 1.0, generator: Generator | None = None
+) -> None:
     """SUO weights and zero biases for an MLP (Section 4.4).
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as a reading of the weight as [in, out] would.
+        gain: of the second layer, by which it makes good what the activation takes from the mean square.
     """
     for linear in (mlp.fc1, mlp.fc2):
         scaled_uniform_orthogonal_(linear.weight, generator=generator)
@@ -90,6 +133,7 @@ def init_suo_mlp_(mlp: nn.Module, *, transposed: bool = False, generator: Genera
             fan_out, fan_in = linear.weight.shape
             linear.weight.mul_(max(1.0, math.sqrt(fan_in / fan_out)) / max(1.0, math.sqrt(fan_out / fan_in)))
         nn.init.zeros_(linear.bias)
+    mlp.fc2.weight.mul_(gain)
 
 
 def init_xavier_mlp_(mlp: nn.Module, *, generator: Generator | None = None) -> None:

@@ -6,10 +6,12 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 import math
 from collections.abc import Callable
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+_HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA on Linux
 EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
 
 POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
@@ -23,9 +25,9 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
     (1.875, -1.25, 0.375),
 )
 
-_STEP = 3.0  # largest ‖Z‖₂ of one Taylor step: its terms stay below 3³/3! = 4.5, so that no digit is lost to cancellation
-_MAX_STEPS = 4  # beyond, doubling is cheaper
-_MAX_DOUBLINGS = 14  # reaches ‖Z‖₁ = 16,384 where the norm cannot be read off the data
+_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
+_MAX_DOUBLINGS = 14  # reaches ρ = 16,384 where it cannot be read off the data
+_IMBALANCE = 8.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in accuracy: up to here, less than two digits
 
 
 def qr_basis(m: Tensor) -> Tensor:
@@ -86,17 +88,18 @@ def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
     Returns:
         (..., n, n), symmetric.
     """
-    if _is_readable(gram):
+    if is_readable(gram):
         return _NewtonSchulzGram.apply(flat(gram), num_iterations).view(gram.shape)
     return _newton_schulz_gram(flat(gram), num_iterations)[-1].view(gram.shape)
 
 
 def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
     """G_0 to G_K, (b, n, n) each."""
-    grams = [gram]
+    grams, add_product = [gram], Tensor.baddbmm_ if is_eager(gram) else Tensor.baddbmm  # the former is unknown to vmap
     for _ in range(num_iterations):
-        product = torch.baddbmm(gram, gram, gram, beta=1.5, alpha=-0.5)  # G T
-        gram = torch.baddbmm(product, product, gram, beta=1.5, alpha=-0.5)  # G T T
+        square = torch.bmm(gram, gram)
+        difference = torch.sub(gram, square, alpha=2 / 3)
+        gram = add_product(difference, gram, square, beta=2.25, alpha=0.25)  # ¼ (9G − 6G² + G³) = G T²
         grams.append(gram)
     return grams
 
@@ -104,8 +107,8 @@ def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
 class _NewtonSchulzGram(torch.autograd.Function):
     """`_newton_schulz_gram` with a backward of two products an iteration.
 
-    G_{k+1} = 3T² − 2T³ with T = ½ (3I − G_k), a polynomial in G_k alone. With E the gradient of G_{k+1}, symmetric, that
-    of G_k is therefore T²E + TET + ET² − 3/2 (TE + ET) = R + Rᵀ with Y = ET and R = T (Yᵀ + ½Y) − 3/2 Y.
+    G_{k+1} = ¼ (9G − 6G² + G³) with G = G_k. With E the gradient of G_{k+1}, symmetric, that of G_k is therefore
+    ¼ (9E − 6 (EG + GE) + EG² + GEG + G²E) = R + Rᵀ with Y = EG − 4E and R = ¼ (Y + ½Yᵀ) G + 9/8 E.
     """
 
     @staticmethod
@@ -121,10 +124,8 @@ class _NewtonSchulzGram(torch.autograd.Function):
             return *recorded_grad(lambda gram: _newton_schulz_gram(gram, len(grams))[-1], grams[:1], grad), None
         grad = grad + grad.mT  # twice the symmetric part
         for gram in reversed(grams):
-            t = -0.5 * gram
-            t.diagonal(dim1=-2, dim2=-1).add_(1.5)
-            y = torch.bmm(grad, t)
-            r = torch.baddbmm(y, t, torch.add(y.mT, y, alpha=0.5), beta=-1.5)
+            y = torch.baddbmm(grad, grad, gram, beta=-4)
+            r = grad.baddbmm_(torch.add(y, y.mT, alpha=0.5), gram, beta=1.125, alpha=0.25)
             grad = r + r.mT
         return 0.5 * grad, None
 
@@ -151,42 +152,16 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
     return gram
 
 
-def phi1(z: Tensor) -> Tensor:
-    """φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, which singular matrices have too.
-
-    Scaling and doubling by matrix products alone: a Taylor polynomial at Z/2^s, then s times
-    φ₁(2Z) = ½ (e^Z + I) φ₁(Z) with e^Z = I + Z φ₁(Z) (Higham 2008, Section 10.7.4). s is the least with ‖Z‖₁ ≤ 2^s over
-    the batch; where reading it would stop the device or break a trace, every matrix has its own s in a loop of fixed length.
-
-    Args:
-        z: (..., n, n), float32 or float64.
-
-    Returns:
-        (..., n, n).
-    """
-    exponent = torch.linalg.matrix_norm(z.detach(), ord=1, keepdim=True).clamp(min=1).log2().ceil()  # (..., 1, 1)
-    if _is_readable(z):
-        exponent = exponent.nan_to_num(posinf=0.0).amax() if z.numel() else exponent.new_zeros(())
-        doublings = int(exponent)
-    else:
-        doublings, exponent = _MAX_DOUBLINGS, exponent.clamp(max=_MAX_DOUBLINGS)
-    z = z * torch.exp2(-exponent)
-    identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device).expand_as(z)
-    phi = _taylor(flat(z), flat(identity), flat(z @ z), _degree(1.0, z.dtype))[-1].view(z.shape)
-    expm1 = z @ phi  # e^Z − I
-    for k in range(doublings):
-        phi = torch.where(k < exponent, phi + 0.5 * (expm1 @ phi), phi)
-        if k + 1 < doublings:
-            expm1 = torch.where(k < exponent, 2 * expm1 + expm1 @ expm1, expm1)
-    return phi
-
-
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y without φ₁(Z): a Taylor polynomial by Horner's rule in Z² on blocks as narrow as Y.
+    """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, which singular matrices have too.
 
-    The Taylor degree is the least whose remainder, in value and gradient, is below the rounding. What counts is the
-    spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too: between M and J Mᵀ its series is one in S). For
-    ρ > 3, e^Z is applied in equal steps. Where that takes many steps, or ρ cannot be read off the data, `phi1` takes over.
+    A Taylor polynomial by Horner's rule in Z², on blocks as narrow as Y. Its degree is the least whose remainder, in value
+    and gradient, is below the rounding. What counts is the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM
+    too: between M and J Mᵀ its series is one in S).
+
+    For ρ > 4, Z is halved s times, to ρ ≤ 1, and its φ₁ doubled as often, φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). So it is, with a fixed s, wherever reading ρ would
+    stop the device or break a trace.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -195,21 +170,89 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     Returns:
         (..., n, m).
     """
-    if not (_is_readable(z) and _is_readable(y) and z.numel()):
-        return phi1(z) @ y
-    z, shape, y = flat(z), y.shape, flat(y)
-    square = torch.bmm(z.detach(), z.detach())
-    radius = _spectral_radius(square)
-    if not radius <= _STEP * _MAX_STEPS:  # NaN too
-        return (phi1(z) @ y).view(shape)
-    steps = max(1, math.ceil(radius / _STEP))
-    degree = _degree(radius / steps, z.dtype)
-    if steps > 1:
-        z, square = z / steps, square / steps**2
-    result = _Phi1Times.apply(z, y, square, degree)
-    for _ in range(steps - 1):  # e^{kZ} Y = Y + Z · (sum of the k results so far)
-        result = result + _Phi1Times.apply(z, y + z @ result, square, degree)
-    return (result / steps if steps > 1 else result).view(shape)
+    shape, z, y = y.shape, flat(z), flat(y)
+    if has_kernels(z):
+        from osa import kernels  # not at the top: it takes a second, and the CPU has no use for it
+
+        if kernels.fits_phi1(z, y):
+            return kernels.phi1_times(z, y).view(shape)
+    return plain_phi1_times(z, y).view(shape)
+
+
+def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
+    """`phi1_times` of (b, n, n) and (b, n, m) by torch's own operators, and so differentiable as often as one likes."""
+    radius, doublings = 1.0, _MAX_DOUBLINGS
+    if is_readable(z) and is_readable(y) and z.numel():
+        square = torch.bmm(z.detach(), z.detach())
+        radius = _spectral_radius(square)
+        if not _RADIUS < radius < math.inf:  # NaN too
+            return _Phi1Times.apply(z, y, square, _degree(min(radius, _RADIUS), z.dtype))
+        doublings = math.ceil(math.log2(radius))
+        radius /= 2**doublings
+    z = z / 2**doublings
+    identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
+    phi = _taylor(identity, z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
+    result, expm1 = torch.bmm(phi, y), torch.bmm(z, phi)  # φ₁(Z) Y and e^Z − I
+    for k in range(doublings):
+        if k > 0:
+            expm1 = torch.baddbmm(expm1, expm1, expm1, beta=2)
+        result = torch.baddbmm(result, expm1, result, alpha=0.5)
+    return result
+
+
+@torch.no_grad()
+def is_balanced(gram: Tensor, scale: Tensor) -> bool:
+    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: ‖Z‖_F ≤ 8 max(1, (Σ|λ|²)^½).
+
+    Both sides are equal for a normal Z, and Σ|λ|² = −tr Z², as the spectrum is imaginary (cf. Henrici 1962).
+
+    Args:
+        gram: MᵀM, (b, 2d, 2d), whose values can be read.
+        scale: (b, 1, 1).
+    """
+    norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # ‖Z‖_F, (b, 1, 1)
+    if not (norm > _IMBALANCE).any():  # NaN too, which no basis makes good
+        return True
+    z = apply_j(scale * gram)
+    spectrum = -(z * z.mT).sum((-2, -1), keepdim=True)  # Σ|λ|²
+    return not (norm.square() > _IMBALANCE**2 * spectrum.clamp(min=1)).any()
+
+
+def balanced(m: Tensor) -> Tensor:
+    """M T of the same S, with T symplectic, T J Tᵀ = J, and columns as short as they can be pair by pair.
+
+    S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over the pairs of columns, and no 2×2 matrix of determinant 1 changes
+    the term of the pair that it multiplies. T consists of these: the shorter column loses its projection on the longer one;
+    then one is multiplied by s and the other by 1/s, which makes them equally long. With them ‖q_j‖² + ‖k_j‖² is twice the
+    area ‖q_j k_jᵀ − k_j q_jᵀ‖₂ that the pair spans, and no pair of that term has less.
+
+    T is a constant of the derivatives: the function does not depend on it. The subtraction is in float64, lest Q ≈ K in
+    float32 lose digits to it.
+
+    Args:
+        m: [Q, K], (b, N, 2d).
+
+    Returns:
+        (b, N, 2d), of m's type.
+    """
+    query, key = m.double().chunk(2, dim=-1)  # (b, N, d)
+    tiny = torch.finfo(m.dtype).tiny
+    q2, k2, qk = ((x.detach() * y.detach()).sum(-2, keepdim=True) for x, y in ((query, query), (key, key), (query, key)))
+    is_longer = k2 >= q2
+    query, key = (
+        query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
+        key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
+    )
+    q2, k2 = (x.detach().square().sum(-2, keepdim=True) for x in (query, key))
+    least = torch.finfo(m.dtype).eps ** 2 * (q2 + k2) + tiny  # bounds the ratio where one is a multiple of the other
+    s = (k2.clamp(min=least) / q2.clamp(min=least)) ** 0.25
+    return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
+
+
+def apply_j(x: Tensor) -> Tensor:
+    """J X with J = [[0, I], [−I, 0]]."""
+    upper, lower = x.chunk(2, dim=-2)
+    return torch.cat([lower, -upper], dim=-2)
 
 
 @contextmanager
@@ -240,7 +283,12 @@ def is_recorded(*inputs: Tensor) -> bool:
     return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-def _is_readable(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
+    """Whether osa.kernels can be imported, and is for such as x."""
+    return x.device.type == "cuda" and _HAS_TRITON
+
+
+def is_readable(x: Tensor) -> bool:
     """Whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
     return x.device.type == "cpu" and is_eager(x)
 
@@ -264,8 +312,8 @@ def _degree(radius: float, dtype: torch.dtype) -> int:
     return degree
 
 
-def _taylor(z: Tensor, y: Tensor, square: Tensor, degree: int) -> list[Tensor]:
-    """Σ_{k ≤ degree} Z^k Y / (k + 1)! for odd degrees, (b, n, n) and (b, n, m), by Horner's rule in Z².
+def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tensor]:
+    """Σ_{k ≤ degree} Z^k Y / (k + 1)! for odd degrees, by Horner's rule in Z², given Y, ZY and Z².
 
     Two terms at a time (Paterson & Stockmeyer 1973): P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)), and P_0 is
     the sum.
@@ -273,7 +321,6 @@ def _taylor(z: Tensor, y: Tensor, square: Tensor, degree: int) -> list[Tensor]:
     Returns:
         P_J to P_0, with J = (degree − 1)/2.
     """
-    first = torch.bmm(z, y)
     last = degree // 2
     partial = [torch.add(y, first, alpha=1 / (2 * last + 2))]
     for j in range(last, 0, -1):
@@ -283,7 +330,7 @@ def _taylor(z: Tensor, y: Tensor, square: Tensor, degree: int) -> list[Tensor]:
 
 
 class _Phi1Times(torch.autograd.Function):
-    """`_taylor` of z and y, given square = z², with a backward that accumulates in place.
+    """The Taylor polynomial of φ₁(Z) Y, given Z² without a gradient, with a backward that accumulates in place.
 
     With E the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!, those of Y and ZY are ΣH_j and ΣH_j / (2j + 2) to begin
     with, and that of Z² is ΣH_{j−1} P_jᵀ / (2j (2j + 1)).
@@ -291,7 +338,7 @@ class _Phi1Times(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, z: Tensor, y: Tensor, square: Tensor, degree: int) -> Tensor:
-        partial = _taylor(z, y, square, degree)
+        partial = _taylor(y, torch.bmm(z, y), square, degree)
         ctx.save_for_backward(z, y, square, *partial)
         ctx.degree = degree
         return partial[-1]
@@ -300,7 +347,7 @@ class _Phi1Times(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, y, square, *partial = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return *recorded_grad(lambda z, y: _taylor(z, y, z @ z, ctx.degree)[-1], (z, y), grad), None, None
+            return *recorded_grad(lambda z, y: _taylor(y, z @ y, z @ z, ctx.degree)[-1], (z, y), grad), None, None
         grad_y, grad_first, grad_square = grad.clone(), 0.5 * grad, torch.zeros_like(z)
         power, factorial = grad, 1.0  # (Zᵀ)^{2j} E and (2j + 1)!
         for j, later in enumerate(reversed(partial[:-1]), 1):

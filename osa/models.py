@@ -1,18 +1,22 @@
-"""The paper's models by name, built and initialised by Section 4 and Appendix D.
+"""The paper's models by name, built and initialised by Section 4 and Appendix D; beside them models that are made for depth.
 
 An option of `build_vit` that picks a part does so in one of the dicts below; a new part is one more entry.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, nn
 
 from osa.init import (
     init_orthogonal_attention_,
+    init_signal_preserving_attention_,
     init_softmax_attention_,
     init_suo_mlp_,
+    init_value_skipinit_attention_,
     init_xavier_mlp_,
     torch_linear_,
     truncated_normal_,
@@ -21,10 +25,25 @@ from osa.init import (
 )
 from osa.linalg import EPSILON
 from osa.modules import OrthogonalSelfAttention, SoftmaxSelfAttention
+from osa.shaped import (
+    SignalPreservingSelfAttention,
+    ValueSkipInitSelfAttention,
+    alpha_of_depth,
+    dks_gelu,
+    gelu_gain,
+    signal_preserving_attention,
+    tat_leaky_relu,
+)
 from osa.vit import VisionTransformer
 
 _OSA = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
+# He et al. 2023 (H.1): q = 1 from the tokens on, an activation that keeps it, V and O orthogonal
+_SHAPED = {"skip": False, "norm": False, "mlp_init": "shaped", "joint_value_output": True, "normalise_tokens": True}
+_DKS = _SHAPED | {"activation": "dks_gelu"}
+_SKIP = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
+_UNIFORM = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
+_EXPONENTIAL = {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.05, "repeated": 0.04}
 
 MODELS: dict[str, dict] = {
     "osa_qr": _OSA | {"method": "qr"},
@@ -35,6 +54,19 @@ MODELS: dict[str, dict] = {
     # Not in the paper: the function of osa_qr without a basis, and with the gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
+    # For depth: OSA with α L = 0.36, a provisional value, and softmax in the same frame
+    "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
+    "softmax_shaped": _DKS | {"attention": "softmax"},
+    "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
+    # Of He et al. 2023
+    "vskipinit": _DKS | {"attention": "value_skipinit"},
+    "uspa": _DKS | _UNIFORM,
+    "espa": _DKS | _EXPONENTIAL,
+    "uspa_causal": _DKS | _UNIFORM | {"causal": True},
+    "espa_causal": _DKS | _EXPONENTIAL | {"causal": True},
+    "espa_skip": _SKIP | {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.6},
+    "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
+    "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
 
 
@@ -42,8 +74,8 @@ def create_model(name: str, *, generator: Generator | None = None, **changes) ->
     """A model of `MODELS` with the sizes of Appendix D, initialised.
 
     Args:
-        name: "osa_qr", "osa_ns", "vit", "vit_noskip" or "vit_noskip_nonorm", the paper's five (Section 5), or "osa_exact" or
-            "osa_qr_literal".
+        name: "osa_qr", "osa_ns", "vit", "vit_noskip" or "vit_noskip_nonorm", the paper's five (Section 5), or another one of
+            `MODELS`.
         generator: of the CPU, for every draw. Default: torch's global one.
         changes: options of `build_vit` that replace the model's own, e.g. depth=12.
 
@@ -62,6 +94,16 @@ def build_vit(
     method: str | None = None,
     num_iterations: int | None = None,
     epsilon: float | None = None,
+    alpha_times_depth: float | None = None,
+    kernel: str | None = None,
+    kernel_last: float | None = None,
+    causal: bool | None = None,
+    cls_index: int | None = None,
+    repeated: float | None = None,
+    joint_value_output: bool = False,
+    activation: str = "gelu",
+    normalise_tokens: bool = False,
+    normalised_skip: float | None = None,
     image_size: int = 28,
     patch_size: int = 4,
     num_classes: int = 10,
@@ -82,10 +124,19 @@ def build_vit(
     """A Vision Transformer of Appendix D from its options, initialised. The defaults are the paper's.
 
     Args:
-        attention: "orthogonal" (Eq. 5) or "softmax".
-        skip, norm, image_size, patch_size, num_classes, embed_dim, depth, mlp_ratio, in_channels: see `VisionTransformer`.
-        mlp_init: "suo" (Section 4.4) or "xavier" (Appendix D).
+        attention: "orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"; see
+            `SignalPreservingSelfAttention` and `ValueSkipInitSelfAttention`.
+        skip, norm, image_size, patch_size, num_classes, embed_dim, depth, mlp_ratio, in_channels, normalise_tokens: see
+            `VisionTransformer`.
+        mlp_init: "suo" (Section 4.4), "xavier" (Appendix D), or "shaped": SUO with a second layer that makes good what the
+            activation takes from the mean square.
         method, num_iterations, epsilon: of orthogonal attention alone; see `orthogonal_attention`. None: its defaults.
+        alpha_times_depth: of orthogonal attention alone: initial α times depth, instead of `alpha`; see `alpha_of_depth`.
+        kernel, kernel_last, causal, cls_index, repeated: of signal-preserving attention alone, which needs the first two;
+            see `signal_preserving_attention`. None: its defaults.
+        joint_value_output: W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others are so.
+        activation: "gelu", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there for the least depth.
+        normalised_skip: L (1 − α²) for skips α x + √(1 − α²) f(x); None: x + f(x).
         num_heads: h, 2 or more for orthogonal attention.
         alpha, alpha_per_head: initial α of orthogonal attention, and whether every head has its own.
         embedding_std: σ of positions and [cls].
@@ -102,10 +153,17 @@ def build_vit(
     _check_positive(embed_dim=embed_dim, num_heads=num_heads, embedding_std=embedding_std)
     if int(embed_dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio {mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
-    options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha": alpha}
-    options |= {"alpha_per_head": alpha_per_head, "xavier_fused_qkv": xavier_fused_qkv, "suo_transposed": suo_transposed}
+    shortcut = _shortcut(skip, normalised_skip, depth)
+    own = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha_times_depth": alpha_times_depth}
+    own |= {"kernel": kernel, "kernel_last": kernel_last, "causal": causal, "cls_index": cls_index, "repeated": repeated}
+    _check_own(attention, own)
+    num_tokens = (image_size // patch_size) ** 2 + 1
+    options = own | {"embed_dim": embed_dim, "num_heads": num_heads, "num_tokens": num_tokens, "depth": depth}
+    options |= {"alpha": alpha, "alpha_per_head": alpha_per_head, "shortcut": shortcut or 0.0}
+    options |= {"joint_value_output": joint_value_output, "xavier_fused_qkv": xavier_fused_qkv}
     make_attention, init_attention_ = _entry("attention", attention, ATTENTION)(**options)
-    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(**options)
+    activate, gain = _entry("activation", activation, ACTIVATION)(depth)
+    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(suo_transposed=suo_transposed, gain=gain)
     init_patch_embedding_ = _entry("patch_embedding", patch_embedding, PATCH_EMBEDDING_INIT)
     init_head_ = _entry("head", head, HEAD_INIT)
 
@@ -117,9 +175,12 @@ def build_vit(
             embed_dim=embed_dim,
             depth=depth,
             mlp_ratio=mlp_ratio,
-            attention=partial(make_attention, embed_dim, num_heads),
+            attention=make_attention,
             skip=skip,
             norm=norm,
+            shortcut=shortcut,
+            activation=activate,
+            normalise_tokens=normalise_tokens,
             in_channels=in_channels,
         )
     _allocate(vit)
@@ -139,43 +200,101 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Moves parameters from the meta device to the default one, as `to_empty` does, but under FakeTensorMode too."""
+    """Moves parameters from the meta device to the default one, as `to_empty` does, but under FakeTensorMode too.
+
+    Buffers have their values from the beginning, on the CPU.
+    """
+    device = torch.get_default_device()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
-            setattr(child, name, nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device())))
+            setattr(child, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+        for name, buffer in child.named_buffers(recurse=False):
+            setattr(child, name, buffer.to(device))
 
 
 # An entry takes all options of `build_vit` that concern some attention or MLP, and leaves alone those that are not its own.
+# Of an attention it returns what makes the layer of a block from its number, and what initialises it.
+
+Parts = tuple[Callable[[int], nn.Module], Callable[..., None]]
 
 
 def _orthogonal_attention(
-    *, method: str | None, num_iterations: int | None, epsilon: float | None, alpha: float, alpha_per_head: bool, **_
-) -> tuple[Callable[[int, int], nn.Module], Callable[..., None]]:
-    options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
-    given = {name: value for name, value in options.items() if value is not None}
-    make = partial(OrthogonalSelfAttention, alpha_per_head=alpha_per_head, **given)
-    return make, partial(init_orthogonal_attention_, alpha=alpha)
+    *,
+    embed_dim: int,
+    num_heads: int,
+    depth: int,
+    method: str | None,
+    num_iterations: int | None,
+    epsilon: float | None,
+    alpha: float,
+    alpha_times_depth: float | None,
+    alpha_per_head: bool,
+    joint_value_output: bool,
+    **_,
+) -> Parts:
+    given = _given(method=method, num_iterations=num_iterations, epsilon=epsilon)
+    make = partial(OrthogonalSelfAttention, embed_dim, num_heads, alpha_per_head=alpha_per_head, **given)
+    initial = alpha if alpha_times_depth is None else alpha_of_depth(alpha_times_depth, depth)
+    return lambda _: make(), partial(init_orthogonal_attention_, alpha=initial, joint_value_output=joint_value_output)
 
 
-def _softmax_attention(
-    *, method: str | None, num_iterations: int | None, epsilon: float | None, xavier_fused_qkv: bool, **_
-) -> tuple[Callable[[int, int], nn.Module], Callable[..., None]]:
-    for name, value in (("method", method), ("num_iterations", num_iterations), ("epsilon", epsilon)):
-        if value is not None:
-            raise ValueError(f"{name} belongs to orthogonal attention; leave it out, or None, for softmax attention")
-    return SoftmaxSelfAttention, partial(init_softmax_attention_, fused_qkv=xavier_fused_qkv)
+def _softmax_attention(*, embed_dim: int, num_heads: int, xavier_fused_qkv: bool, joint_value_output: bool, **_) -> Parts:
+    initialise = partial(init_softmax_attention_, fused_qkv=xavier_fused_qkv, joint_value_output=joint_value_output)
+    return lambda _: SoftmaxSelfAttention(embed_dim, num_heads), initialise
+
+
+def _signal_preserving_attention(
+    *,
+    embed_dim: int,
+    num_heads: int,
+    num_tokens: int,
+    depth: int,
+    kernel: str | None,
+    kernel_last: float | None,
+    causal: bool | None,
+    cls_index: int | None,
+    repeated: float | None,
+    shortcut: float,
+    **_,
+) -> Parts:
+    if kernel is None or kernel_last is None:
+        raise ValueError("signal_preserving attention needs kernel and kernel_last")
+    given = _given(causal=causal, cls_index=cls_index, repeated=repeated)
+    matrices = signal_preserving_attention(kernel, num_tokens, depth, kernel_last, shortcut=shortcut, **given)  # (L, N, N)
+    return lambda i: SignalPreservingSelfAttention(embed_dim, num_heads, matrices[i]), init_signal_preserving_attention_
+
+
+def _value_skipinit_attention(*, embed_dim: int, num_heads: int, **_) -> Parts:
+    return lambda _: ValueSkipInitSelfAttention(embed_dim, num_heads), init_value_skipinit_attention_
 
 
 def _suo_mlp(*, suo_transposed: bool, **_) -> Callable[..., None]:
     return partial(init_suo_mlp_, transposed=suo_transposed)
 
 
+def _shaped_mlp(*, suo_transposed: bool, gain: float) -> Callable[..., None]:
+    return partial(init_suo_mlp_, transposed=suo_transposed, gain=gain)
+
+
 def _xavier_mlp(**_) -> Callable[..., None]:
     return init_xavier_mlp_
 
 
-ATTENTION = {"orthogonal": _orthogonal_attention, "softmax": _softmax_attention}  # what makes a layer, what initialises it
-MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp}
+ATTENTION = {
+    "orthogonal": _orthogonal_attention,
+    "softmax": _softmax_attention,
+    "signal_preserving": _signal_preserving_attention,
+    "value_skipinit": _value_skipinit_attention,
+}
+OWN = dict.fromkeys(("method", "num_iterations", "epsilon", "alpha_times_depth"), "orthogonal") | dict.fromkeys(
+    ("kernel", "kernel_last", "causal", "cls_index", "repeated"), "signal_preserving"
+)  # the attention that an option belongs to
+ACTIVATION = {  # φ for a network of so many blocks, and 1/√E φ(z)² for z ~ N(0, 1)
+    "gelu": lambda depth: (F.gelu, gelu_gain()),
+    "dks_gelu": lambda depth: (dks_gelu(depth), 1.0),
+    "tat_leaky_relu": lambda depth: (tat_leaky_relu(depth), 1.0),
+}
+MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp}
 PATCH_EMBEDDING_INIT = {"xavier": xavier_linear_, "torch": torch_linear_}
 HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 
@@ -184,6 +303,26 @@ def _entry(option: str, name: str, entries: dict):
     if name not in entries:
         raise ValueError(f"{option} {name!r} is unknown; choose one of {', '.join(entries)}")
     return entries[name]
+
+
+def _given(**options) -> dict:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_own(attention: str, options: dict) -> None:
+    for name in _given(**options):
+        if attention in ATTENTION and attention != OWN[name]:
+            raise ValueError(f"{name} belongs to {OWN[name]} attention; leave it out, or None, for {attention} attention")
+
+
+def _shortcut(skip: bool, normalised_skip: float | None, depth: int) -> float | None:
+    """α of skips α x + √(1 − α²) f(x), from L (1 − α²)."""
+    if normalised_skip is None:
+        return None
+    if not (skip and 0 < normalised_skip < depth):
+        raise ValueError(f"normalised_skip {normalised_skip} must be between 0 and the depth {depth}, and needs skip")
+    return math.sqrt(1 - normalised_skip / depth)
 
 
 def _check_positive(**values: float) -> None:

@@ -1,6 +1,7 @@
 """The parts of a Transformer block: two kinds of self-attention, the MLP, and the block with optional skip and norm."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.linalg import EPSILON
 
 
-class _SelfAttention(nn.Module):
+class SelfAttention(nn.Module):
     """Query, key, value and output projections of multi-head self-attention; subclasses say how tokens are mixed.
 
     Head i owns rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight, so
@@ -50,7 +51,7 @@ class _SelfAttention(nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
 
 
-class OrthogonalSelfAttention(_SelfAttention):
+class OrthogonalSelfAttention(SelfAttention):
     """Multi-head orthogonal self-attention (Eq. 3–5): Σ_i exp(S_i) X W^V_i W^O_i, S_i = α_i/√d_v (Q_i K_iᵀ − K_i Q_iᵀ).
 
     No biases; initialised by Section 4. Permutation equivariant, not causal.
@@ -98,7 +99,7 @@ class OrthogonalSelfAttention(_SelfAttention):
         return heads[:, :, :num_outputs]  # (B, h, N, d_v)
 
 
-class SoftmaxSelfAttention(_SelfAttention):
+class SoftmaxSelfAttention(SelfAttention):
     """Multi-head softmax self-attention with biases (Vaswani et al. 2017), on torch's scaled_dot_product_attention.
 
     Xavier uniform weights and zero biases (Appendix D).
@@ -116,15 +117,16 @@ class SoftmaxSelfAttention(_SelfAttention):
 
 
 class MLP(nn.Module):
-    """Linear, GELU, linear, for each token alone (Eq. 2)."""
+    """Linear, activation, linear, for each token alone (Eq. 2)."""
 
-    def __init__(self, embed_dim: int, hidden_dim: int) -> None:
+    def __init__(self, embed_dim: int, hidden_dim: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
         self.fc1 = nn.Linear(embed_dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        return self.fc2(self.activation(self.fc1(x)))
 
 
 class Block(nn.Module):
@@ -135,23 +137,37 @@ class Block(nn.Module):
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
+        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which keeps q where both terms have it.
+            None: x + f(x).
     """
 
-    def __init__(self, attention: nn.Module, mlp: nn.Module, *, embed_dim: int, skip: bool, norm: bool) -> None:
+    def __init__(
+        self,
+        attention: nn.Module,
+        mlp: nn.Module,
+        *,
+        embed_dim: int,
+        skip: bool,
+        norm: bool,
+        shortcut: float | None = None,
+    ) -> None:
         super().__init__()
         self.norm1 = layer_norm(embed_dim) if norm else nn.Identity()
         self.attention = attention
         self.norm2 = layer_norm(embed_dim) if norm else nn.Identity()
         self.mlp = mlp
-        self.skip = skip
+        self.skip, self.shortcut = skip, shortcut
 
     def forward(self, x: Tensor, num_outputs: int | None = None) -> Tensor:
         """(B, N, d) → (B, N, d), or only the first `num_outputs` tokens of that: the same values for less work."""
-        y = self.attention(self.norm1(x), num_outputs)  # (B, N, d)
-        if self.skip:
-            y = x[:, :num_outputs] + y
-        z = self.mlp(self.norm2(y))  # (B, N, d)
-        return y + z if self.skip else z
+        y = self.join(x[:, :num_outputs], self.attention(self.norm1(x), num_outputs))  # (B, N, d)
+        return self.join(y, self.mlp(self.norm2(y)))
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """A sublayer's input x and output y as what leaves it."""
+        if not self.skip:
+            return y
+        return x + y if self.shortcut is None else self.shortcut * x + math.sqrt(1 - self.shortcut**2) * y
 
 
 def layer_norm(embed_dim: int) -> nn.LayerNorm:

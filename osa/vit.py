@@ -1,8 +1,10 @@
 """The Vision Transformer of Appendix D. Every model of the paper is this class with other parts injected."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osa.init import truncated_normal_, xavier_linear_
@@ -19,9 +21,10 @@ class VisionTransformer(nn.Module):
         embed_dim: d.
         depth: number of blocks, 1 or more.
         mlp_ratio: hidden width of the MLPs over d.
-        attention: makes the attention module of one block.
-        skip: skip connections around attention and MLP.
-        norm: LayerNorm before attention and MLP, and a final one.
+        attention: makes the attention module of a block from its number, 0 to depth − 1.
+        skip, norm, shortcut: see `Block`; with norm there is a final LayerNorm too.
+        activation: of the MLPs.
+        normalise_tokens: divide each token by its root mean square before the first block, once and without a parameter.
         in_channels: channels of the image.
         embedding_std: σ of positions and [cls].
 
@@ -38,9 +41,12 @@ class VisionTransformer(nn.Module):
         embed_dim: int,
         depth: int,
         mlp_ratio: float,
-        attention: Callable[[], nn.Module],
+        attention: Callable[[int], nn.Module],
         skip: bool,
         norm: bool,
+        shortcut: float | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        normalise_tokens: bool = False,
         in_channels: int = 1,
         embedding_std: float = 0.02,
     ) -> None:
@@ -50,15 +56,14 @@ class VisionTransformer(nn.Module):
         if depth < 1:
             raise ValueError(f"depth must be 1 or more, not {depth}")
         self.image_shape = (in_channels, image_size, image_size)
-        self.patch_size = patch_size
+        self.patch_size, self.normalise_tokens = patch_size, normalise_tokens
         num_tokens = (image_size // patch_size) ** 2 + 1
         self.patch_embedding = nn.Linear(in_channels * patch_size**2, embed_dim)
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.position_embedding = nn.Parameter(torch.empty(1, num_tokens, embed_dim))
-        hidden_dim = int(embed_dim * mlp_ratio)
-        self.blocks = nn.ModuleList(
-            Block(attention(), MLP(embed_dim, hidden_dim), embed_dim=embed_dim, skip=skip, norm=norm) for _ in range(depth)
-        )
+        mlp = partial(MLP, embed_dim, int(embed_dim * mlp_ratio), activation)
+        block = partial(Block, embed_dim=embed_dim, skip=skip, norm=norm, shortcut=shortcut)
+        self.blocks = nn.ModuleList(block(attention(i), mlp()) for i in range(depth))
         self.norm = layer_norm(embed_dim) if norm else nn.Identity()
         self.head = nn.Linear(embed_dim, num_classes)
         truncated_normal_(self.cls_token, embedding_std)
@@ -67,7 +72,7 @@ class VisionTransformer(nn.Module):
             xavier_linear_(linear)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The input of the first block: [cls] and the embedded patches, plus positions.
+        """The input of the first block: [cls] and the embedded patches, plus positions; normalised if so chosen.
 
         Args:
             images: (B, C, H, W).
@@ -84,7 +89,8 @@ class VisionTransformer(nn.Module):
         patches = images.unfold(2, p, p).unfold(3, p, p)  # (B, C, H/p, W/p, p, p)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N-1, C·p²)
         cls_token = self.cls_token.expand(len(images), -1, -1)  # (B, 1, d)
-        return torch.cat([cls_token, self.patch_embedding(patches)], dim=1) + self.position_embedding
+        tokens = torch.cat([cls_token, self.patch_embedding(patches)], dim=1) + self.position_embedding
+        return F.rms_norm(tokens, tokens.shape[-1:], eps=1e-30) if self.normalise_tokens else tokens
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) → (B, num_classes)."""

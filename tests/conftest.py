@@ -1,10 +1,14 @@
 """Settings of every test: one thread, a fixed seed, property tests that draw the same examples each time."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: it runs kernels on the CPU then
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("repeatable")
 

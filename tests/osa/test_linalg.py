@@ -10,10 +10,11 @@ from osa import reference
 from osa.functional import orthogonal_attention
 from osa.linalg import (
     EPSILON,
+    balanced,
     cholesky_qr_basis,
     full_precision,
+    is_balanced,
     newton_schulz_gram,
-    phi1,
     phi1_times,
     polar_express_gram,
     qr_basis,
@@ -181,6 +182,43 @@ def test_gradients_of_the_gram_matrix_are_symmetric_and_have_gradients():
     assert torch.equal(gradient, gradient.mT)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_balanced_columns_are_short_and_make_the_same_matrix(dtype):
+    """In the second image Q = K in one column, in the third one column of Q is zero and one pair."""
+    query, key = torch.randn(2, 3, 11, 5, dtype=dtype)
+    query *= torch.logspace(-3, 3, 5, dtype=dtype)
+    query[1, :, 0] = key[1, :, 0]
+    query[2, :, :2], key[2, :, 1] = 0, 0
+    m = balanced(torch.cat([query, key], dim=-1))
+    assert m.dtype == dtype
+    short_query, short_key = m.chunk(2, dim=-1)
+    assert (
+        relative_error(reference.skew(short_query, short_key, 1.0), reference.skew(query, key, 1.0))
+        < 10 * torch.finfo(dtype).eps
+    )
+    lengths, others = (x.double().norm(dim=-2) for x in (short_query, short_key))
+    areas = (query.double().square().sum(-2) * key.double().square().sum(-2) - (query * key).double().sum(-2) ** 2).sqrt()
+    ordinary = torch.ones(3, 5, dtype=torch.bool)
+    ordinary[1, 0] = ordinary[2, :2] = False
+    for length in (lengths, others):
+        torch.testing.assert_close(length[ordinary] ** 2, areas[ordinary], rtol=1e-4, atol=0, check_dtype=False)
+    products = (short_query * short_key).sum(-2).abs().double()
+    assert (products <= 1e-3 * lengths * others)[ordinary].all()
+    assert (lengths * others)[~ordinary].max() < 1e-3 and m.isfinite().all()
+
+
+def test_what_is_balanced():
+    """A normal Z at any norm, a small one of any kind, and no large one whose spectrum is small."""
+    gram, one = torch.eye(6).expand(2, 6, 6), torch.ones(2, 1, 1)
+    assert is_balanced(1e4 * gram, one) and is_balanced(gram, 1e4 * one)
+    key = torch.randn(2, 11, 3)
+    near = torch.cat([key + 1e-3 * torch.randn_like(key), key], dim=-1)
+    gram = near.mT @ near
+    assert is_balanced(1e-2 * gram, one) and not is_balanced(gram, -one)
+    assert not is_balanced(torch.cat([1e-2 * gram, gram]), torch.cat([one, one]))
+    assert is_balanced(math.nan * gram, one)  # nothing to be saved
+
+
 def skew_symmetric(radius, dtype=torch.float64):
     """(2, 3, 7, 7) with the given spectral radius, as [S] in the methods with a basis."""
     z = torch.randn(2, 3, 7, 7, dtype=torch.float64)
@@ -194,6 +232,10 @@ def hamiltonian(radius, dtype=torch.float64):
     gram = m.mT @ m
     z = torch.cat([gram[..., 3:, :], -gram[..., :3, :]], dim=-2)
     return (radius * z / torch.linalg.eigvals(z).abs().amax(-1)[..., None, None]).to(dtype)
+
+
+def phi1(z):
+    return phi1_times(z, torch.eye(z.shape[-1], dtype=z.dtype).expand_as(z))
 
 
 def dense_phi1(z):

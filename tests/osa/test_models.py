@@ -10,8 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from osa import MODELS, build_vit, create_model
 from tests.osa.helpers import assert_uniform
 
-ORTHOGONAL = [name for name in MODELS if name.startswith("osa")]
-SOFTMAX = [name for name in MODELS if name.startswith("vit")]
+PLAIN = list(MODELS)[:7]  # the paper's, and its function by other routes
+SHAPED = list(MODELS)[7:]
+ORTHOGONAL = [name for name in PLAIN if name.startswith("osa")]
+SOFTMAX = [name for name in PLAIN if name.startswith("vit")]
 
 
 def create(name, seed=0, **changes):
@@ -28,12 +30,16 @@ def images(count=3, size=28, channels=1):
 
 def test_names():
     paper = ["osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"]
-    assert list(MODELS) == [*paper, "osa_exact", "osa_qr_literal"]
+    assert PLAIN == [*paper, "osa_exact", "osa_qr_literal"]
+    shaped = ["osa_shaped", "softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "uspa_causal"]
+    assert SHAPED == [*shaped, "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_gradients_and_state_dict(name):
     model, other = create(name, seed=0), create(name, seed=1)
+    for parameter in model.parameters():  # away from the zeros that block gradients at first
+        parameter.data += 0.01 * torch.randn_like(parameter)
     batch = images()
     logits = model(batch)
     assert logits.shape == (3, 10)
@@ -52,7 +58,7 @@ def test_logits_gradients_and_state_dict(name):
 def test_layer_norm_is_where_the_paper_has_it(name):
     norms = {key: module for key, module in create(name).named_modules() if isinstance(module, nn.LayerNorm)}
     expected = [f"blocks.{i}.norm{k}" for i in range(6) for k in (1, 2)] + ["norm"]
-    assert list(norms) == (expected if name in ("vit", "vit_noskip") else [])
+    assert list(norms) == (expected if name in ("vit", "vit_noskip", "softmax_shaped_norm", "softmax_skip") else [])
     for norm in norms.values():
         assert torch.equal(norm.weight, torch.ones(64)) and torch.equal(norm.bias, torch.zeros(64))
 
@@ -62,10 +68,11 @@ def test_layer_norm_is_where_the_paper_has_it(name):
 def test_skip_connections_are_where_the_paper_has_them(name, sublayer):
     """With the output weights of a sublayer at zero only a skip connection lets the input through."""
     x, other = torch.randn(2, 3, 50, 64)
+    with_skip = ("vit", "espa_skip", "softmax_skip", "softmax_skip_nonorm")
     for block in create(name).blocks:
         assert not torch.equal(block(x), block(other))
         nn.init.zeros_(block.get_submodule(sublayer).weight)
-        assert torch.equal(block(x), block(other)) == (name != "vit")
+        assert torch.equal(block(x), block(other)) == (name not in with_skip)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -160,7 +167,7 @@ def test_embeddings_and_head_start_alike_in_all_models(name):
 def test_all_biases_start_at_zero(name):
     biases = {key: parameter for key, parameter in create(name).named_parameters() if key.endswith("bias")}
     assert not any(bias.any() for bias in biases.values())
-    assert any("attention" in key for key in biases) == (name in SOFTMAX)
+    assert any("attention" in key for key in biases) == (MODELS[name]["attention"] == "softmax")
 
 
 @pytest.mark.parametrize("part", ["patch_embedding", "head"])
@@ -237,6 +244,21 @@ def test_an_unknown_model_is_refused_with_the_known_ones():
 REFUSED = {
     "attention": ("vit", dict(attention="linear"), "attention 'linear'.*orthogonal, softmax"),
     "mlp_init": ("vit", dict(mlp_init="he"), "mlp_init 'he'.*suo, xavier"),
+    "activation": ("vit", dict(activation="relu"), "activation 'relu'.*dks_gelu"),
+    "few blocks for DKS": ("osa_shaped", dict(depth=4), "slope 5 over 4 layers"),
+    "few blocks for TAT": ("vskipinit", dict(activation="tat_leaky_relu"), "6 leaky ReLUs take a cosine of 0 to 0.777"),
+    "kernel": ("espa", dict(kernel="linear"), "kernel 'linear'.*uniform, exponential"),
+    "no kernel": ("espa", dict(kernel=None), "needs kernel and kernel_last"),
+    "kernel of softmax": ("vit", dict(kernel="uniform"), "kernel belongs to signal_preserving"),
+    "rho": ("uspa", dict(kernel_last=1.0), "first <= last < 1"),
+    "rho below the tokens' own": ("uspa", dict(kernel_last=0.03), "first <= last < 1, not 0.04 and 0.03"),
+    "gamma": ("espa", dict(kernel_last=0.0), "positive rate of decay"),
+    "place of [cls]": ("espa", dict(cls_index=50), "cls_index must be 0 to 49"),
+    "weight of a skip": ("vit", dict(normalised_skip=6.0), "normalised_skip 6.0 must be between 0 and the depth 6"),
+    "no skip to weigh": ("vit_noskip", dict(normalised_skip=1.0), "needs skip"),
+    "repeated tokens beside a skip": ("espa_skip", dict(repeated=0.04), "repeated 0"),
+    "too heavy a skip for E-SPA": ("espa_skip", dict(kernel_last=0.1), "skip of weight 0.873.*larger rate"),
+    "too heavy a skip for U-SPA": ("espa_skip", dict(kernel="uniform", kernel_last=0.8), "cosines above 1"),
     "patch_embedding": ("vit", dict(patch_embedding="zeros"), "patch_embedding 'zeros'.*xavier, torch$"),
     "head": ("vit", dict(head="ones"), "head 'ones'.*xavier, torch, zeros"),
     "method": ("osa_qr", dict(method="cayley"), "method 'cayley'.*exact"),

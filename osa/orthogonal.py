@@ -1,0 +1,313 @@
+"""Weights that are orthogonal by construction, or that stay so: maps onto rotations, a parametrisation, a retraction.
+
+Each map of `MAPS` takes X (..., n, n), of which the part below the diagonal counts, to a rotation Q(X) ∈ SO(n). All have
+Q(0) = I and the derivative dQ(0)[X] = A with A = tril(X, −1) − tril(X, −1)ᵀ, so that one learning rate means one step in all
+of them. A new map is one function and one name there.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from osa.functional import orthogonal_attention
+from osa.linalg import flat, full_precision, phi1_times
+
+ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 leaves some 1e-6
+
+
+def givens(x: Tensor) -> Tensor:
+    """The product of rotations by −X_ji in the planes (i, j), i < j, in the order of i and then j. Onto SO(n).
+
+    Planes with one i + j have no index in common, and two that have one come in the same order by i + j as by i and j. So
+    2n − 3 steps of up to n/2 rotations at once make the same product, of 3n²(n − 1) operations. The backward pass undoes
+    them step by step and needs memory of n² alone; it has no derivative itself.
+
+    Rotors cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n), multiplied in the same order with θ = −X_ji, turn vectors
+    by this very matrix: a rotor layer is this map.
+    """
+    j, i = torch.tril_indices(*x.shape[-2:], -1, device=x.device)
+    return _Givens.apply(flat(x)[:, j, i], i, j, x.shape[-1]).view(x.shape)
+
+
+class _Givens(torch.autograd.Function):
+    """`givens` of the angles (b, n(n − 1)/2), on the rows of Wᵀ.
+
+    Step t = i + j takes rows p, q = i, j to cos θ p − sin θ q and sin θ p + cos θ q. In reverse order the rows that it can
+    touch, max(0, t − n + 1) to min(t, n − 1), have p and q exchanged.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, i: Tensor, j: Tensor, n: int) -> Tensor:
+        cos, sin = x.new_ones(len(x), 2 * n, n, 1), x.new_zeros(len(x), 2 * n, n, 1)  # by step and row
+        cos[:, i + j, i, 0] = cos[:, i + j, j, 0] = x.cos()
+        sin[:, i + j, i, 0] = x.sin()
+        sin[:, i + j, j, 0] = -x.sin()
+        rows = torch.eye(n, dtype=x.dtype, device=x.device).repeat(len(x), 1, 1)
+        for t in range(1, 2 * n - 2):
+            touched = slice(max(0, t - n + 1), min(t, n - 1) + 1)
+            block = rows[:, touched]
+            exchanged = block.flip(1)
+            block.mul_(cos[:, t, touched]).addcmul_(sin[:, t, touched], exchanged)
+        ctx.save_for_backward(rows, cos, sin, i, j)
+        return rows.mT
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, cos, sin, i, j = ctx.saved_tensors
+        n = rows.shape[-1]
+        rows, products = torch.cat([rows, grad.mT], dim=-1), torch.zeros_like(sin)  # each row beside its gradient
+        for t in range(2 * n - 3, 0, -1):
+            touched = slice(max(0, t - n + 1), min(t, n - 1) + 1)
+            block = rows[:, touched]
+            exchanged = block.flip(1)
+            products[:, t, touched] = (block[..., n:] * exchanged[..., :n]).sum(-1, keepdim=True)
+            block.mul_(cos[:, t, touched]).addcmul_(sin[:, t, touched], exchanged, value=-1)
+        return products[:, i + j, i, 0] - products[:, i + j, j, 0], None, None, None
+
+
+def exponential(x: Tensor) -> Tensor:
+    """exp(A) = I + A φ₁(A), by matrix products alone. Onto SO(n)."""
+    a = _skew(x)
+    identity = _identity(x).expand_as(x)
+    return identity + a @ phi1_times(a, identity)
+
+
+def cayley(x: Tensor) -> Tensor:
+    """(I − A/2)⁻¹ (I + A/2) = 2 (I + A/2) (I + AᵀA/4)⁻¹ − I: all of SO(n) without the eigenvalue −1.
+
+    The second form takes one Cholesky decomposition of a matrix that is positive definite for any A.
+    """
+    half, identity = _skew(x) / 2, _identity(x)
+    factor = torch.linalg.cholesky_ex(identity + half.mT @ half).L
+    inner = torch.linalg.solve_triangular(factor, (identity + half).mT, upper=False)
+    return 2 * torch.linalg.solve_triangular(factor.mT, inner, upper=True).mT - identity
+
+
+def householder(x: Tensor) -> Tensor:
+    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2: almost all of SO(n).
+
+    det = (−1)ⁿ (−1)ⁿ = 1. The product of all reflections at once is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain
+    et al. 2006). Fewer than n − 1 of them do not reach all of SO(n).
+    """
+    identity = _identity(x)
+    v = identity + x.tril(-1) / 2
+    gram = v.mT @ v
+    return v @ torch.linalg.solve_triangular(gram.triu() - gram * identity / 2, v.mT, upper=True) - identity
+
+
+MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "givens": givens,
+    "exponential": exponential,
+    "cayley": cayley,
+    "householder": householder,
+}
+
+
+def exponential_frame(x: Tensor, base: Tensor) -> Tensor:
+    """exp(XBᵀ − BXᵀ) B for orthonormal columns B: the exponential of rank 2k that is orthogonal attention (Eq. 5).
+
+    Args:
+        x, base: (..., m, k), m ≥ k.
+    """
+    return orthogonal_attention(x, base, base, scale=1.0)
+
+
+def cayley_frame(x: Tensor, base: Tensor) -> Tensor:
+    """(I − A/2)⁻¹ (I + A/2) B with A = XBᵀ − BXᵀ = UVᵀ, by a 2k×2k system: B + U (I − VᵀU/2)⁻¹ VᵀB (Wen & Yin 2013).
+
+    Args:
+        x, base: (..., m, k), m ≥ k.
+    """
+    u, v = torch.cat([x, -base], dim=-1), torch.cat([base, x], dim=-1)  # (..., m, 2k)
+    small = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device) - v.mT @ u / 2
+    return base + u @ torch.linalg.solve_ex(small, v.mT @ base).result
+
+
+FRAME_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"exponential": exponential_frame, "cayley": cayley_frame}
+
+
+class Orthogonal(nn.Module):
+    """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
+
+    X = 0 at first, so that the weight has the bits it had. Square weights have the n(n − 1)/2 numbers of X below the
+    diagonal as their parameter, one for each degree of freedom, and keep det B. Others have an X of their own shape, and a
+    map of `FRAME_MAPS` (see there) on whichever of W and Wᵀ is tall.
+
+    Weight decay on X draws the weight towards B; it stays orthogonal.
+
+    Args:
+        name: one of `MAPS`; for weights that are not square one of `FRAME_MAPS`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if name not in MAPS:
+            raise ValueError(f"map {name!r} is unknown; choose one of {', '.join(MAPS)}")
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
+            rows, columns = self.base.shape[-2:]
+            if rows == columns:
+                full = x.new_zeros(*x.shape[:-1], rows, rows)
+                full[..., self.below[0], self.below[1]] = x
+                return MAPS[self.name](full) @ self.base
+            if rows < columns:
+                return FRAME_MAPS[self.name](x.mT, self.base.mT).mT
+            return FRAME_MAPS[self.name](x, self.base)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Takes an orthonormal weight, (..., out, in), as the base, and returns the X of it, which is 0.
+
+        Raises:
+            ValueError: the weight is not orthonormal, or it is not square and the map is only for square ones.
+        """
+        rows, columns = weight.shape[-2:]
+        if orthogonality_error(weight) > ORTHONORMAL:
+            raise ValueError("the weight is not orthonormal: begin with `orthonormal_` or an orthogonal draw")
+        if rows != columns and self.name not in FRAME_MAPS:
+            raise ValueError(f"{self.name} is for square weights; {', '.join(FRAME_MAPS)} take {rows}×{columns}")
+        self.register_buffer("base", weight.detach().clone())
+        if rows != columns:
+            return torch.zeros_like(weight)
+        self.register_buffer("below", torch.tril_indices(rows, rows, -1, device=weight.device), persistent=False)
+        return weight.new_zeros(*weight.shape[:-2], self.below.shape[1])
+
+
+def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
+    """Parametrises the weight of a linear layer, orthonormal already, by the map of that name: see `Orthogonal`."""
+    register_parametrization(linear, "weight", Orthogonal(name))
+    return linear
+
+
+def orthogonality_error(weight: Tensor) -> float:
+    """The largest ‖WᵀW − I‖_F over the batch, or ‖WWᵀ − I‖_F where W is wide, in float64."""
+    w = weight.detach().double()
+    w = w.mT if w.shape[-2] < w.shape[-1] else w
+    return torch.linalg.matrix_norm(w.mT @ w - _identity(w.mT @ w)).max().item()
+
+
+@torch.no_grad()
+def orthonormal_(weight: Tensor) -> Tensor:
+    """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ; leaves one that is so alone."""
+    if orthogonality_error(weight) > ORTHONORMAL:
+        u, _, v = torch.linalg.svd(weight.double(), full_matrices=False)
+        weight.copy_(u @ v)
+    return weight
+
+
+def retract(weight: Tensor, step: Tensor) -> Tensor:
+    """Takes a step U from an orthonormal W along the Stiefel manifold: the geodesic of the canonical metric that begins with
+    the projection of U onto the tangent space, U − W (WᵀU + UᵀW)/2.
+
+    That is exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998): orthogonal attention (Eq. 5) with the query K and W
+    for key and value, of time O(m k² + k³). For square W it is W exp(½ Wᵀ(U − WUᵀW)). After any optimiser's own step it
+    makes that step orthogonal; U ∝ W, such as decoupled weight decay, moves nothing. One Newton–Schulz step W (3I − WᵀW)/2
+    after it keeps rounding from adding up.
+
+    Args:
+        weight, step: (..., m, k); where m < k, rows are orthonormal.
+
+    Returns:
+        (..., m, k).
+    """
+    if weight.shape[-2] < weight.shape[-1]:
+        return retract(weight.mT, step.mT).mT
+    with full_precision(weight.device):
+        generator = step - weight @ (weight.mT @ step) / 2
+        weight = orthogonal_attention(generator, weight, weight, scale=1.0, method="exact")
+        return 1.5 * weight - 0.5 * weight @ (weight.mT @ weight)
+
+
+# What a training can hold orthogonal
+
+RETRACTION = "retraction"
+Views = tuple[Tensor, ...]  # matrices (count, rows, d) inside weights, which one below the other have orthonormal rows
+
+
+def _heads(weight: Tensor, attention: nn.Module) -> Tensor:
+    return weight.detach().unflatten(0, (attention.num_heads, -1))
+
+
+def _value_out(attention: nn.Module) -> list[Views]:
+    return [(_heads(attention.value.weight, attention),), (_heads(attention.out.weight.mT, attention),)]
+
+
+def _query_key(attention: nn.Module) -> list[Views]:
+    return [(_heads(attention.query.weight, attention), _heads(attention.key.weight, attention))]
+
+
+KEPT: dict[str, Callable[[nn.Module], list[Views]]] = {
+    "value_out": _value_out,  # W^V and W^Oᵀ of each head, in V_{d_v}(R^d), as Section 4.1 draws them
+    "query_key": _query_key,  # [W^Q, W^K] of each head, in V_{2d_v}(R^d), as Section 4.2 draws it
+    "attention": lambda attention: _value_out(attention) + _query_key(attention),
+}
+KEPT_WHOLE: dict[str, tuple[str, ...]] = {  # whole matrices, in O(d)
+    "whole_value_out": ("value", "out"),
+    "whole_key_value": ("key", "value"),
+}
+
+
+def constrain_(model: nn.Module, kept: str, by: str) -> None:
+    """Makes the weights of that name in `KEPT` or `KEPT_WHOLE` orthonormal in every block, each the nearest one.
+
+    Args:
+        model: with `blocks`, each of an `attention`.
+        kept: the name.
+        by: the map of `MAPS` that then parametrises whole matrices, or "retraction", where `Kept` is to hold them.
+
+    Raises:
+        ValueError: the map is to parametrise matrices of heads.
+    """
+    if by != RETRACTION and kept not in KEPT_WHOLE:
+        raise ValueError(f"{by} parametrises whole matrices, {' or '.join(KEPT_WHOLE)}, and not {kept}")
+    for block in model.blocks:
+        for views in _views(block.attention, kept):
+            _write(views, orthonormal_(torch.cat(views, dim=-2)))
+        if by != RETRACTION:
+            for part in KEPT_WHOLE[kept]:
+                orthogonal_(getattr(block.attention, part), by)
+
+
+class Kept:
+    """Weights of a model that `constrain_` made orthonormal, and that stay so through the steps of any optimiser."""
+
+    def __init__(self, model: nn.Module, kept: str) -> None:
+        self.groups = list(zip(*(_views(block.attention, kept) for block in model.blocks), strict=True))
+
+    def read(self) -> list[Tensor]:
+        """The weights by kind, (depth, count, rows, d) each."""
+        return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self.groups]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What moves the weights inside, an optimiser's step, moves them along their manifolds."""
+        before = self.read()
+        yield
+        for group, old, new in zip(self.groups, before, self.read(), strict=True):
+            for views, weight in zip(group, retract(old, new - old), strict=True):
+                _write(views, weight)
+
+
+def _views(attention: nn.Module, kept: str) -> list[Views]:
+    if kept in KEPT_WHOLE:
+        return [(getattr(attention, part).weight.detach()[None],) for part in KEPT_WHOLE[kept]]
+    return KEPT[kept](attention)
+
+
+def _write(views: Views, weight: Tensor) -> None:
+    for view, rows in zip(views, weight.split([view.shape[-2] for view in views], dim=-2), strict=True):
+        view.copy_(rows)
+
+
+def _skew(x: Tensor) -> Tensor:
+    below = x.tril(-1)
+    return below - below.mT
+
+
+def _identity(x: Tensor) -> Tensor:
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)

@@ -1,0 +1,123 @@
+"""Orthogonality as a penalty ‖WᵀW − I‖_F² on attention matrices and weights (Zhang et al. 2021, *On Orthogonality
+Constraints for Transformers*), for a training to add to its loss.
+
+A new penalty is one name in `PENALTIES`, and a new term one function of a block and what enters its attention.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def gram_penalty(weight: Tensor) -> Tensor:
+    """Σ (σᵢ² − 1)² over the singular values of W, the lesser of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², summed over the batch.
+
+    They differ by the constant |m − n|, as the larger Gram matrix has so many eigenvalues 0, and so have one gradient,
+    4 W (WᵀW − I). The least value is 0, of orthonormal columns or rows. Its root, whose gradient does not vanish towards
+    those, is the soft constraint that is common elsewhere.
+
+    Args:
+        weight: (..., m, n).
+
+    Returns:
+        ().
+    """
+    wide = weight.shape[-2] < weight.shape[-1]
+    gram = weight @ weight.mT if wide else weight.mT @ weight
+    return (gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)).square().sum()
+
+
+def attention_penalty(a: Tensor) -> Tensor:
+    """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch.
+
+    Of a row-stochastic A it is between 0, which only permutations reach, and N(N − 1), where all rows are one and the same
+    unit vector; uniform attention has N − 1, a saddle. Of an orthogonal A it is 0. It takes N³ multiply–adds for each head.
+
+    Args:
+        a: (B, num_heads, N, N).
+
+    Returns:
+        ().
+    """
+    return gram_penalty(a) / len(a)
+
+
+def projection_penalty(attention: nn.Module, *, separate: bool = False) -> Tensor:
+    """L_LA = ‖PᵀP − I‖_F² with P = [W^Q; W^K; W^V; W^O], (4d, d), the concatenation of `nn.Linear.weight` (Section 2.1).
+
+    It is 0 where the four share the unit Gram matrix, Σ WᵢᵀWᵢ = I. Side by side, (d, 4d), the weights would be held to
+    Σ WᵢWᵢᵀ = I instead; the paper does not say which.
+
+    Args:
+        separate: the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 where each is orthogonal.
+    """
+    weights = torch.stack([part.weight for part in (attention.query, attention.key, attention.value, attention.out)])
+    return gram_penalty(weights if separate else weights.flatten(0, 1))
+
+
+def mlp_penalty(mlp: nn.Module) -> Tensor:
+    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), the second without its constant: see `gram_penalty`.
+
+    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts from M₁ᵀM₁ = (hidden/d) I, against which this pulls.
+    """
+    return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
+
+
+def head_penalty(attention: nn.Module) -> Tensor:
+    """`gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ of each head: 0 where Section 4 of *Orthogonal Self-Attention* begins."""
+    query, key, value, out = (
+        weight.unflatten(0, (attention.num_heads, -1))  # (h, d_v, d)
+        for weight in (attention.query.weight, attention.key.weight, attention.value.weight, attention.out.weight.mT)
+    )
+    return gram_penalty(torch.cat([query, key], dim=1)) + gram_penalty(value) + gram_penalty(out)
+
+
+def attention_matrix(attention: nn.Module, x: Tensor) -> Tensor:
+    """A of each head, (B, num_heads, N, N), as what the heads make of V = I; x is (B, N, d)."""
+    query, key, _ = attention.project(x)
+    tokens = x.shape[-2]
+    identity = torch.eye(tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], tokens, tokens)
+    return attention.mix(query, key, identity, None)
+
+
+Term = Callable[[nn.Module, Tensor], Tensor]
+
+AM: Term = lambda block, x: attention_penalty(attention_matrix(block.attention, x))  # noqa: E731
+LA: Term = lambda block, x: projection_penalty(block.attention)  # noqa: E731
+LF: Term = lambda block, x: mlp_penalty(block.mlp)  # noqa: E731
+
+PENALTIES: dict[str, tuple[Term, ...]] = {
+    "VAR-I": (AM,),  # Section 3
+    "VAR-II": (AM, LA),
+    "VAR-III": (AM, LA, LF),
+    "VAR-II-separate": (AM, lambda block, x: projection_penalty(block.attention, separate=True)),
+    "heads": (lambda block, x: head_penalty(block.attention),),
+}
+
+
+def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The model's output, and the penalty of that name summed over its blocks.
+
+    The output is computed as ever. What needs the attention matrices makes them anew from the inputs that the blocks had,
+    in time and memory of N² for each head.
+
+    Args:
+        model: with `blocks`, each of an `attention` and an `mlp`.
+        images: what the model takes.
+        name: one of `PENALTIES`.
+
+    Returns:
+        The output, and a tensor ().
+    """
+    inputs = []
+    hooks = [
+        block.attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])) for block in model.blocks
+    ]
+    try:
+        output = model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    terms = [term(block, x) for block, x in zip(model.blocks, inputs, strict=True) for term in PENALTIES[name]]
+    return output, torch.stack(terms).sum()

@@ -1,0 +1,355 @@
+"""The kernels of CUDA, run by Triton's interpreter on the CPU: their numbers, and what surrounds them."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import osa
+from osa import functional, reference
+from osa.functional import orthogonal_attention
+from tests.osa.helpers import draw, polar_express_basis, relative_error
+
+pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
+
+from osa import kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where the interpreter runs them: see conftest.py
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreter():
+    """Triton's interpreter, made fit for NumPy 2.4 and quick.
+
+    It keeps a scalar as an array of one entry, which NumPy no longer takes for an index; it looks for the overflow of each
+    sum of integers; and it patches Triton's language again whenever a function is called.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor, patch_lang, run = (
+        interpreter._patch_lang_tensor,
+        interpreter._patch_lang,
+        interpreter.GridExecutor.__call__,
+    )
+    builder, patched = interpreter.interpreter_builder, set()
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def patch_once(function):
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch_lang(function)
+
+    def run_afresh(self, *args, **kwargs):
+        patched.clear()
+        return run(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", run_afresh)
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture
+def tiles_of_a_gpu():
+    return kernels._tiles
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(tiles_of_a_gpu, monkeypatch):
+    """Few steps for the interpreter."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(kernels, "_tiles", lambda size, dtype: {"TILES": (128, 128, 128, dtype), "num_warps": 4})
+
+
+def polar_express_attention(query, key, value, scale):
+    basis = polar_express_basis(torch.cat([query, key], dim=-1).double(), 7)
+    return reference.low_rank_matrix(query, key, scale, basis) @ value.double()
+
+
+REFERENCE = {
+    "exact": reference.orthogonal_attention,
+    "qr": reference.orthogonal_attention,
+    "newton_schulz": reference.newton_schulz_attention,
+    "polar_express": polar_express_attention,
+}
+METHODS = list(REFERENCE)
+
+
+def attend(query, key, value, scale, method):
+    return kernels.attend(query, key, value, scale, method, None, osa.linalg.EPSILON)
+
+
+def errors(method, query, key, value, scale, expected=None):
+    """Relative errors of the output and of the gradients of query, key, value and scale.
+
+    Where S and so a gradient is zero they are absolute: with the size of S for query and key. The gradient of scale is the
+    product of a normal cotangent with the derivative of the output, about (output − V)/scale, and has its size on average:
+    the error is relative to that where the two are nearly orthogonal.
+    """
+    inputs = [x.detach().requires_grad_() for x in (query, key, value, scale)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    actual, expected = attend(*inputs, method), (expected or REFERENCE[method])(*exact)
+    cotangent = torch.randn_like(expected)
+    gradients = torch.autograd.grad(actual, inputs, cotangent.to(actual.dtype))
+    expected_gradients = torch.autograd.grad(expected, exact, cotangent)
+    assert [x.dtype for x in (actual, *gradients)] == [x.dtype for x in (value, *inputs)]
+    size = scale.abs().max().item()
+    typical = max(1.0, (expected - exact[2]).norm().item() / size)
+    pairs = zip((actual, *gradients), (expected, *expected_gradients), (1, size, size, 1, typical), strict=True)
+    return [((a.double() - b).norm() / b.norm().clamp(min=least)).item() for a, b, least in pairs]
+
+
+def random(tokens, width, value_width=3, batch=(1, 2), seed=0):
+    return [x.detach() for x in draw(tokens, width, value_width, batch=batch, dtype=torch.float32, seed=seed)]
+
+
+def scales(*values):
+    return torch.tensor(values).view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "tokens, width, value_width", [(1, 3, 5), (7, 5, 3), (50, 2, 11), (64, 3, 1), (128, 1, 2), (197, 2, 3)]
+)
+def test_output_and_gradients_match_the_reference(method, tokens, width, value_width):
+    """N < 2d, and N of whole and of broken tiles."""
+    query, key, value = random(tokens, width, value_width, (3, 1) if tokens == 7 else (1, 1))
+    assert max(errors(method, query, key, value, scales(0.05))) < 2e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tiles_memory_and_strides(method, tiles_of_a_gpu, monkeypatch):
+    """As on a GPU: small tiles; tensors that lie between NaN, in any order, with a scale and a batch that are broadcast."""
+    monkeypatch.setattr(kernels, "_tiles", tiles_of_a_gpu)
+    spaces, allocate = [], kernels._space
+
+    def with_a_guard(like, size, constants):
+        spaces.append((allocate(like, size + 5, constants).fill_(torch.nan), size))
+        return spaces[-1][0]
+
+    monkeypatch.setattr(kernels, "_space", with_a_guard)
+
+    def among_nans(x):
+        around = torch.full([n + 2 for n in x.shape[::-1]], torch.nan)
+        around[tuple(slice(1, -1) for _ in x.shape)] = x.permute(*reversed(range(x.dim())))
+        return around.permute(*reversed(range(x.dim())))[tuple(slice(1, -1) for _ in x.shape)]
+
+    query, key, value = random(19, 9, 5, (1, 2))
+    views = [among_nans(x) for x in (query[:, :1].expand(1, 2, -1, -1), key, value)]
+    assert max(errors(method, *views, torch.tensor(0.05))) < 2e-5
+    assert spaces and all(space[:, size:].isnan().all() for space, size in spaces)
+
+
+def equal(query, key):
+    return query, query
+
+
+def nearly_equal(query, key):
+    return query, query + 1e-3 * key
+
+
+def dependent(query, key):
+    return torch.cat([query[..., :2], query[..., :1]], -1), torch.cat([2 * query[..., :1], key[..., 1:]], -1)
+
+
+def zeros(query, key):
+    return 0 * query, 0 * key
+
+
+@pytest.mark.parametrize("degenerate", [equal, nearly_equal, dependent, zeros])
+@pytest.mark.parametrize("method", METHODS)
+def test_dependent_columns(method, degenerate):
+    query, key, value = random(11, 3, batch=(1, 1))
+    query, key = degenerate(query, key)
+    scale = scales(0.3)
+    if degenerate is nearly_equal and method == "exact":
+        scale = 100 * scale  # c‖M‖² about 1,000
+    elif degenerate is zeros and method != "exact":
+        query, key = query + 1e-12, key  # where the derivative of ‖M‖_F exists
+    tolerance = 1e-4 if degenerate is nearly_equal else 2e-5
+    assert max(errors(method, query, key, value, scale)) < tolerance
+
+
+@pytest.mark.parametrize("method", ["exact", "qr"])
+@pytest.mark.parametrize("norm", [1e-6, 1.0, 30.0, 1e3])
+def test_any_norm(method, norm):
+    """‖S‖₂ up to where float32 loses three digits, in one step of the series and in hundreds."""
+    query, key, value = random(5, 2, 3, (1, 1))
+    scale = norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), 2).float().view(1, 1, 1)
+    assert max(errors(method, query, key, value, scale)) < 1e-5 * max(1, norm / 10)
+
+
+def test_lower_precision_is_that_of_inputs_and_outputs_alone():
+    query, key, value = (x.bfloat16() for x in random(7, 3))
+    assert max(errors("exact", query, key, value, scales(0.3, -0.2))) < 1e-2  # two heads with a scale each
+
+
+def test_beyond_every_digit_the_result_is_nan():
+    query, key, value = random(5, 2, 3, (1, 1))
+    assert attend(query, key, value, 1e9, "exact").isnan().all()
+
+
+def kernel_count(step):
+    """Operators of a step that give a device something to do: no views, no allocations."""
+    counted = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            name, returns = operator._schema.name, operator._schema.returns
+            is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+            assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::item"), "it reads the device"
+            idle = is_view or name.startswith(
+                ("prim::", "profiler::", "aten::empty", "aten::new_empty", "aten::_unsafe_view")
+            )
+            if not idle:
+                counted.append(name)
+            return operator(*args, **(kwargs or {}))
+
+    with Count():
+        step()
+    return counted
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """The operators of a training step of a model by name, as CUDA takes it, counted on tensors without values."""
+
+    def of(name):
+        with FakeTensorMode():
+            model = osa.create_model(name)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            images, labels = torch.randn(2, 1, 28, 28), torch.tensor([3, 7])
+
+            def step():
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)  # CUDA's default
+                optimizer.step()
+
+            step()  # the first makes the optimizer's state
+            return kernel_count(step)
+
+    monkeypatch.setattr(functional, "has_kernels", lambda x: True)
+    return of
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
+def test_a_step_launches_little_more_than_that_of_a_vit(counts):
+    vit = len(counts("vit"))
+    for name, most in {"osa_exact": 1.1, "osa_ns": 1.2, "osa_qr": 1.2}.items():
+        found = counts(name)
+        assert len(found) <= most * vit, (name, len(found), vit)
+        assert sum(each.startswith("osa::") for each in found) == 12, name
+
+
+@pytest.mark.parametrize("name", [name for name in osa.MODELS if name != "osa_qr_literal"])
+def test_a_forward_pass_keeps_to_the_device_and_reads_nothing_of_it(name):
+    """With tensors on CUDA that have no values, on any machine."""
+    model = osa.create_model(name)
+    shapes = {key: each.shape for key, each in (*model.named_parameters(), *model.named_buffers())}
+    with FakeTensorMode():
+        parameters = {key: torch.empty(shape, device="cuda") for key, shape in shapes.items()}
+        images = torch.empty(2, 1, 28, 28, device="cuda")
+        found = kernel_count(lambda: torch.func.functional_call(model, parameters, images))
+    assert found and ("osa" in name) == any(each.startswith("osa::") for each in found)
+
+
+def test_the_operator_is_one_for_autograd_and_the_compiler():
+    arguments = *(x.requires_grad_() for x in random(3, 1, 2)), scales(0.2, 0.3).expand(1, 2, 1, 1), 0, 1e-7
+    utilities = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(kernels.OPERATORS["qr"], arguments, test_utils=utilities)
+
+
+def test_under_a_compiler_without_a_break(monkeypatch):
+    for module in (functional, osa.linalg):
+        monkeypatch.setattr(module, "has_kernels", lambda x: True)
+    *inputs, weight = (*(x.requires_grad_() for x in random(5, 2)), random(5, 2, seed=1)[2])
+    compiled = torch.compile(orthogonal_attention, backend="aot_eager", fullgraph=True)
+    actual, expected = (f(*inputs, scale=0.2) for f in (compiled, orthogonal_attention))
+    torch.testing.assert_close(actual, expected)
+    both = (torch.autograd.grad((each * weight).sum(), inputs) for each in (actual, expected))
+    torch.testing.assert_close(*both)
+
+
+def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(monkeypatch):
+    for module in (functional, osa.linalg):
+        monkeypatch.setattr(module, "has_kernels", lambda x: True)
+    *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))
+
+    def second(function):
+        grads = torch.autograd.grad((function(*inputs) * weight).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs)
+
+    def plain(*inputs):
+        return functional._attend(*inputs, 0.2, "exact", None, 1e-7)
+
+    fused = partial(orthogonal_attention, scale=0.2)
+    for actual, expected in zip(second(fused), second(plain), strict=True):
+        assert relative_error(actual, expected) < 1e-4
+    torch.testing.assert_close(torch.vmap(fused)(*inputs), plain(*inputs))
+
+
+def test_a_kernel_that_fails_or_errs_is_left_with_one_warning(monkeypatch):
+    arguments = "exact", torch.device("cpu"), torch.float32, 2, 3
+
+    def breaks(*args, **kwargs):
+        raise RuntimeError("no such architecture\nand more")
+
+    def errs(query, key, value, scale, **options):
+        return value + 0 * (query.sum() + key.sum() + scale.sum())
+
+    for function, reason in ((breaks, "RuntimeError: no such architecture$"), (errs, r"its error is \d")):
+        kernels._agrees.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "attend", function)
+            with pytest.warns(UserWarning, match=reason):
+                assert not kernels._agrees(*arguments)
+            assert not kernels._agrees(*arguments)
+    kernels._agrees.cache_clear()
+
+
+def test_without_triton_nothing_changes():
+    """And with it, the library alone imports neither it nor the kernels."""
+    code = "import sys, osa; assert not {'triton', 'osa.kernels'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("method, name, width, architecture", [("exact", "forward", 16, 80), ("qr", "forward", 16, 90)])
+def test_what_a_kernel_takes_of_a_gpu(method, name, width, architecture, tmp_path):
+    """All of them: python -m benchmarks.kernels, of which this is the part that takes seconds."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = (
+        "import torch; from benchmarks.kernels import resources; import json\n"
+        f"print(json.dumps(resources({method!r}, {name!r}, {width}, torch.float32, {architecture})))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    found = json.loads(output)
+    assert found["spilled_bytes"] == 0 and found["registers"] <= 255 and found["programs"] >= 2
+
+
+def test_every_operator_has_a_count_and_one_near_that_of_the_plain_route(monkeypatch):
+    from pipeline import cost
+
+    names = {f"osa::{name}{suffix}" for name in (*METHODS, "phi1") for suffix in ("", "_backward")}
+    assert names <= cost.ROUTINES.keys()
+    call = cost.Call(partial(orthogonal_attention, scale=0.05), tuple(random(7, 4, 4))).with_backward()
+    plain = cost.cost(call, torch.device("cpu")).multiply_adds
+    monkeypatch.setattr(functional, "has_kernels", lambda x: True)
+    fused = cost.cost(call, torch.device("cpu"))
+    assert fused.by_formula == fused.multiply_adds and 1 / 3 < fused.multiply_adds / plain < 3

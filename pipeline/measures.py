@@ -56,6 +56,11 @@ def orthogonality_error(y: Tensor) -> Tensor:
     return norm(y.mT @ y - torch.eye(y.shape[-1], dtype=y.dtype, device=y.device))
 
 
+def effective_rank(eigenvalues: Tensor) -> float:
+    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 for one direction, n for n equal ones."""
+    return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
+
+
 def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:
     """A random (tokens, width) matrix, tokens ≥ width, with singular values from 1 to 1/condition in equal ratios."""
     left = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q

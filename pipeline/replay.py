@@ -22,6 +22,7 @@ import torch
 from ruamel.yaml import YAML
 from tqdm import tqdm
 
+from pipeline import runs
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import ROOT
@@ -49,12 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", type=Path, metavar="FILE", help="write digests of the states instead of comparing")
     chosen = parser.parse_args(arguments)
     make_deterministic()
-    code, found = record.code_sha256(), [read_run(name) for name in chosen.runs] or committed_runs()
+    code = record.code_sha256(record.default_device().type)
+    found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
         states = {str(run): vars(beginning(run, recorded_config(run))) for run in tqdm(found, unit="run", disable=None)}
         files.write_json(chosen.states, states)
         return
-    stale = [run for run in found if code not in record.made_by(run.read("record"))]
+    stale = [run for run in found if not record.is_of_today(run.read("record"))]
     confirmed = [run for run in tqdm(stale, unit="run", disable=None) if replay(run, code)]
     print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {code[:8]}.")
     if len(confirmed) < len(stale):
@@ -101,15 +103,13 @@ def state_sha256(training: Training) -> str:
 
 def recorded_config(run: Run) -> RunConfig:
     """The configuration that the run's record tells of, whatever params.yaml has now."""
-    config = run.read("record")["config"]
-    written = {section: {k: v for k, v in values.items() if v is not None} for section, values in config.items()}
-    return params.validate(RunConfig, written, f"{run.folder}/record.json")
+    return params.validate(RunConfig, runs.written_config(run.read("record")["config"]), f"{run.folder}/record.json")
 
 
 def committed_runs() -> list[Run]:
     """Every run that has a record, but for tries."""
-    runs = [read_run(str(path.parent.relative_to(FOLDER))) for path in sorted(FOLDER.glob("*/*/*/record.json"))]
-    return [run for run in runs if run.study != TRIES]
+    found = [read_run(str(path.parent.relative_to(FOLDER))) for path in sorted(FOLDER.glob("*/*/*/record.json"))]
+    return [run for run in found if run.study != TRIES]
 
 
 def read_run(name: str) -> Run:

@@ -13,9 +13,8 @@ from pathlib import Path
 from pipeline.core import files
 from pipeline.core.errors import UserError, entry_point
 from pipeline.reporting import figures, pages, results
-from pipeline.reporting.results import Results
+from pipeline.reporting.results import FOLDER, Results
 
-FOLDER = Path("paper_outputs")
 README, MARKERS = Path("README.md"), ("<!-- results -->", "<!-- /results -->")
 
 
@@ -35,13 +34,14 @@ def write(of: Results) -> None:
         files.write_csv(FOLDER / f"{table.__name__}.csv", table(of))
     for content in (results.findings, results.provenance, results.verdict):
         files.write_json(FOLDER / f"{content.__name__}.json", content(of))
-    drawn = {finding.id: finding.figure for found in of.found.values() for finding in found if finding.figure}
-    for stale in {path for path in (FOLDER / "figures").glob("*") if path.stem not in drawn}:
+    drawn = {f"{finding.id}.svg": finding.figure for found in of.found.values() for finding in found if finding.figure}
+    for stale in {path for path in (FOLDER / "figures").glob("*") if path.name not in drawn}:
         stale.unlink()
+    for name, figure in drawn.items():
+        files.write_text(FOLDER / "figures" / name, figures.svg(figure))
     figure_1 = figures.figure_1(of.lab.tables["curves"], of.lab.params)
-    for path, figure in {"figure_1": figure_1, **{f"figures/{name}": figure for name, figure in drawn.items()}}.items():
-        files.write_text(FOLDER / f"{path}.svg", figures.svg(figure))
-        files.write_bytes(FOLDER / f"{path}.png", figures.png(figure))
+    files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1))
+    files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
     for name, text in pages.render(of).items():
         files.write_text(FOLDER / name, text)
 

@@ -14,6 +14,7 @@ import math
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,12 @@ from pipeline.training.loop import COLUMNS, Observer, Training, build_model
 
 TABLE_2, TRIES = "table_2", "tries"
 FOLDER, WEIGHTS = Path("runs"), Path("weights")
+EXPECTED = {  # what other stages read from a run's files
+    "metrics": ("diverged", "test_accuracy"),
+    "record": ("config", "code_sha256", "data_sha256", "environment", "seconds"),
+    "evaluation": ("metrics_sha256", "test_loss", "test_accuracy", "per_class", "confusion", "layers"),
+}
+FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
 
 
 @dataclass(frozen=True)
@@ -68,32 +75,56 @@ class Run:
         return f"dvc repro -f {f'train@{self.variant}-{self.seed}' if self.study == TABLE_2 else self.study}"
 
     def is_there(self) -> bool:
-        """Whether its training has ended and left everything that git keeps."""
-        return all((self.folder / name).exists() for name in ("history.csv", "metrics.json", "record.json"))
+        """Whether its training has ended and left everything that git keeps, each file as its record knows it."""
+        if not all((self.folder / name).exists() for name in ("history.csv", "metrics.json", "record.json")):
+            return False
+        made = self.read("record")
+        return all(
+            made.get(key) in (None, files.sha256(self.folder / name))  # older records know their weights alone
+            for key, name in (("history_sha256", "history.csv"), ("metrics_sha256", "metrics.json"))
+        )
 
     def read(self, name: str) -> dict:
-        """One of its JSON files. Raises UserError if it is absent or malformed."""
-        return files.read_json(self.folder / f"{name}.json")
+        """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed."""
+        path = self.folder / f"{name}.json"
+        content = files.read_json(path)
+        missing = [key for key in EXPECTED[name] if not isinstance(content, dict) or key not in content]
+        if missing:
+            raise UserError(f"{path} has no {missing[0]!r}, and so is damaged: delete it and run `{self.command}`.")
+        return content
 
     def load_model(self, config: RunConfig) -> torch.nn.Module:
-        """The trained model. Raises UserError if its weights are not there, or not those of this configuration."""
+        """The trained model. Raises UserError if its weights are not there, not those that its record knows, or not those
+        of this configuration."""
         model = build_model(config, self.seed)
         try:
-            model.load_state_dict(torch.load(self.weights, map_location="cpu", weights_only=True))
+            content = self.weights.read_bytes()
+            made = self.read("record") if (self.folder / "record.json").exists() else {}
+            if made.get("weights_sha256") not in (None, hashlib.sha256(content).hexdigest()):
+                raise ValueError("not the weights of the record")
+            model.load_state_dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
         except FileNotFoundError:
             raise UserError(f"{self.weights} is missing: train it with `{self.command}`, or `dvc pull` it.") from None
         except checkpoint.UNREADABLE:
-            raise UserError(f"{self.weights} is damaged, or of another model than asked for: run `dvc repro`.") from None
+            raise UserError(
+                f"{self.weights} is damaged, or of another training than {self.folder}/record.json: run `{self.command}`."
+            ) from None
         return model.eval()
 
 
+def written_config(config: dict) -> dict:
+    """A record's configuration as one writes it: without keys that are None, which do not apply, and without those that
+    params.yaml no longer has, which follow from others now."""
+    known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
+    return {
+        section: {key: value for key, value in values.items() if value is not None and key in known[section]}
+        for section, values in config.items()
+    }
+
+
 def same_config(recorded: dict, config: RunConfig) -> bool:
-    """Whether a record's configuration is this one; a key that is None does not apply."""
-
-    def written(values: dict) -> dict:
-        return {section: {k: v for k, v in of.items() if v is not None} for section, of in values.items()}
-
-    return written(recorded) == written(config.model_dump(mode="json"))
+    """Whether a record's configuration is this one."""
+    return written_config(recorded) == written_config(config.model_dump(mode="json"))
 
 
 def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
@@ -102,21 +133,21 @@ def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
         return False
     made = run.read("record")
     same_data = data_sha256 is None or made["data_sha256"] == data_sha256
-    return same_data and same_config(made["config"], config) and record.code_sha256() in record.made_by(made)
+    return same_data and same_config(made["config"], config) and record.is_of_today(made)
 
 
 def train(run: Run, config: RunConfig, *, eager: bool = False, track: bool = True) -> None:
     """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device."""
-    from pipeline.tracking.watcher import tracked, untracked
+    from pipeline.tracking.watcher import tracked
 
     training = Training(config, run.seed, record.default_device())
     training.with_graph &= not eager
     recorder = Recorder(run, training)
-    with (tracked if track else untracked)(recorder.scratch):
+    with (tracked if track else nullcontext)(recorder.scratch):
         recorder.restore()
         training.run(recorder)
         recorder.write_outputs()
-    shutil.rmtree(recorder.scratch, ignore_errors=True)
+    recorder.clear()
 
 
 class Recorder(Observer):
@@ -127,8 +158,8 @@ class Recorder(Observer):
 
     def __init__(self, run: Run, training: Training) -> None:
         self.run, self.training = run, training
-        self.code_sha256, self.environment = record.code_sha256(), record.describe_environment(training.device)
-        self.environment |= record.describe_commit()
+        self.code_sha256 = record.code_sha256(training.device.type)
+        self.environment = record.describe_environment(training.device) | record.describe_commit()
         config = training.config.model_dump()
         self.run_key = record.run_key(config, run.seed, training.data.sha256, self.code_sha256, training.device)
         self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
@@ -213,16 +244,26 @@ class Recorder(Observer):
         }
 
     def write_outputs(self) -> None:
-        """Weights, history, metrics and record, each whole."""
+        """Weights, history, metrics and record, each whole. The record, without which they are no run, goes first and comes
+        last, with the digests of the others."""
         self._clock()
         self.bar.close()
-        weights = checkpoint.as_bytes({name: tensor.cpu() for name, tensor in self.training.model.state_dict().items()})
-        files.write_bytes(self.run.weights, weights)
-        files.write_text(self.run.folder / "history.csv", history_csv(self.training.progress.history))
-        files.write_json(self.run.folder / "metrics.json", self.metrics())
-        status = "diverged" if self.training.progress.diverged else "finished"
-        made = self.record(status) | {"weights_sha256": hashlib.sha256(weights).hexdigest()}
-        files.write_json(self.run.folder / "record.json", made)
+        weights, folder = self.run.weights, self.run.folder
+        (folder / "record.json").unlink(missing_ok=True)
+        state = self.training.model.state_dict()
+        files.write_bytes(weights, checkpoint.as_bytes({name: tensor.cpu() for name, tensor in state.items()}))
+        files.write_text(folder / "history.csv", history_csv(self.training.progress.history))
+        files.write_json(folder / "metrics.json", self.metrics())
+        written = {"weights": weights, "history": folder / "history.csv", "metrics": folder / "metrics.json"}
+        made = self.record("diverged" if self.training.progress.diverged else "finished")
+        made |= {f"{name}_sha256": files.sha256(path) for name, path in written.items()}
+        files.write_json(folder / "record.json", made)
+
+    def clear(self) -> None:
+        """Removes the scratch folder, and what interrupted trainings of this run with other settings have left."""
+        for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
+            if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def history_csv(history: list[dict[str, float]]) -> str:

@@ -21,9 +21,10 @@ from pipeline import studies
 from pipeline.core import files
 from pipeline.core.errors import entry_point
 from pipeline.core.files import ROOT
+from pipeline.core.record import CUDA_ONLY
 
 FOLDER = Path("paper_outputs/sources")
-MAKES_NO_NUMBER = ("pipeline/core/", "pipeline/reporting/", "pipeline/tracking/", "pipeline/runs.py")
+MAKES_NO_NUMBER = ("pipeline/core/", "pipeline/reporting/", "pipeline/tracking/", "pipeline/runs.py", *CUDA_ONLY)
 ENTRY = ("Settings", "measure")
 
 
@@ -52,7 +53,7 @@ def text(study: str) -> str:
 
 
 def imported_files(module: str) -> set[str]:
-    """The files of the project that a module and its imports are made of, but for those that make no number."""
+    """The files of the project that a module and its imports are made of, but for those that make no number on a CPU."""
     return _closure([module])
 
 
@@ -86,6 +87,8 @@ def _defined(node: ast.AST) -> list[str]:
         return [node.asname or node.name.split(".")[0]]
     if isinstance(node, ast.Name):
         return [node.id] if isinstance(node.ctx, ast.Store) else []
+    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        return []  # whose names are its own
     return [name for child in ast.iter_child_nodes(node) for name in _defined(child)]
 
 

@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> None:
     settings = params.load()
     lab = Lab(chosen.name, settings, params.load_paper())
     lab.is_tracked = not chosen.no_tracking
+    if chosen.name not in settings.studies:
+        raise UserError(f"params.yaml leaves {chosen.name} out: give it a section there, as git has it.")
     section = settings.studies[chosen.name]
     tables = studies.module(chosen.name).measure(section, lab)
     folder = FOLDER / chosen.name

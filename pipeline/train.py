@@ -18,18 +18,22 @@ from pipeline.training.loop import make_deterministic
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=__doc__.splitlines()[0])
     parser.add_argument("variant", help="a name under variants in params.yaml")
-    parser.add_argument("seed", type=int)
+    parser.add_argument("seed", type=params.seed)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")
+    parser.add_argument("--study", help="as this study trains it: by the paper's recipe, among that study's runs")
     parser.add_argument("--no-tracking", action="store_true", help="do not follow the run in MLflow")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     arguments = parser.parse_args()
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
-    config = params.resolve(params.load(), arguments.variant, overrides)
-    study = runs.TRIES if overrides else runs.TABLE_2
+    settings, study = params.load(), arguments.study or (runs.TRIES if overrides else runs.TABLE_2)
+    if arguments.study:
+        config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
+    else:
+        config = params.resolve(settings, arguments.variant, overrides)
     run = runs.Run(arguments.variant, arguments.seed, study, overrides)
     runs.train(run, config, eager=arguments.eager, track=not arguments.no_tracking)
-    if overrides:
+    if study == runs.TRIES:
         print(f"The run is in {run.folder}.")
 
 

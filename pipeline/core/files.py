@@ -1,5 +1,6 @@
 """Files that are either whole or absent: everything is written under a temporary name and then renamed."""
 
+import glob
 import hashlib
 import json
 import math
@@ -16,18 +17,42 @@ DIGITS = 6  # significant ones in every file: beyond them shows the order of add
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part."""
+    """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part.
+
+    What a process that was killed while it wrote has left beside the file goes.
+
+    Raises:
+        UserError: the disk is full, the folder read-only, or whatever else the system says.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
+            if not _is_alive(left.suffix[1:]):
+                left.unlink(missing_ok=True)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}): make room for it, or let it be written."
+        ) from None
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -48,6 +73,8 @@ def read_json(path: str | Path) -> Any:
         raise UserError(f"{path} is missing: run `dvc repro` to make it.") from None
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}): delete it and run `dvc repro`.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): let it be read.") from None
 
 
 def write_csv(path: str | Path, table: pd.DataFrame) -> None:

@@ -4,24 +4,53 @@ params.yaml holds what one edits: the sections below, and one for each study, wh
 paper.yaml holds what the paper says: its numbers, its recipe, its claims, and what it leaves open.
 """
 
+import argparse
 import difflib
+import json
 import math
+import reprlib
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML, YAMLError
 
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 
+
+def _distinct(items: list) -> list:
+    twice = [item for item in items if items.count(item) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is listed twice")
+    return items
+
+
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also a stage name and a folder
-Seed = Annotated[int, Field(ge=0)]
-Seeds = Annotated[list[Seed], Field(min_length=1)]
+MAX_SEED = 2**31 - 1
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)]
 PositiveInt = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(gt=0, le=2**14)]  # beyond it the weights fill any memory
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+# Channels and side of the images of each data set
+IMAGES = {"mnist": (1, 28), "sample": (1, 28), "fashion_mnist": (1, 28), "kmnist": (1, 28), "cifar10": (3, 32)}
+LABELS = {  # of the models made for depth, which stand in the library
+    "osa_shaped": "OSA (shaped)",
+    "softmax_shaped": "Softmax (shaped)",
+    "softmax_shaped_norm": "Softmax (shaped, LN)",
+    "vskipinit": "V-SkipInit",
+    "uspa": "U-SPA",
+    "espa": "E-SPA",
+    "uspa_causal": "U-SPA (causal)",
+    "espa_causal": "E-SPA (causal)",
+    "espa_skip": "E-SPA (normalised skip)",
+    "softmax_skip": "Softmax (normalised skip, LN)",
+    "softmax_skip_nonorm": "Softmax (normalised skip)",
+}
 SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
 SHARED = get_args(SharedSection)
 Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
@@ -34,28 +63,34 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    variants: Annotated[list[Name], Field(min_length=1)]
+    variants: Annotated[list[Name], Field(min_length=1), AfterValidator(_distinct)]
     seeds: Seeds
 
 
 class Data(Section):
-    source: Literal["mnist", "sample"]
+    source: Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
     pixel_scaling: Literal["unit", "standard"]
+
+    @property
+    def in_channels(self) -> int:
+        return IMAGES[self.source][0]
+
+    @property
+    def image_size(self) -> int:
+        """Height and width."""
+        return IMAGES[self.source][1]
 
 
 class Model(Section):
-    image_size: PositiveInt
-    patch_size: PositiveInt
-    num_classes: Annotated[int, Field(ge=10)]  # the digits
-    embed_dim: PositiveInt
-    depth: PositiveInt
-    num_heads: PositiveInt
-    mlp_ratio: PositiveFloat
+    patch_size: Size
+    num_classes: Annotated[int, Field(ge=10, le=10**4)]  # the digits
+    embed_dim: Size
+    depth: Annotated[int, Field(gt=0, le=1000)]
+    num_heads: Size
+    mlp_ratio: Annotated[float, Field(gt=0, le=1000)]
 
     @model_validator(mode="after")
     def _divides(self):
-        if self.image_size % self.patch_size:
-            raise ValueError(f"patch_size {self.patch_size} must divide image_size {self.image_size}")
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
         if self.embed_dim * self.mlp_ratio < 1:
@@ -64,7 +99,7 @@ class Model(Section):
 
 
 class Init(Section):
-    alpha: float
+    alpha: Annotated[float, Field(ge=-1e6, le=1e6)]
     embedding_std: PositiveFloat
     alpha_per_head: bool
     xavier_fused_qkv: bool
@@ -75,7 +110,7 @@ class Init(Section):
 
 class Train(Section):
     epochs: PositiveInt
-    batch_size: PositiveInt
+    batch_size: Annotated[int, Field(gt=0, le=10**6)]
     learning_rate: PositiveFloat
     weight_decay: NonNegativeFloat
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
@@ -83,27 +118,62 @@ class Train(Section):
     decay_all: bool
     clip_grad_norm: PositiveFloat
     drop_last: bool
-    points_per_epoch: PositiveInt
+    points_per_epoch: Annotated[int, Field(gt=0, le=1000)]
+
+
+OWN_KEYS = {
+    "orthogonal": ("method", "alpha_times_depth"),
+    "signal_preserving": ("kernel", "kernel_last", "causal", "cls_index", "repeated"),
+}  # of a variant, by its attention
 
 
 class Variant(Section):
-    """One model. Only the keys that do not apply to every attention may be left out."""
+    """One model. Only the keys that do not apply to every attention, or not to the paper's models, may be left out."""
 
-    attention: Literal["orthogonal", "softmax"]
+    attention: Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
     skip: bool
     norm: bool
-    init: Literal["osa", "xavier"]  # of the MLPs: SUO (Section 4.4) or Xavier (Appendix D)
+    init: Literal["osa", "xavier", "shaped"]  # of the MLPs: SUO (Section 4.4), Xavier (Appendix D), SUO that keeps q = 1
     method: Literal["qr", "qr_literal", "newton_schulz", "exact", "polar_express"] | None = None
     num_iterations: PositiveInt | None = None
     epsilon: NonNegativeFloat | None = None
+    alpha_times_depth: PositiveFloat | None = None
+    kernel: Literal["uniform", "exponential"] | None = None
+    kernel_last: PositiveFloat | None = None
+    causal: bool | None = None
+    cls_index: Annotated[int, Field(ge=0)] | None = None
+    repeated: Annotated[float, Field(ge=0, lt=1)] | None = None
+    joint_value_output: bool | None = None
+    activation: Literal["gelu", "dks_gelu", "tat_leaky_relu"] | None = None
+    normalise_tokens: bool | None = None
+    normalised_skip: PositiveFloat | None = None
+    penalty: Literal["VAR-I", "VAR-II", "VAR-III", "VAR-II-separate", "heads"] | None = None
+    penalty_weight: NonNegativeFloat | None = None
+    keep: Literal["value_out", "query_key", "attention", "whole_value_out", "whole_key_value"] | None = None
+    keep_by: Literal["retraction", "givens", "exponential", "cayley", "householder"] | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _orthogonality_fits(self):
+        for key, other in (("penalty", "penalty_weight"), ("keep", "keep_by")):
+            if (getattr(self, key) is None) != (getattr(self, other) is None):
+                raise ValueError(f"{key} and {other} go together; write both or none")
+        if self.keep and self.keep_by != "retraction" and not self.keep.startswith("whole_"):
+            raise ValueError(f"keep_by {self.keep_by} is for whole matrices; write retraction to keep {self.keep}")
+        return self
 
     @model_validator(mode="after")
     def _method_fits(self):
         if self.attention == "orthogonal" and self.method is None:
             raise ValueError("method is missing; write qr, qr_literal, newton_schulz, exact or polar_express")
-        if self.attention == "softmax" and self.method:
-            raise ValueError("method belongs to attention: orthogonal")
+        if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):
+            raise ValueError("kernel or kernel_last is missing; signal_preserving attention needs both")
+        for attention, keys in OWN_KEYS.items():
+            for key in keys:
+                if self.attention != attention and getattr(self, key) is not None:
+                    raise ValueError(f"{key} belongs to attention: {attention}")
+        if self.normalised_skip and not self.skip:
+            raise ValueError("normalised_skip needs skip: true")
         iterates = self.method in ("newton_schulz", "polar_express")
         for key in ("num_iterations", "epsilon"):
             if iterates and getattr(self, key) is None:
@@ -113,13 +183,25 @@ class Variant(Section):
         return self
 
 
-class RunConfig(Section):
-    """What one training is made of: the shared sections after a variant's overrides."""
+class Shared(Section):
+    """The sections that all variants share."""
 
     data: Data
     model: Model
     init: Init
     train: Train
+
+    @model_validator(mode="after")
+    def _patches_fit(self):
+        if self.data.image_size % self.model.patch_size:
+            size = self.data.image_size
+            raise ValueError(f"model.patch_size {self.model.patch_size} must divide the {size} pixels of {self.data.source}")
+        return self
+
+
+class RunConfig(Shared):
+    """What one training is made of: the shared sections after a variant's overrides."""
+
     variant: Variant
 
     @model_validator(mode="after")
@@ -130,25 +212,21 @@ class RunConfig(Section):
         return self
 
 
-class Params(Section):
-    """params.yaml. `load` adds the section of each study under its name."""
+class Params(Shared):
+    """params.yaml. `load` adds the section of each study under its name; one that is false leaves its study out."""
 
     run: Run
-    data: Data
-    model: Model
-    init: Init
-    train: Train
     variants: dict[Name, Variant]
     labels: dict[Name, str]
 
     @property
     def studies(self) -> dict[str, Section]:
-        """The section of each study."""
+        """The section of each study that is not left out."""
         return {name: getattr(self, name) for name in type(self).model_fields if name not in Params.model_fields}
 
     def label(self, variant: str) -> str:
         """What a reader calls a variant; one that is not listed goes by its own name."""
-        return self.labels.get(variant, variant)
+        return (LABELS | self.labels).get(variant, variant)
 
     def value(self, key: str) -> Any:
         """What stands under a key that is written with dots, as in train.epochs."""
@@ -163,20 +241,7 @@ class Params(Section):
             for name in names:
                 if name not in self.variants:
                     raise ValueError(f"{place} names {name!r}, which has no block under variants{hint(name, self.variants)}")
-        for key, items in (("variants", self.run.variants), ("seeds", self.run.seeds)):
-            twice = [item for item in items if items.count(item) > 1]
-            if twice:
-                raise ValueError(f"run.{key} lists {twice[0]} twice")
         return self
-
-
-class Recipe(Section):
-    """The shared sections as Section 5 and Appendix D state them, or as we chose where they do not."""
-
-    data: Data
-    model: Model
-    init: Init
-    train: Train
 
 
 class OpenChoice(Section):
@@ -209,7 +274,7 @@ class Paper(Section):
     authors: str
     link: str
     table_2: dict[Name, float]
-    recipe: Recipe
+    recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
     rules_since: str  # ISO 8601: no rule has changed since, which a test holds against git's history
     claims: dict[Name, dict[str, Any]]
     orders: dict[Name, dict[str, Any]]
@@ -234,10 +299,26 @@ def load(path: str | Path = "params.yaml") -> Params:
 
     modules = {name: studies.module(name) for name in studies.names()}
     sections = {name: (module.Settings, ...) for name, module in modules.items() if hasattr(module, "Settings")}
-    params = validate(create_model("Params", __base__=Params, **sections), read(path), str(path))
+    raw = with_library(read(path))
+    for name in [name for name in sections if isinstance(raw, dict) and raw.get(name) is False]:
+        del sections[name], raw[name]
+    params = validate(create_model("Params", __base__=Params, **sections), raw, str(path))
     for name in params.variants:
         resolve(params, name)
     return params
+
+
+def with_library(raw: Any) -> Any:
+    """The content of params.yaml with the models of the library that have no block there."""
+    import osa.models  # torch takes seconds to import
+
+    def block(options: dict) -> dict:
+        init = options["mlp_init"]
+        return {key: value for key, value in options.items() if key != "mlp_init"} | {"init": {"suo": "osa"}.get(init, init)}
+
+    if not (isinstance(raw, dict) and isinstance(raw.get("variants"), dict)):
+        return raw  # which the schema refuses
+    return raw | {"variants": {name: block(options) for name, options in osa.models.MODELS.items()} | raw["variants"]}
 
 
 def load_paper() -> Paper:
@@ -256,11 +337,11 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 
 
 def resolve_recipe(params: Params, paper: Paper, name: str, overrides: Overrides | None = None) -> RunConfig:
-    """As `resolve`, from the paper's recipe instead of the shared sections of params.yaml."""
+    """As `resolve`, from the paper's recipe instead of the shared sections of params.yaml, on the data that those name."""
     return _configure(paper.recipe, params, name, overrides)
 
 
-def _configure(shared: Params | Recipe, params: Params, name: str, overrides: Overrides | None) -> RunConfig:
+def _configure(shared: Shared, params: Params, name: str, overrides: Overrides | None) -> RunConfig:
     if name not in params.variants:
         raise UserError(_ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
     variant = params.variants[name]
@@ -268,9 +349,10 @@ def _configure(shared: Params | Recipe, params: Params, name: str, overrides: Ov
     where = run_name(name, overrides) if overrides else where
     merged = {section: getattr(shared, section).model_dump() for section in SHARED}
     merged["variant"] = variant.model_dump(exclude={"overrides"})
+    merged["data"]["source"] = params.data.source
+    if "source" in (variant.overrides or {}).get("data", {}):
+        raise UserError(f"{where}: data.source cannot be replaced: all variants learn from the data that fetch stores.")
     for layer in filter(None, (variant.overrides, overrides)):
-        if "source" in layer.get("data", {}):
-            raise UserError(f"{where}: data.source cannot be replaced: all variants learn from the data that fetch stores.")
         for section, values in layer.items():
             if section not in merged:
                 raise UserError(_ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
@@ -291,6 +373,21 @@ def parse_overrides(texts: list[str]) -> Overrides:
         except YAMLError:
             raise UserError(f"--set {text}: {value} is not a value of YAML.") from None
     return overrides
+
+
+def as_options(overrides: Overrides) -> list[str]:
+    """What `parse_overrides` reads back."""
+    texts = [
+        f"{section}.{key}={json.dumps(value)}" for section, values in overrides.items() for key, value in values.items()
+    ]
+    return [option for text in texts for option in ("--set", text)]
+
+
+def seed(text: str) -> int:
+    """A seed from the command line, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_SEED):
+        raise argparse.ArgumentTypeError(f"{text} is not a seed: write a whole number from 0 to {MAX_SEED}")
+    return int(text)
 
 
 def run_name(variant: str, overrides: Overrides | None = None) -> str:
@@ -320,7 +417,7 @@ def read(path: str | Path) -> Any:
         return YAML(typ="safe").load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
-    except (YAMLError, UnicodeDecodeError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:  # a date that is none, or a list in a list in a list …
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -363,11 +460,15 @@ def _sentence(error: dict, schema: type[Section], raw: Any) -> str:
         message = str(error["ctx"]["error"])
         return f"{key}: {message}" if key else message
     if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
-        return f"{key}: {value!r} is read as text; write {value} without quotes"
+        return f"{key}: {_short(value)} is read as text; write {value} without quotes"
     message = error["msg"].removeprefix("Input ").removeprefix("String ")
     expectation = EXPECTATIONS[kind].format_map(error.get("ctx", {})) if kind in EXPECTATIONS else message
-    found = "" if isinstance(value, dict) else ", but is empty" if value in (None, "") else f", not {value!r}"
+    found = "" if isinstance(value, dict) else ", but is empty" if value in (None, "") else f", not {_short(value)}"
     return f"{key or 'the file'} {expectation}{found}"
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(reprlib.repr(value), 80, placeholder="…")
 
 
 def _key(location: tuple, raw: Any) -> str:

@@ -14,6 +14,8 @@ from ruamel.yaml import YAML
 from pipeline.core import files
 from pipeline.core.files import ROOT
 
+CUDA_ONLY = ("osa/kernels.py",)  # makes numbers there alone: among the stage's files, its tuning would void runs of CPUs
+
 
 @functools.cache
 def code_files() -> tuple[str, ...]:
@@ -22,9 +24,10 @@ def code_files() -> tuple[str, ...]:
     return tuple(path for path in stages["train"]["deps"] if path.endswith(".py"))
 
 
-def code_sha256() -> str:
-    """One digest over `code_files` as they are now."""
-    return hashlib.sha256("".join(files.sha256(ROOT / path) for path in code_files()).encode()).hexdigest()
+def code_sha256(device: str = "cpu") -> str:
+    """One digest over `code_files` as they are now, and on CUDA over its own."""
+    paths = code_files() + CUDA_ONLY * (device == "cuda")
+    return hashlib.sha256("".join(files.sha256(ROOT / path) for path in paths).encode()).hexdigest()
 
 
 def run_key(config: dict, seed: int, data_sha256: str, code: str, device: torch.device) -> str:
@@ -37,6 +40,11 @@ def run_key(config: dict, seed: int, data_sha256: str, code: str, device: torch.
 def made_by(record: dict) -> set[str]:
     """The digests of the codes that are known to give a run's numbers: the one that trained it, and those of replays."""
     return {record["code_sha256"], *(replay["code_sha256"] for replay in record.get("replays", []))}
+
+
+def is_of_today(record: dict) -> bool:
+    """Whether today's code is known to give a run's numbers, on the device that it was trained on."""
+    return code_sha256(record["environment"]["device"]) in made_by(record)
 
 
 def describe_environment(device: torch.device) -> dict:

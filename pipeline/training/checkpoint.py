@@ -1,5 +1,6 @@
 """Where a training stands, in one file: a run that is killed and resumed ends with the bits of one that was not."""
 
+import hashlib
 import io
 import pickle
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ from pipeline.core.errors import UserError
 from pipeline.training.loop import Progress, Training
 
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)  # of torch.load
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass
@@ -27,26 +29,30 @@ class Times:
 
 
 def save(path: Path, training: Training, times: Times) -> None:
-    """Writes model, optimiser, progress and times."""
+    """Writes model, optimiser, progress and times, behind the SHA-256 of their bytes: torch.load checks none."""
     state = {
         "model": training.model.state_dict(),
         "optimizer": training.optimizer.state_dict(),
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
-    files.write_bytes(path, as_bytes(state))
+    content = as_bytes(state)
+    files.write_bytes(path, hashlib.sha256(content).digest() + content)
 
 
 def restore(path: Path, training: Training) -> Times | None:
     """Puts a training where `save` found it and returns its times; None where there is no checkpoint.
 
     Raises:
-        UserError: the checkpoint cannot be read.
+        UserError: the checkpoint cannot be read, or holds other bytes than were written.
     """
     if not path.exists():
         return None
     try:
-        state = torch.load(path, map_location=training.device, weights_only=True)
+        digest, content = (written := path.read_bytes())[:DIGEST_BYTES], written[DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            raise ValueError("not the bytes that were written")
+        state = torch.load(io.BytesIO(content), map_location=training.device, weights_only=True)
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
         training.progress = Progress(**state["progress"])

@@ -1,4 +1,4 @@
-"""MNIST in memory: the four IDX files of the fetch stage, checked, as tensors on the device.
+"""A data set in memory: the four IDX files of the fetch stage, checked, as tensors on the device.
 
 IDX (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") is a header of big-endian 32-bit words, a
 magic number 0x0800 + (number of dimensions) and then each dimension, followed by the unsigned bytes in C order.
@@ -16,14 +16,13 @@ import torch
 
 from pipeline.core.errors import UserError
 
-FOLDER = "data/mnist"
-IMAGE_SHAPE = (28, 28)
+IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # of the splits train and t10k
 NUM_CLASSES = 10
 
 
 @dataclass(frozen=True)
 class Data:
-    """Images (n, 1, 28, 28) float32 and labels (n,) int64 of both splits, and the digest of the bytes behind them."""
+    """Images (n, C, H, W) float32 and labels (n,) int64 of both splits, and the digest of the bytes behind them."""
 
     train_images: torch.Tensor
     train_labels: torch.Tensor
@@ -32,10 +31,15 @@ class Data:
     sha256: str
 
 
-def load(folder: str | Path = FOLDER, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> Data:
+def folder(source: str) -> Path:
+    """Where the fetch stage puts a data set."""
+    return Path("data", source)
+
+
+def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> Data:
     """Reads the data set onto `device`.
 
-    `pixel_scaling` maps a grey level x of 0…255 to x / 255 ("unit") or to (x - mean) / std over all pixels of all
+    `pixel_scaling` maps a level x of 0…255 to x / 255 ("unit") or to (x - mean) / std over all pixels of all
     training images ("standard"); test images get the same map.
 
     Raises:
@@ -46,7 +50,7 @@ def load(folder: str | Path = FOLDER, pixel_scaling: str = "unit", device: str |
     levels = _scaled_levels(pixel_scaling, train_images)
 
     def images(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(levels[array]).unsqueeze(1).to(device)
+        return torch.from_numpy(levels[array]).to(device)
 
     def labels(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
@@ -54,7 +58,7 @@ def load(folder: str | Path = FOLDER, pixel_scaling: str = "unit", device: str |
     return Data(images(train_images), labels(train_labels), images(test_images), labels(test_labels), _digest(arrays))
 
 
-def digest(folder: str | Path = FOLDER) -> str:
+def digest(folder: str | Path) -> str:
     """The `sha256` that `load` reports: over the bytes of train images, train labels, test images and test labels."""
     return _digest(_read(folder))
 
@@ -67,7 +71,7 @@ def _digest(arrays: list[np.ndarray]) -> str:
 
 
 def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
-    """The float32 value of each of the 256 grey levels, rounded once from float64."""
+    """The float32 value of each of the 256 levels, rounded once from float64."""
     levels = np.arange(256, dtype=np.float64)
     if pixel_scaling == "unit":
         levels /= 255
@@ -79,34 +83,37 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _read(folder: str | Path) -> list[np.ndarray]:
-    """Images (n, 28, 28) and labels (n,) of the training split, then of the test split, all uint8."""
+    """Images (n, C, H, W) and labels (n,) of the training split, then of the test split, all uint8."""
     arrays = []
     for split in ("train", "t10k"):
-        images = _read_idx(Path(folder, f"{split}-images-idx3-ubyte.gz"), IMAGE_SHAPE)
-        labels_path = Path(folder, f"{split}-labels-idx1-ubyte.gz")
-        labels = _read_idx(labels_path, ())
+        images_path, labels_path = Path(folder, IMAGES.format(split)), Path(folder, LABELS.format(split))
+        images, labels = _read_idx(images_path, (3, 4)), _read_idx(labels_path, (1,))
+        images = images[:, None] if images.ndim == 3 else images  # one channel may be left out
+        if images.shape[-1] != images.shape[-2] or (arrays and images.shape[1:] != arrays[0].shape[1:]):
+            raise _unusable(images_path, f"has images of the shape {images.shape[1:]}, not square ones of one size")
         if len(labels) != len(images):
             raise _unusable(labels_path, f"has {len(labels)} labels for {len(images)} images")
         if labels.max() >= NUM_CLASSES:
-            raise _unusable(labels_path, f"has the label {labels.max()}, not a digit")
+            raise _unusable(labels_path, f"has the label {labels.max()}, not one of {NUM_CLASSES} classes")
         arrays += [images, labels]
     return arrays
 
 
-def _read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
-    """A uint8 array (n, *item_shape) with n >= 1 from a gzipped IDX file."""
+def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
+    """A uint8 array that is not empty, of one of these numbers of dimensions, from a gzipped IDX file."""
     try:
         content = gzip.decompress(path.read_bytes())
     except FileNotFoundError:
         raise _unusable(path, "is missing") from None
     except (OSError, EOFError, zlib.error) as error:
         raise _unusable(path, f"cannot be read ({error})") from None
-    header_size = 4 * (2 + len(item_shape))
-    if len(content) <= header_size:
-        raise _unusable(path, "is empty")
-    magic, *shape = np.frombuffer(content[:header_size], ">u4").tolist()
-    if magic != 0x0801 + len(item_shape) or tuple(shape[1:]) != item_shape:
+    ndim = int.from_bytes(content[:4], "big") - 0x0800
+    header_size = 4 * (1 + ndim)
+    if content and ndim not in dimensions:
         raise _unusable(path, "is not the IDX file its name says")
+    if not content or len(content) <= header_size:
+        raise _unusable(path, "is empty")
+    shape = np.frombuffer(content[4:header_size], ">u4").tolist()
     values = np.frombuffer(content, np.uint8, offset=header_size)
     if values.size != math.prod(shape):
         raise _unusable(path, f"has {values.size} values where its header says {math.prod(shape)}")
@@ -114,4 +121,4 @@ def _read_idx(path: Path, item_shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _unusable(path: Path, problem: str) -> UserError:
-    return UserError(f"{path} {problem}; fetch the data again with `dvc repro -f fetch`.")
+    return UserError(f"{path} {problem}; fetch the data again with `python -m pipeline.fetch {path.parent.name}`.")

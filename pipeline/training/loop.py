@@ -8,20 +8,24 @@ import math
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.nn.utils import parametrize
 
 import osa.models
+from osa import orthogonal
+from osa.penalties import with_penalty
 from pipeline.core.errors import UserError
 from pipeline.core.params import RunConfig, Train
 from pipeline.training import data
 from pipeline.training.cuda_graph import GraphedStep
 
 COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
-EVALUATION_BATCH = 100  # small enough for the activations to stay in cache
+EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: few enough to stay in a CPU's cache, many for few launches
 
 
 def make_deterministic() -> None:
@@ -40,23 +44,42 @@ def random_stream(seed: int, name: str) -> Generator:
 
 
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
-    """The configured model, initialised on the CPU from the seed's own stream so that every device starts alike."""
-    variant = config.variant.model_dump(exclude={"overrides", "init"}, exclude_none=True)
-    return osa.models.build_vit(
-        **variant,
-        **config.model.model_dump(),
-        **config.init.model_dump(),
-        mlp_init={"osa": "suo", "xavier": "xavier"}[config.variant.init],
-        generator=random_stream(seed, "init"),
-    )
+    """The configured model, initialised on the CPU from the seed's own stream so that every device starts alike.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    of_training = {"keep", "keep_by", "penalty", "penalty_weight"}
+    variant = config.variant.model_dump(exclude={"overrides", "init", *of_training}, exclude_none=True)
+    try:
+        model = osa.models.build_vit(
+            **variant,
+            image_size=config.data.image_size,
+            in_channels=config.data.in_channels,
+            **config.model.model_dump(),
+            **config.init.model_dump(),
+            mlp_init={"osa": "suo"}.get(config.variant.init, config.variant.init),
+            generator=random_stream(seed, "init"),
+        )
+    except ValueError as error:  # what only the parts know, such as how few blocks an activation can be shaped for
+        raise UserError(f"there is no such model: {error}.") from None
+    if config.variant.keep:
+        orthogonal.constrain_(model, config.variant.keep, config.variant.keep_by)
+    return model
 
 
 def make_optimizer(model: nn.Module, train: Train, device: torch.device) -> torch.optim.AdamW:
-    """AdamW with its decay on every parameter, or on weight matrices alone."""
-    parameters = list(model.parameters())
-    matrices = [p for p in parameters if train.decay_all or p.ndim == 2]
-    others = [p for p in parameters if not (train.decay_all or p.ndim == 2)]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    """AdamW with its decay on every parameter, or on weight matrices alone.
+
+    What parametrises a weight never decays: it would draw an orthogonal weight back to where it began.
+    """
+
+    def decays(name: str, parameter: nn.Parameter) -> bool:
+        return (train.decay_all or parameter.ndim == 2) and ".parametrizations." not in name
+
+    named = list(model.named_parameters())
+    decayed, others = ([p for name, p in named if decays(name, p) is wanted] for wanted in (True, False))
+    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(
         groups,
@@ -69,10 +92,12 @@ def make_optimizer(model: nn.Module, train: Train, device: torch.device) -> torc
 
 
 @torch.no_grad()
+@parametrize.cached()
 def evaluate_split(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Mean cross-entropy and accuracy over a whole split."""
     loss, correct = torch.zeros((), device=labels.device), torch.zeros((), device=labels.device, dtype=torch.long)
-    for x, y in zip(images.split(EVALUATION_BATCH), labels.split(EVALUATION_BATCH), strict=True):
+    size = EVALUATION_BATCH[images.device.type]
+    for x, y in zip(images.split(size), labels.split(size), strict=True):
         logits = model(x)
         loss += F.cross_entropy(logits, y, reduction="sum")
         correct += (logits.argmax(1) == y).sum()
@@ -110,13 +135,10 @@ class Training:
 
     def __init__(self, config: RunConfig, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = config, seed, device
-        self.data = data.load(pixel_scaling=config.data.pixel_scaling, device=device)
-        side = self.data.train_images.shape[-1]
-        if side != config.model.image_size:
-            raise UserError(
-                f"model.image_size is {config.model.image_size}, but the images are {side} pixels wide: write {side}."
-            )
+        self.data = data.load(data.folder(config.data.source), config.data.pixel_scaling, device)
         self.model = build_model(config, seed).to(device)
+        retracted = config.variant.keep_by == orthogonal.RETRACTION
+        self.kept = orthogonal.Kept(self.model, config.variant.keep) if retracted else None
         self.optimizer = make_optimizer(self.model, config.train, device)
         self.with_graph = device.type == "cuda"
         self.graphed: GraphedStep | None = None  # recorded at the first step
@@ -183,13 +205,18 @@ class Training:
             print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
 
     def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """`step` without a graph."""
-        logits = self.model(images)
+        """`step` without a graph. The loss is the cross-entropy, and what is differentiated that and a penalty."""
+        variant = self.config.variant
+        if variant.penalty:
+            logits, penalty = with_penalty(self.model, images, variant.penalty)
+        else:
+            logits = self.model(images)
         loss = F.cross_entropy(logits, labels)
         self.optimizer.zero_grad()
-        loss.backward()
+        (loss + variant.penalty_weight * penalty if variant.penalty else loss).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_grad_norm)
-        self.optimizer.step()
+        with self.kept.held() if self.kept else nullcontext():
+            self.optimizer.step()
         return loss.detach(), (logits.detach().argmax(1) == labels).sum()
 
 

@@ -25,6 +25,10 @@ STUDIES = {  # sizes at which each takes seconds
     "theorem_2_2": {"depths": [0, 1, 4], "alphas": [0.5]},
     "theorem_3_1": {"sizes": [[7, 2]], "iterations": 7, "norms": [0.1, 3], "conditions": [1, 10]},
     "trainability": {"depths": [2, 4, 6], "gradient_images": 2, "samples": 4, "power_iterations": 3},
+    "kernels_with_depth": {"depths": [1, 6], "tokens": 23, "types": 10, "vision_depths": [6]},
+    "orthogonality": {"images": 2},
+    "perturbation": {"images": 1},
+    "signals": {"depths": [6], "alpha_seeds": [0], "alpha_depths": [6, 7], "alpha_patches": [14, 7]},
     "complexity": {"largest_tokens": 512, "width": 2, "widths": [2, 4, 8], "tokens": 64, "joint": [2, 4, 8]}
     | {"tokens_per_width": 16, "most_tokens_matrix": 512, "most_tokens_exponential": 128}
     | {"repeats": 2, "sample_seconds": 1e-4},

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import osa
 from osa.functional import METHODS, orthogonal_attention
 from osa.linalg import cholesky_qr_basis
 from pipeline.core.files import ROOT
@@ -38,6 +39,9 @@ def inputs(tokens=50, width=3):
         (lambda a, b, c: torch.baddbmm(c.expand(2, 3, 7), a.expand(2, 3, 5), b.expand(2, 5, 7)), 2 * 3 * 5 * 7),
         (lambda a, b, c: c.repeat(2, 1, 1).baddbmm_(a.expand(2, 3, 5), b.expand(2, 5, 7)), 2 * 3 * 5 * 7),
         (lambda a, b, c: torch.linalg.solve_triangular(torch.eye(3), c, upper=True), 7 * 3 * 3 // 2),
+        (lambda a, b, c: torch.linalg.solve(torch.eye(3), c), 3**3 / 3 + 7 * 3 * 3),
+        (lambda a, b, c: torch.linalg.householder_product(b.mT, b[0, :3]), 7 * 5 * 5 - round(5**3 / 3)),
+        (lambda a, b, c: torch.linalg.svd(b, full_matrices=False), 3 * 7 * 5 * 5 + 10 * 5**3),
         (lambda a, b, c: a * a + 1, 0),
     ],
 )
@@ -87,13 +91,33 @@ def test_all_linear_algebra_of_the_library_has_a_count():
     assert {"aten::linalg_qr", "aten::linalg_cholesky_ex"} <= calls <= FORMULAS.keys() | MADE_OF_OTHERS
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_what_runs_on_cuda_has_a_count(method, monkeypatch):
-    """By the routes that CUDA takes, here on the CPU."""
+@pytest.fixture
+def routes_of_cuda(monkeypatch):
+    """The routes that CUDA takes, here on the CPU."""
     monkeypatch.setattr("osa.functional.qr_basis", cholesky_qr_basis)
-    monkeypatch.setattr("osa.linalg._is_readable", lambda x: False)
+    for module in ("functional", "linalg"):
+        monkeypatch.setattr(f"osa.{module}.is_readable", lambda x: False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_runs_on_cuda_has_a_count(method, routes_of_cuda):
     call = Call(partial(orthogonal_attention, method=method), tuple(inputs()))
     assert cost_of(call.with_backward()).multiply_adds > cost_of(call).multiply_adds > 0
+
+
+@pytest.mark.parametrize("name", osa.MODELS)
+def test_a_step_on_cuda_has_a_count(name, routes_of_cuda):
+    """Of every model, with its loss, clipping and optimizer."""
+    model = osa.create_model(name, embed_dim=8, depth=5, num_heads=2, patch_size=14)  # shaped for so many blocks at least
+    optimizer = torch.optim.AdamW(model.parameters())
+    images, labels = torch.randn(2, 1, 28, 28), torch.tensor([3, 7])
+
+    def step():
+        F.cross_entropy(model(images), labels).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    assert cost_of(step).multiply_adds > 3 * cost_of(lambda: model.eval()(images)).multiply_adds / 2 > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -138,7 +162,7 @@ def test_fused_attention_takes_the_products_of_the_plain_one():
     assert cost_of(fused.with_backward()).multiply_adds == cost_of(plain.with_backward()).multiply_adds + again
 
 
-@pytest.mark.parametrize("routine", [torch.linalg.svd, torch.linalg.inv, torch.linalg.eigh])
+@pytest.mark.parametrize("routine", [torch.linalg.inv, torch.linalg.eig])
 def test_what_has_no_formula_is_refused(routine):
     with pytest.raises(LookupError, match="aten::linalg_"):
         cost_of(lambda: routine(torch.eye(3)))
@@ -199,6 +223,20 @@ def test_seconds_of_a_sleep():
     assert 0.01 <= seconds(lambda: time.sleep(0.01), 2, CPU) < 1
     slow = sample_seconds({"sleep": lambda: time.sleep(0.004)}, 3, 1e-3, random.Random(0), CPU)["sleep"]
     assert len(slow) == 3 and min(slow) >= 0.004
+
+
+@torch.library.custom_op("osa::of_a_test", mutates_args=())
+def own(a: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(a.numpy() @ a.numpy())
+
+
+def test_the_products_of_a_kernel_are_those_of_the_plain_route(monkeypatch):
+    monkeypatch.setattr("osa.linalg._HAS_TRITON", True)
+    a = torch.ones(3, 3)
+    assert cost_of(lambda: own(a) if osa.linalg._HAS_TRITON else a @ a).multiply_adds == 3**3
+    assert osa.linalg._HAS_TRITON
+    with pytest.raises(LookupError, match="osa::of_a_test"):  # without such a route they would pass for none
+        cost_of(lambda: own(a))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

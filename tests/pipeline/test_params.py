@@ -10,12 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+import osa.models
 from pipeline import studies
 from pipeline.core import params
 from pipeline.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-RAW = YAML(typ="safe").load(ROOT / "params.yaml")
+WRITTEN = YAML(typ="safe").load(ROOT / "params.yaml")
+RAW = params.with_library(WRITTEN)
 PAPER = YAML(typ="safe").load(ROOT / "pipeline/paper.yaml")
 SETTINGS = params.load(ROOT / "params.yaml")
 ABSENT = object()
@@ -60,9 +62,20 @@ def sentence(raw: object, load=load) -> str:
 
 def test_the_repositorys_parameters_are_valid():
     settings = params.load(ROOT / "params.yaml")
-    assert set(settings.run.variants) <= set(settings.variants)
-    for variant in settings.variants:
-        assert params.resolve(settings, variant).variant.attention == RAW["variants"][variant]["attention"]
+    assert set(settings.run.variants) <= set(WRITTEN["variants"]) <= set(settings.variants)
+    for variant, block in WRITTEN["variants"].items():
+        assert params.resolve(settings, variant).variant.attention == block["attention"]
+
+
+def test_models_of_the_library_need_no_block():
+    settings, models = params.load(ROOT / "params.yaml"), osa.models.MODELS
+    assert set(settings.variants) == set(models) > set(WRITTEN["variants"])
+    for name, options in models.items():
+        given = {key: value for key, value in options.items() if key != "mlp_init"}
+        assert given.items() <= settings.variants[name].model_dump().items(), name
+
+
+SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist' or 'cifar10', not"
 
 
 @pytest.mark.parametrize(
@@ -100,8 +113,8 @@ def test_the_repositorys_parameters_are_valid():
         ("train.learning_rate", 0, "train.learning_rate should be greater than 0, not 0."),
         ("train.betas", [0.9], "train.betas should have 2 or more entries, not [0.9]."),
         ("train.betas", [0.9, 1.0], "train.betas.1 should be less than 1, not 1.0."),
-        ("data.source", "mnits", "data.source should be 'mnist' or 'sample', not 'mnits'."),
-        ("model.patch_size", 5, "model: patch_size 5 must divide image_size 28."),
+        ("data.source", "mnits", f"{SOURCES} 'mnits'."),
+        ("model.patch_size", 5, "model.patch_size 5 must divide the 28 pixels of mnist."),
         ("model.num_heads", 7, "model: num_heads 7 must divide embed_dim 64."),
         (
             "model.num_heads",
@@ -112,9 +125,15 @@ def test_the_repositorys_parameters_are_valid():
         ("model.mlp_ratio", 0.01, "model: mlp_ratio 0.01 leaves the MLPs no hidden unit; write 1 / embed_dim or more."),
         # runs
         ("run.seeds", [], "run.seeds should have 1 or more entries, not []."),
-        ("run.seeds", [2, 3, 5, 3], "run.seeds lists 3 twice."),
+        ("run.seeds", [2, 3, 5, 3], "run.seeds: 3 is listed twice."),
+        ("theorem_2_2.seeds", [0, 0, 1], "theorem_2_2.seeds: 0 is listed twice."),
+        ("train.points_per_epoch", 10**9, "train.points_per_epoch should be less than or equal to 1000, not 1000000000."),
+        ("model.depth", 10**5, "model.depth should be less than or equal to 1000, not 100000."),
+        ("model.embed_dim", 10**400, "model.embed_dim should be less than or equal to 16384, not 1"),
+        ("init.alpha", 1e308, "init.alpha should be less than or equal to 1000000, not 1e+308."),
+        ("data.source", "x" * 10**5, f"{SOURCES} 'xxx"),
         ("run.seeds", [-1], "run.seeds.0 should be greater than or equal to 0, not -1."),
-        ("run.variants", ["vit", "vit"], "run.variants lists vit twice."),
+        ("run.variants", ["vit", "vit"], "run.variants: vit is listed twice."),
         (
             "run.variants",
             ["osa_rq"],
@@ -139,6 +158,14 @@ def test_the_repositorys_parameters_are_valid():
         ),
         ("variants.vit.method", "qr", "variants.vit: method belongs to attention: orthogonal."),
         ("variants.osa_ns.epsilon", ABSENT, "variants.osa_ns: epsilon is missing; method newton_schulz needs it."),
+        (
+            "variants.espa.kernel_last",
+            ABSENT,
+            "variants.espa: kernel or kernel_last is missing; signal_preserving attention needs both.",
+        ),
+        ("variants.vit.kernel", "uniform", "variants.vit: kernel belongs to attention: signal_preserving."),
+        ("variants.espa.alpha_times_depth", 0.3, "variants.espa: alpha_times_depth belongs to attention: orthogonal."),
+        ("variants.espa_skip.skip", False, "variants.espa_skip: normalised_skip needs skip: true."),
         ("labels.osa_rq", "OSA", "labels names 'osa_rq', which has no block under variants; did you mean 'osa_qr'?"),
         # overrides
         (
@@ -159,7 +186,7 @@ def test_the_repositorys_parameters_are_valid():
         (
             "variants.vit.overrides",
             {"model": {"patch_size": 3}},
-            "variants.vit.overrides: model: patch_size 3 must divide image_size 28.",
+            "variants.vit.overrides: model.patch_size 3 must divide the 28 pixels of mnist.",
         ),
         (
             "variants.vit.overrides",
@@ -192,6 +219,10 @@ def test_a_mistyped_key_in_the_section_of_any_study_is_named(study):
     assert found.startswith(f"params.yaml: {study}.sedes is not a known key; ")
 
 
+def test_a_study_whose_section_is_false_is_left_out():
+    assert set(load(edited(("verdicts",), False)).studies) == set(SETTINGS.studies) - {"verdicts"}
+
+
 def test_every_study_that_measures_has_its_section_and_no_other():
     assert set(SETTINGS.studies) == set(studies.measuring()) == RAW.keys() - params.Params.model_fields
 
@@ -201,7 +232,7 @@ def test_every_study_that_measures_has_its_section_and_no_other():
     [
         ("titel", "", "titel is not a known key; did you mean 'title'?"),
         ("recipe.train.epoch", 3, "recipe.train.epoch is not a known key; did you mean 'epochs'?"),
-        ("recipe.model.patch_size", 5, "recipe.model: patch_size 5 must divide image_size 28."),
+        ("recipe.model.patch_size", 5, "recipe: model.patch_size 5 must divide the 28 pixels of mnist."),
         ("table_2.vit", "97.2", "table_2.vit: '97.2' is read as text; write 97.2 without quotes."),
         ("left_open.0.alternative", [], "left_open.0.alternative is not a known key; did you mean 'alternatives'?"),
         ("left_open.0.ours", "x", "left_open.0: give either key, whose value is shown, or ours."),
@@ -261,6 +292,9 @@ def test_a_merge_replaces_leaves_and_keeps_their_neighbours():
         ("run:\n  seeds: [0\ntrain:\n", "params.yaml is not valid YAML in line 3: "),
         ("run: 1\ntrain: 2\nrun: 3\n", 'params.yaml is not valid YAML in line 3: found duplicate key "run"'),
         ("\ttrain: 2\n", "params.yaml is not valid YAML in line 1: found character '\\t' that cannot start any token"),
+        ("run: 2026-02-30\n", "params.yaml is not valid YAML: day is out of range for month"),
+        ("run: !!int abc\n", "params.yaml is not valid YAML: invalid literal for int() with base 10: 'abc'"),
+        ("run: " + "[" * 1500, "params.yaml is not valid YAML: maximum recursion depth exceeded"),
         ("run: \0", "params.yaml is not valid YAML: unacceptable character #x0000"),
     ],
 )

@@ -1,53 +1,106 @@
-"""The quickstart runs every stage, in order, with its own changes of params.yaml."""
+"""The quickstart is a workspace of DVC, which does the work there and finds nothing to do afterwards."""
 
-import shutil
+import re
+import signal
 import subprocess
-from types import SimpleNamespace
+import sys
 
 import pytest
+import yaml
 
 from pipeline import quickstart, studies
-from pipeline.core import params
+from pipeline.core import files, params
+from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
+
+TINY = {
+    "data": {"source": "sample"},
+    "run": {"variants": ["osa_exact", "vit"], "seeds": [0]},
+    "model": {"patch_size": 14, "embed_dim": 8, "depth": 1, "num_heads": 2},
+    "train": {"epochs": 1, "batch_size": 1000},
+    "theorem_4_1": {"seeds": [0]},
+}
 
 
 @pytest.fixture
-def commands(tmp_path, monkeypatch):
-    """The stages that it starts, of which `failing` fails."""
-    shutil.copy(ROOT / "params.yaml", tmp_path)
+def root(tmp_path, monkeypatch):
+    """A root with params.yaml alone, as the working directory."""
+    (tmp_path / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
     monkeypatch.chdir(tmp_path)
-    started, failing = [], []
-
-    def run(command, cwd, env):
-        assert (command[1], str(cwd), env["DVC_ROOT"]) == ("-m", "quickstart", str(tmp_path / "quickstart"))
-        assert env["PYTHONPATH"].startswith(str(ROOT))
-        started.append([command[2].removeprefix("pipeline."), *command[3:]])
-        return SimpleNamespace(returncode=int(started[-1][0] in failing))
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return SimpleNamespace(started=started, failing=failing)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers are pytest's
+    return tmp_path
 
 
-def test_runs_every_stage(commands):
-    quickstart.main()
-    settings, quick = params.load("params.yaml"), params.load("quickstart/params.yaml")
-    assert (quick.data.source, quick.data.pixel_scaling) == ("sample", settings.data.pixel_scaling)
-    assert (quick.run.seeds, quick.run.variants) == ([0], settings.run.variants)
-    assert quick.variants == settings.variants and quick.train.epochs < settings.train.epochs
-    before, after = commands.started[:1], commands.started[-3 - len(studies.measuring()) - 1 :]
-    assert before == [["fetch"]]
-    measured = [["study", name, "--no-tracking"] for name in studies.measuring()]
-    assert after == [["tables"], ["sources"], *measured, ["report"], ["tracking", "sync"]]
-    trained = [words for words in commands.started if words[0] in ("train", "evaluate")]
-    assert len(trained) == 2 * len(quick.run.variants) == len(commands.started) - len(before) - len(after)
-    for variant in quick.run.variants:
-        own = [["train", variant, "0", "--no-tracking"], ["evaluate", variant, "0"]]
-        assert [words for words in trained if words[1] == variant] == own
+def dvc(*arguments):
+    command = [sys.executable, "-m", "dvc", *arguments]
+    return subprocess.run(command, cwd="quickstart", capture_output=True, text=True, check=True).stdout
 
 
-def test_names_the_stage_that_fails(commands, capsys):
-    commands.failing.append("sources")
+def test_dvc_does_the_work_and_has_nothing_to_do_afterwards(root, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart, "CHANGES", root / "tiny.yaml")
+    monkeypatch.setattr(quickstart, "MEASURED", root / "measured.json")
+    quickstart.CHANGES.write_text(yaml.safe_dump(TINY))
+    files.write_json(quickstart.MEASURED, {"seconds": {"report": 20}})
+    quickstart.main(["--record"])
+
+    told = capsys.readouterr().out
+    assert str(root / "quickstart/paper_outputs/report.html") in told
+    assert re.search(r": train@\w+-0, train@\w+-0; ", told)  # at the same time
+    stages = {"fetch", "tables", "sources", "theorem_4_1", "report"}
+    stages |= {f"{stage}@{run}-0" for stage in ("train", "evaluate") for run in ("osa_exact", "vit")}
+    measured = files.read_json(quickstart.MEASURED)
+    assert measured["seconds"].keys() == stages | {"total"}
+    assert measured["took"].startswith(f"{measured['seconds']['total']:.0f} s on ")
+
+    assert dvc("repro").endswith("Data and pipelines are up to date.\n")
+    assert set(dvc("stage", "list", "--name-only").split()) == stages
+    columns, row = (root / "quickstart/paper_outputs/table_2.md").read_text().splitlines()[2:5:2]
+    assert columns == "| Model | Ours | n |" and row.startswith("| OSA (exact)")  # no comparison with the paper
+    assert {path.name for path in root.iterdir()} == {"params.yaml", "tiny.yaml", "measured.json", "quickstart"}
+
+
+def test_its_parameters_show_the_papers_models_and_one_study(root):
+    settings = quickstart.prepare()
+    assert set(settings.run.variants) <= set(params.load_paper().table_2) and len(settings.run.variants) > 2
+    assert settings.data.source == "sample" and len(settings.studies) == 1
+    left_out = set(studies.measuring()) - set(settings.studies)
+    assert not left_out & set(params.read("quickstart/dvc.yaml")["stages"])
+
+
+def test_an_edit_of_its_parameters_stays_and_a_mistake_in_it_is_named(root, capsys):
+    quickstart.prepare()
+    path = root / "quickstart/params.yaml"
+    path.write_text(path.read_text().replace("epochs:", "epoch:"))
     with pytest.raises(SystemExit):
-        quickstart.main()
-    assert "`sources` of the quickstart failed" in capsys.readouterr().err
-    assert commands.started[-1] == ["sources"]
+        quickstart.main([])
+    assert (
+        capsys.readouterr().err == "error: quickstart/params.yaml: train.epoch is not a known key; did you mean 'epochs'?\n"
+    )
+
+
+@pytest.fixture
+def repro(root, monkeypatch):
+    """A Repro whose processes are what a test says in the shell."""
+
+    def start(log, arguments):
+        with open(log, "w") as output:
+            return subprocess.Popen(["sh", "-c", *arguments], stdout=output, start_new_session=True)
+
+    files.write_json(root / "measured.json", {"seconds": {"fetch": 2, "train@vit-0": 40, "tables": 8}})
+    monkeypatch.setattr(quickstart, "MEASURED", root / "measured.json")
+    monkeypatch.setattr(quickstart, "start", start)
+    monkeypatch.setattr(quickstart, "POLL_SECONDS", 0.02)
+    (root / "quickstart").mkdir()
+    return quickstart.Repro(["fetch", "train@vit-0", "tables"])
+
+
+def test_the_time_left_is_that_of_the_stages_which_run(repro, capsys):
+    repro.run(["echo \"Stage 'fetch' didn't change, skipping\"; echo \"Running stage 'train@vit-0':\"; sleep 0.3"])
+    assert capsys.readouterr().out == "quickstart: stage 1 of 2: train@vit-0; 0:00 gone, about 0:28 left\n"  # 40 / 2 + 8
+    assert repro.seconds.keys() == {"train@vit-0"} and 0.2 < repro.seconds["train@vit-0"] < 5
+
+
+def test_a_stage_that_fails_is_told_in_one_sentence_and_ends_the_others(repro):
+    fails = "echo \"Running stage 'tables':\"; echo 'error: runs/ is empty: train.'; echo 'ERROR: failed'; exit 3"
+    with pytest.raises(UserError, match=r"runs/ is empty: train: see quickstart/dvc-1\.log; `make quickstart` goes on"):
+        repro.run([fails], ["sleep 60"])

@@ -38,6 +38,14 @@ def test_an_edit_of_what_training_is_made_of_changes_the_digest(tree, path):
     assert record.code_sha256() != before
 
 
+def test_the_kernels_count_on_cuda_alone(tree):
+    before = {device: record.code_sha256(device) for device in ("cpu", "cuda")}
+    made = {device: {"code_sha256": before[device], "environment": {"device": device}} for device in before}
+    assert len(set(before.values())) == 2 and all(map(record.is_of_today, made.values()))
+    (tree / "osa/kernels.py").write_text("raise NotImplementedError\n")
+    assert record.is_of_today(made["cpu"]) and not record.is_of_today(made["cuda"])
+
+
 def test_an_edit_of_a_progress_bar_an_option_or_of_tracking_does_not(tree):
     """The whole of these files, and of all others that training is not made of."""
     before = record.code_sha256()
@@ -72,7 +80,7 @@ def test_the_key_of_a_run_depends_on_what_can_change_its_numbers(tmp_path, monke
     others.add(key())
     write_data()
     with monkeypatch.context() as patch:
-        patch.setattr(record, "code_sha256", lambda: "0" * 64)
+        patch.setattr(record, "code_sha256", lambda *_: "0" * 64)
         others.add(key())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "1.0")

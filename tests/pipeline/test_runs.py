@@ -1,5 +1,6 @@
 """Runs: a training leaves whole files with the same bytes, killed or not, and whoever watches it changes nothing."""
 
+import hashlib
 import io
 import itertools
 import json
@@ -100,14 +101,14 @@ def test_outputs_and_record():
     model = run.load_model(setting)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert metrics == last | {"steps": 8, "num_parameters": count, "diverged": False, "diverged_at_step": None}
-    mnist = data.load()
+    mnist = data.load("data/mnist")
     assert evaluate_split(model, mnist.test_images, mnist.test_labels) == (metrics["test_loss"], metrics["test_accuracy"])
 
     found = recorded(run)
     identity = {"variant": "osa_ns", "name": "osa_ns", "study": "table_2", "seed": 7, "overrides": {}}
     assert found.items() >= (identity | {"status": "finished", "resumptions": 0}).items()
     assert found["config"] == json.loads(json.dumps(setting.model_dump()))
-    assert found["data_sha256"] == data.digest()
+    assert found["data_sha256"] == data.digest("data/mnist")
     assert found["code_sha256"] == record.code_sha256()
     assert found["weights_sha256"] == files.sha256(run.weights)
     assert found["seconds"] > 0
@@ -162,13 +163,13 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
 
 
 def test_a_run_is_current_until_something_changes_that_can_change_its_numbers(monkeypatch):
-    run, today, mnist = Run("vit", 0), config("vit"), data.digest()
+    run, today, mnist = Run("vit", 0), config("vit"), data.digest("data/mnist")
     assert not runs.is_current(run, today, mnist)
     trained("vit")
     assert runs.is_current(run, today, mnist) and runs.is_current(run, today, None)
     assert not runs.is_current(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}), mnist)
     assert not runs.is_current(run, today, "0" * 64)
-    monkeypatch.setattr(record, "code_sha256", lambda: "1" * 64)
+    monkeypatch.setattr(record, "code_sha256", lambda *_: "1" * 64)
     assert not runs.is_current(run, today, mnist)
     made = recorded(run)
     files.write_json(run.folder / "record.json", made | {"replays": [{"code_sha256": "1" * 64}]})
@@ -332,7 +333,7 @@ def test_time_is_summed_over_resumptions(monkeypatch):
     path = interrupted("osa_exact", monkeypatch, before="write_outputs") / "checkpoint.pt"
     state = load(path.read_bytes())
     state["times"] |= {"seconds": 1000.0, "started_at": "2025-01-01T00:00:00+00:00"}
-    path.write_bytes(saved(state))
+    path.write_bytes(sealed(state))
     found = recorded(trained())
     assert 1000 < found["seconds"] < 1100
     assert found["started_at"] == "2025-01-01T00:00:00+00:00"
@@ -354,15 +355,17 @@ def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
         lambda content: content[:-20],
         lambda content: b"\0" * len(content),
         lambda content: b"not a checkpoint\n",
-        lambda content: saved([1, 2]),
-        lambda content: saved({"model": {}, "optimizer": {}, "progress": {}}),
-        lambda content: saved({"model": None}),
-        lambda content: saved(None),
-        lambda content: saved(load(content) | {"progress": {"steps": 3}}),
-        lambda content: saved(load(content) | {"progress": None}),
-        lambda content: saved(load(content) | {"optimizer": {"state": {}, "param_groups": []}}),
-        lambda content: saved(load(content) | {"times": None}),
-        lambda content: saved(load(content) | {"times": {"hours": 1}}),
+        lambda content: flipped(content),
+        lambda content: content[checkpoint.DIGEST_BYTES :],
+        lambda content: sealed([1, 2]),
+        lambda content: sealed({"model": {}, "optimizer": {}, "progress": {}}),
+        lambda content: sealed({"model": None}),
+        lambda content: sealed(None),
+        lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
+        lambda content: sealed(load(content) | {"progress": None}),
+        lambda content: sealed(load(content) | {"optimizer": {"state": {}, "param_groups": []}}),
+        lambda content: sealed(load(content) | {"times": None}),
+        lambda content: sealed(load(content) | {"times": {"hours": 1}}),
     ],
 )
 def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch, capsys, damage):
@@ -380,20 +383,66 @@ def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch,
     assert outputs(Run("osa_exact", 0)) == earlier
 
 
-def saved(value) -> bytes:
-    return checkpoint.as_bytes(value)
+def sealed(value) -> bytes:
+    """A checkpoint that holds something else."""
+    content = checkpoint.as_bytes(value)
+    return hashlib.sha256(content).digest() + content
+
+
+def flipped(content: bytes) -> bytes:
+    """One bit flipped among the weights, which torch.load does not notice."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
 def load(content: bytes) -> dict:
-    return torch.load(io.BytesIO(content), weights_only=True)
+    return torch.load(io.BytesIO(content[checkpoint.DIGEST_BYTES :]), weights_only=True)
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-50], lambda content: saved({}), lambda content: b"no weights"])
-def test_weights_that_do_not_fit_are_named(damage):
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: content[:-50], flipped, lambda content: checkpoint.as_bytes({}), lambda content: b"no weights"],
+)
+def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
-    with pytest.raises(UserError, match=r"^weights/table_2/vit/0.pt is damaged, or of another model than asked for: "):
+    with pytest.raises(UserError, match=r"^weights/table_2/vit/0.pt is damaged, or of another training than runs/"):
         run.load_model(config("vit"))
+
+
+def test_files_of_two_trainings_are_no_run(monkeypatch):
+    run = trained("vit")
+    assert run.is_there()
+    for name in ("history.csv", "metrics.json"):
+        path = run.folder / name
+        whole = path.read_bytes()
+        path.write_bytes(whole + b"\n")
+        assert not run.is_there(), name
+        path.write_bytes(whole)
+    (run.folder / "metrics.json").unlink()
+    (run.folder / "metrics.json").mkdir()  # which no file can replace, long after the weights were written
+    with pytest.raises(UserError, match="metrics.json cannot be written"):
+        trained("vit")
+    assert not (run.folder / "record.json").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"diverged": 0}'])
+def test_results_of_another_shape_are_named(content):
+    run = trained("vit")
+    (run.folder / "metrics.json").write_text(content)
+    with pytest.raises(UserError, match=r"^runs/table_2/vit/0/metrics.json has no '\w+', and so is damaged: delete it "):
+        run.read("metrics")
+
+
+def test_forgotten_trainings_of_other_settings_go(monkeypatch):
+    run = Run("vit", 0)
+    old, young = (run.scratch.with_name(f"0-{name}") for name in ("old", "young"))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    trained("vit")
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy():

@@ -104,7 +104,8 @@ def test_the_text_is_what_it_says(tree):
         "SIZE = 3",
     ]
     assert [line.split()[0] for line in lines if line.endswith(tuple("0123456789abcdef")) and ".py " in line] == [
-        *("osa/functional.py", "osa/init.py", "osa/linalg.py", "osa/models.py", "osa/modules.py", "osa/vit.py"),
+        *(f"osa/{name}.py" for name in ("functional", "init", "linalg", "models", "modules", "orthogonal", "penalties")),
+        *("osa/shaped.py", "osa/vit.py"),
         *("pipeline/lab.py", "pipeline/training/cuda_graph.py", "pipeline/training/data.py", "pipeline/training/loop.py"),
     ]
 

@@ -145,7 +145,7 @@ def test_a_training_is_known_by_its_variant_seed_configuration_data_and_code(cou
             lambda: quickly(seed=1),
             lambda: quickly(init={"head": "zeros"}),
             lambda: (write_data(seed=4), quickly()),
-            lambda: (monkeypatch.setattr(record, "code_sha256", lambda: "0" * 64), quickly()),
+            lambda: (monkeypatch.setattr(record, "code_sha256", lambda *_: "0" * 64), quickly()),
         ),
         2,
     ):
@@ -182,7 +182,7 @@ def test_models_and_streams_are_those_of_training():
 
 def test_images_are_the_test_images_in_float64():
     images, labels = bench().images("standard")
-    mnist = data.load(pixel_scaling="standard")
+    mnist = data.load("data/mnist", "standard")
     assert images.dtype == torch.float64 and torch.equal(images.float(), mnist.test_images)
     assert torch.equal(labels, mnist.test_labels)
     assert not torch.equal(bench().images()[0], images)

@@ -1,7 +1,9 @@
 """MLflow as a view of the run files: nothing doubled, nothing lost, and no training stopped."""
 
+import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -9,7 +11,9 @@ import sqlite3
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
@@ -21,10 +25,12 @@ from pipeline import runs
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
-from pipeline.tracking import notes
+from pipeline.reporting.numbers import plain
 from pipeline.tracking import runs as tracked
+from pipeline.tracking.notes import TABLE_2, TRIES, Notes
 from pipeline.tracking.runs import Tracker, read_points, tracking_uri
-from pipeline.tracking.sync import VIEWS, sync, ui
+from pipeline.tracking.sync import sync, ui
+from pipeline.tracking.views import views
 from pipeline.tracking.watcher import GRACE_SECONDS
 
 PAPER = params.load_paper()
@@ -187,32 +193,39 @@ def until(condition, seconds=60):
 
 def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monkeypatch):
     monkeypatch.setattr(tracked, "POINTS_PER_BATCH", 2)
-    accuracies = {0: [0.1, 0.5, 0.7], 1: [0.2, 0.3, 0.9], 2: [0.1, 0.8, 0.75, 0.9]}
+    accuracies = {0: [0.1, 0.5, 0.7], 1: [0.2, 0.3, 0.9], 2: [0.1, 0.8, 0.75]}
     for seed, values in accuracies.items():
         Run("osa_qr", seed, values).finish()
     Run("vit_noskip", 0, [0.1, 0.2], diverged=True).finish(weights=False)
-    for name in ("figure_1.svg", "table_2.md"):
-        files.write_text(Path("paper_outputs") / name, name)
 
     sync(Path("."))
     before = contents()
     sync(Path("."))
     assert contents() == before
 
-    assert names() == ["OSA (QR)", "ViT (no skip)", "osa_qr/seed0", "osa_qr/seed1", "osa_qr/seed2", "vit_noskip/seed0"]
-    parent, child, client = named("OSA (QR)"), named("osa_qr/seed1"), tracker().client
-    columns = [list(column) for column in zip(*accuracies.values(), strict=False)]
+    seeds = [f"OSA (QR), seed {seed}" for seed in accuracies]
+    assert names() == ["OSA (QR)", *seeds, "ViT (no skip)", "ViT (no skip), seed 0"]
+    parent, child, client = named("OSA (QR)"), named("OSA (QR), seed 1"), tracker().client
+    columns = [list(column) for column in zip(*accuracies.values(), strict=True)]
     steps = [0, 117, 234]
-    assert curve(child, "test_accuracy") == list(zip(steps, accuracies[1], strict=True))
-    mean, std = curve(parent, "test_accuracy_mean"), curve(parent, "test_accuracy_std")
-    assert mean == [(step, pytest.approx(sum(column) / 3)) for step, column in zip(steps, columns, strict=True)]
-    assert std == [(step, pytest.approx(statistics.stdev(column))) for step, column in zip(steps, columns, strict=True)]
-    assert parent.data.metrics["final_test_accuracy_mean"] == pytest.approx((0.7 + 0.9 + 0.9) / 3)
-    assert parent.data.metrics["paper_test_accuracy"] == PAPER.table_2["osa_qr"] / 100
-    assert parent.data.metrics["num_seeds"] == 3
-
-    seed2 = named("osa_qr/seed2").data.metrics
-    assert (seed2["best_test_accuracy"], seed2["best_step"], seed2["final_test_accuracy"]) == (0.9, 351, 0.9)
+    assert curve(child, "test_accuracy") == [(step, 100 * a) for step, a in zip(steps, accuracies[1], strict=True)]
+    means = [round(100 * sum(column) / 3, 2) for column in columns]
+    assert curve(parent, "test_accuracy") == list(zip(steps, means, strict=True))
+    paper = PAPER.table_2["osa_qr"]
+    assert (
+        parent.data.metrics.items()
+        >= {
+            "test_accuracy": means[-1],
+            "test_accuracy_std": round(100 * statistics.stdev(columns[-1]), 2),
+            "paper_test_accuracy": paper,
+            "difference_to_paper": round(means[-1] - paper, 2),
+            "num_seeds": 3,
+            "epoch": 0.5,
+        }.items()
+    )
+    assert child.data.metrics["difference_to_paper"] == round(90 - paper, 2)
+    for run in (parent, child):  # in this order MLflow shows them, and Compare opens on the first
+        assert list(client.get_run(run.info.run_id).data.metrics)[:2] == ["test_accuracy", "test_loss"]
     assert child.data.params["train.learning_rate"] == "0.0003"
     assert child.data.params["seed"] == "1"
     assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
@@ -225,10 +238,9 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
         return [file.path for file in client.list_artifacts(run.info.run_id)]
 
     assert artifacts(child) == ["history.csv", "metrics.json", "record.json", "weights"]
-    assert artifacts(parent) == ["figure_1.svg", "table_2.md"]
-    diverged = named("vit_noskip/seed0")
-    assert (diverged.info.status, diverged.data.tags["diverged"]) == ("FAILED", "true")
-    assert "final_test_loss" not in diverged.data.metrics
+    diverged = named("ViT (no skip), seed 0")
+    assert diverged.info.status == "FAILED"
+    assert curve(diverged, "test_loss") == [(0, 2.0)] and "difference_to_paper" not in diverged.data.metrics
     assert artifacts(diverged) == ["history.csv", "metrics.json", "record.json"]
 
 
@@ -238,24 +250,24 @@ def test_a_newer_measurement_takes_the_place_of_an_older_one(database):
     sync(Path("."))
     Run("vit", 0, [0.1, 0.6], minutes=10).finish(weights=False)  # `dvc repro -f`: the same key again
     sync(Path("."))
-    assert names() == ["ViT", "vit/seed0", "vit/seed1"]
-    assert curve(named("vit/seed0"), "test_accuracy") == [(0, 0.1), (117, 0.6)]
-    assert curve(named("ViT"), "test_accuracy_mean") == [(0, pytest.approx(0.15)), (117, pytest.approx(0.65))]
+    assert names() == ["ViT", "ViT, seed 0", "ViT, seed 1"]
+    assert curve(named("ViT, seed 0"), "test_accuracy") == [(0, 10), (117, 60)]
+    assert curve(named("ViT"), "test_accuracy") == [(0, 15), (117, 65)]
 
     files.write_bytes(runs.Run("vit", 0).weights, b"pulled")  # weights that come later are added
     sync(Path("."))
-    run_id = named("vit/seed0").info.run_id
+    run_id = named("ViT, seed 0").info.run_id
     assert "weights" in [file.path for file in tracker().client.list_artifacts(run_id)]
 
     older = Path("older")  # an older training with another key, from another machine
     Run("vit", 0, [0.1, 0.2], key="other code", minutes=-10).finish(older)
     sync(older)
-    assert {run.data.tags["run_key"]: run.data.tags["current"] for run in tracker().runs(level="seed")} == {
+    assert {run.data.tags["run_key"]: run.data.tags["current"] for run in tracker().runs(level="single")} == {
         "key-vit-0": "true",
         "key-vit-1": "true",
         "other code": "false",
     }
-    assert curve(named("ViT"), "test_accuracy_mean") == [(0, pytest.approx(0.15)), (117, pytest.approx(0.65))]
+    assert curve(named("ViT"), "test_accuracy") == [(0, 15), (117, 65)]
 
 
 def test_another_configuration_has_a_parent_of_its_own(database):
@@ -264,11 +276,11 @@ def test_another_configuration_has_a_parent_of_its_own(database):
     sync(Path("."))
     Run("vit", 0, [0.1, 0.9], key="explored", minutes=10, rate=0.01).finish()
     sync(Path("."))
-    parents = {run.data.params["train.learning_rate"]: run for run in tracker().runs(level="variant")}
-    assert parents["0.0003"].data.metrics["final_test_accuracy_mean"] == 0.5
-    assert parents["0.01"].data.metrics["final_test_accuracy_mean"] == 0.9
-    assert "final_test_accuracy_std" not in parents["0.01"].data.metrics
-    current = {run.data.tags["run_key"]: run.data.tags["current"] for run in tracker().runs(level="seed")}
+    parents = {run.data.params["train.learning_rate"]: run for run in tracker().runs(level="mean")}
+    assert parents["0.0003"].data.metrics["test_accuracy"] == 50
+    assert parents["0.01"].data.metrics["test_accuracy"] == 90
+    assert "test_accuracy_std" not in parents["0.01"].data.metrics
+    current = {run.data.tags["run_key"]: run.data.tags["current"] for run in tracker().runs(level="single")}
     assert current == {"key-vit-0": "false", "key-vit-1": "true", "explored": "true"}
 
 
@@ -278,19 +290,18 @@ def test_the_mean_is_over_the_runs_that_table_2_counts(database):
     Run("vit", 1, [0.1, 0.098], diverged=True).finish()
     sync(Path("."))
     parent = named("ViT")
-    assert parent.data.metrics["final_test_accuracy_mean"] == pytest.approx(0.97)
-    assert parent.data.metrics["final_test_accuracy_std"] == pytest.approx(statistics.stdev([0.96, 0.98]))
+    assert parent.data.metrics["test_accuracy_std"] == round(statistics.stdev([96, 98]), 2)
     assert (parent.data.metrics["num_seeds"], parent.data.metrics["num_diverged"]) == (2, 1)
-    mean = curve(parent, "test_accuracy_mean")  # as far as those runs go, which is beyond the divergence
-    assert mean == [(0, pytest.approx(0.1)), (117, pytest.approx(0.5)), (234, pytest.approx(0.97))]
-    assert curve(parent, "train_loss_mean")[1] == (117, pytest.approx(1.5))
+    # as far as those runs go, which is beyond the divergence
+    assert curve(parent, "test_accuracy") == [(0, 10), (117, 50), (234, 97)]
+    assert curve(parent, "train_loss")[1] == (117, 1.5)
 
     for seed in (0, 2):
         Run("vit", seed, [0.1, 0.098], minutes=10, diverged=True).finish()
     sync(Path("."))
     metrics = named("ViT").data.metrics
     assert (metrics["num_seeds"], metrics["num_diverged"]) == (0, 3)
-    assert not any(key.endswith("_mean") for key in metrics)
+    assert not {"test_accuracy", "test_accuracy_std", "difference_to_paper"} & metrics.keys()
 
 
 def test_runs_of_studies_stand_beside_those_of_table_2(database):
@@ -300,41 +311,78 @@ def test_runs_of_studies_stand_beside_those_of_table_2(database):
     Run("vit", 0, [0.1, 0.6], study="left_open", head="zeros").finish()
     Run("vit", 0, [0.1, 0.7], key="same", minutes=20, study="tries", head="zeros").finish()
     sync(Path("."))
-    children = {
-        "vit/seed0": 0.5,
-        "depth: vit/seed0": 0.5,
-        "left_open: vit+init.head=zeros/seed0": 0.6,
-        "tries: vit+init.head=zeros/seed0": 0.7,
+    found = {
+        (run.data.tags["study"], run.info.run_name): run.data.metrics["test_accuracy"]
+        for run in tracker().runs(level="mean", current="true")
     }
-    parents = ["ViT", "depth: ViT", "left_open: ViT+init.head=zeros", "tries: ViT+init.head=zeros"]
-    assert names() == sorted([*children, *parents])
-    for name, accuracy in children.items():
-        run = named(name)
-        assert (run.data.metrics["final_test_accuracy"], run.data.tags["current"]) == (accuracy, "true")
-    assert [named(name).data.metrics.get("paper_test_accuracy") for name in parents] == [0.972, None, None, None]
-    assert named("left_open: ViT+init.head=zeros").data.tags["study"] == "left_open"
+    changed = "ViT, init.head=zeros"
+    assert found == {("table_2", "ViT"): 50, ("depth", "ViT, depth"): 50, ("left_open", changed): 60, ("tries", changed): 70}
+    assert {run.info.run_name for run in tracker().runs(level="single", current="true")} == {
+        f"{name}, seed 0" for _, name in found
+    }
+    compared = [run for run in tracker().runs() if "difference_to_paper" in run.data.metrics]
+    assert {run.data.tags["study"] for run in compared} == {"table_2"}
 
 
-def note(run):
-    return named(run).data.tags["mlflow.note.content"]
+def test_views_show_the_models_first_and_each_study_beside_them(database):
+    Run("vit", 0, [0.1, 0.5]).finish()
+    Run("osa_qr", 0, [0.1, 0.6]).finish()
+    Run("vit", 0, [0.1, 0.7], study="left_open", head="zeros").finish()
+    Run("vit", 0, [0.1, 0.8], study="depth").finish()
+    tracker_ = sync(Path("."))
+    saved = tracker_.client.get_experiment(tracker_.experiment).tags
+    shown, ages = {}, {}
+    for key, (name, view) in views(["table_2", "left_open", "depth"]).items():
+        assert saved[f"mlflow.sharedViewState.{key}"] == view
+        view = json.loads(view)
+        state, ages[name] = json.loads(view["state"]), view["createdAt"]
+        order = [f"{state['orderByKey']} {'ASC' if state['orderByAsc'] else 'DESC'}"]
+        runs_ = tracker_.client.search_runs([tracker_.experiment], state["searchFilter"], order_by=order)
+        shown[name] = [run.info.run_name for run in runs_]
+        columns = {column.split("`")[1] for column in state["selectedColumns"]}
+        assert columns - {key for run in runs_ for key in run.data.metrics} <= {"test_accuracy_std"}  # one seed has none
+    assert shown == {
+        "Models": ["OSA (QR)", "ViT"],
+        "Models, seed by seed": ["OSA (QR), seed 0", "ViT, seed 0"],
+        "Depth": ["OSA (QR)", "ViT", "ViT, depth"],
+        "Left open": ["OSA (QR)", "ViT", "ViT, init.head=zeros"],
+    }
+    assert sorted(ages, key=ages.get, reverse=True) == list(shown)  # as MLflow's menu sorts them
 
 
-def test_notes_say_what_is_changed_and_how_to_repeat_it(database):
-    for seed in (0, 1):
-        Run("vit", seed, [0.1, 0.5]).finish()
+def test_notes_say_what_is_changed_and_name_commands_that_exist(database):
+    stages, listed = params.read(ROOT / "dvc.yaml")["stages"], params.load(ROOT / "params.yaml").run
+    stages |= {f"train@{variant}-{seed}": {} for variant in listed.variants for seed in listed.seeds}
+    notes = Notes(PAPER, params.read(ROOT / "params.yaml"))
+    committed = [
+        record for path in ROOT.glob("runs/*/*/*/record.json") if (record := files.read_json(path))["study"] != TRIES
+    ]
+    assert {record["study"] for record in committed} == {"table_2", "left_open"}
+    for record in committed:
+        note = notes.note(record | {"changes": notes.changes(record)}, [record["seed"]])
+        (stage,) = re.findall(r"`dvc repro(?: -f)? ([^`]+)`", note)
+        assert stage in stages
+        for section, values in record["overrides"].items():
+            for key, value in values.items():
+                before, after = re.search(
+                    rf"Changed: {section}.{key}: (\S+) → (\S+)\. The paper leaves this open", note
+                ).groups()
+                assert before not in ("None", after) and after == plain(value)
+
     Run("osa_exact", 0, [0.1, 0.6], study="left_open", head="zeros").finish()
-    Run("vit", 2, [0.1, 0.7], study="tries", head="zeros", alpha="0.2").finish()
+    Run("vit", 77, [0.1, 0.7]).finish()
+    tried = Run("vit", 2, [0.1, 0.7], study=TRIES, head="zeros", alpha="0.2").finish().record("finished", 2)
     sync(Path("."))
-    stages = params.read(ROOT / "dvc.yaml")["stages"]
-    assert "`dvc repro -f train@vit-1`" in note("vit/seed1") and "`dvc repro -f train@vit-0 train@vit-1`" in note("ViT")
-    assert {"train", "left_open"} <= stages.keys()
-    assert "at commit `c0ffee`." in note("vit/seed1")
-    changed = note("left_open: osa_exact+init.head=zeros/seed0")
-    assert "`init.head=zeros`" in changed and "`dvc repro left_open`" in changed
-    assert f"`{runs.Run('osa_exact', 0, 'left_open', {'init': {'head': 'zeros'}}).folder}`" in changed
-    tried = note("tries: vit+init.alpha=0.2+init.head=zeros/seed2")
-    assert "`python -m pipeline.train vit 2 --set init.alpha=0.2 --set init.head=zeros`" in tried
-    assert (notes.TABLE_2, notes.TRIES) == (runs.TABLE_2, "tries")
+    parent, unlisted = (
+        named(name).data.tags["mlflow.note.content"] for name in ("OSA (exact), init.head=zeros", "ViT, seed 77")
+    )
+    assert "Changed: init.head: xavier → zeros. The paper leaves this open: Output layer, not stated." in parent
+    assert f"delete `{runs.Run('osa_exact', 0, 'left_open', {'init': {'head': 'zeros'}}).folder}`, then" in parent
+    assert "`python -m pipeline.train vit 77`" in unlisted
+    assert "`python -m pipeline.train vit 2 --set init.alpha=0.2 --set init.head=zeros`" in notes.note(
+        tried | {"changes": ""}, [2]
+    )
+    assert (TABLE_2, TRIES) == (runs.TABLE_2, runs.TRIES)
 
 
 def test_another_experiment_by_name(database, monkeypatch):
@@ -342,8 +390,8 @@ def test_another_experiment_by_name(database, monkeypatch):
     Run("vit", 0, [0.1, 0.5]).finish()
     sync(Path("."))
     client = tracker().client
-    assert client.get_experiment_by_name("mine") and not client.get_experiment_by_name(tracked.EXPERIMENT)
-    assert names() == ["ViT", "vit/seed0"]
+    assert client.get_experiment_by_name("mine") and not client.get_experiment_by_name(PAPER.title)
+    assert names() == ["ViT", "ViT, seed 0"]
 
 
 def test_two_syncs_at_once_on_a_fresh_machine(folder):
@@ -354,48 +402,70 @@ def test_two_syncs_at_once_on_a_fresh_machine(folder):
     said = [process.communicate(timeout=60)[0] for process in pair]
     assert [process.returncode for process in pair] == [0, 0]
     assert sum(int(text.split()[0]) for text in said) == 2
-    assert names() == ["ViT", "vit/seed0", "vit/seed1"]
+    assert names() == ["ViT", "ViT, seed 0", "ViT, seed 1"]
     assert curve(named("ViT"), "num_seeds") == [(0, 2)]
 
 
 def test_runs_are_visible_while_they_train_and_survive_kills(folder):
     first, second = Run("vit", 0, [0.1, 0.4, 0.5, 0.6]), Run("vit", 1, [0.2, 0.3, 0.4, 0.5])
     watchers = [watch(run.train(3).scratch) for run in (first, second)]  # both at once, on a fresh machine
-    until(lambda: Path("mlflow.db").exists() and names() == ["ViT", "vit/seed0", "vit/seed1"])
-    until(lambda: [len(curve(named(f"vit/seed{seed}"), "epoch")) for seed in (0, 1)] == [3, 3])
-    run = named("vit/seed0")
+    until(lambda: Path("mlflow.db").exists() and names() == ["ViT", "ViT, seed 0", "ViT, seed 1"])
+    until(lambda: [len(curve(named(f"ViT, seed {seed}"), "epoch")) for seed in (0, 1)] == [3, 3])
+    run = named("ViT, seed 0")
     assert run.info.status == "RUNNING"
-    until(lambda: named("vit/seed0").data.tags.get("mlflow.parentRunId") == named("ViT").info.run_id)
+    until(lambda: named("ViT, seed 0").data.tags.get("mlflow.parentRunId") == named("ViT").info.run_id)
 
     os.kill(watchers[0].pid, signal.SIGINT)  # Ctrl-C in the terminal reaches the watcher too
     watchers[1].kill()
     watchers[1].communicate()
     assert end(watchers[0]) == [""]
-    assert named("vit/seed0").info.status == "KILLED"
+    assert named("ViT, seed 0").info.status == "KILLED"
 
     watchers = [watch(run.scratch) for run in (first, second)]
     first.train(2)  # resumed from an earlier epoch: the third point is measured again, later
     first.train(4, delay=60_000).finish()
     second.train(4, delay=60_000).finish()
-    until(lambda: [len(curve(named(f"vit/seed{seed}"), "epoch")) for seed in (0, 1)] == [4, 4])
+    until(lambda: [len(curve(named(f"ViT, seed {seed}"), "epoch")) for seed in (0, 1)] == [4, 4])
     assert end(*watchers) == ["", ""]
-    for name, trained in (("vit/seed0", first), ("vit/seed1", second)):
+    for name, trained in (("ViT, seed 0", first), ("ViT, seed 1", second)):
         assert named(name).info.status == "FINISHED"
-        assert curve(named(name), "test_accuracy") == list(zip((0, 117, 234, 351), trained.accuracies, strict=True))
-    assert named("vit/seed0").info.run_id == run.info.run_id
-    assert curve(named("ViT"), "test_accuracy_mean")[-1] == (351, pytest.approx(0.55))
+        assert curve(named(name), "test_accuracy") == [(117 * i, 100 * a) for i, a in enumerate(trained.accuracies)]
+    assert named("ViT, seed 0").info.run_id == run.info.run_id
+    assert curve(named("ViT"), "test_accuracy")[-1] == (351, 55)
 
-    third = Run("vit", 2, [0.1, 0.2]).train(2)
-    points = read_points(third.scratch / "history.csv", third.record("running", 2))
-    tracker().publish(third.record("running", 2), points, third.scratch)  # and then the power fails
+
+def test_a_run_whose_training_and_watcher_died_is_killed_and_may_resume(database):
+    run = Run("vit", 0, [0.1, 0.2, 0.3]).train(2)
+
+    def publish(count):
+        record = run.train(count).record("running", count)
+        tracker().publish(record, read_points(run.scratch / "history.csv", record), run.scratch)
+
+    publish(2)
+    lock = tracked.alive(run.scratch)
+    with lock.acquire():  # as the training does that lives
+        sync(Path("."))
+        assert named("ViT, seed 0").info.status == "RUNNING"
+    sync(Path("."))  # the power has failed; its checkpoint is there
+    assert (named("ViT, seed 0").info.status, named("ViT, seed 0").data.tags["current"]) == ("KILLED", "false")
+    publish(3)
+    assert (named("ViT, seed 0").info.status, named("ViT, seed 0").data.tags["current"]) == ("RUNNING", "true")
+    shutil.rmtree(run.scratch)
     sync(Path("."))
-    assert named("vit/seed2").info.status == "RUNNING"  # it can resume
-    for path in third.scratch.iterdir():
-        path.unlink()
-    third.scratch.rmdir()
-    sync(Path("."))
-    assert named("vit/seed2").info.status == "KILLED"
-    assert curve(named("ViT"), "num_seeds") == [(0, 2)]
+    assert named("ViT, seed 0").info.status == "KILLED"
+
+
+def test_a_training_is_known_to_live_by_sigkill_proof_means(folder):
+    """Another process finds the lock taken while a training is tracked, and free once it was killed."""
+    script = "import time; from pathlib import Path; from pipeline.tracking.watcher import tracked\n"
+    script += "with tracked(Path('scratch')): print('up', flush=True); time.sleep(100)"
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with process.stdout:
+        assert process.stdout.readline() == "up\n"
+        assert tracked.is_alive(Path("scratch"))
+        process.kill()
+        process.wait()
+    assert not tracked.is_alive(Path("scratch"))
 
 
 def test_a_watcher_outlives_every_outage_with_one_warning(folder):
@@ -423,14 +493,42 @@ def test_sync_says_in_one_sentence_what_is_wrong(database, monkeypatch, capsys):
     files.write_text("runs/table_2/vit/3/record.json", "{")
     sync(Path("."))
     warnings = capsys.readouterr().err.splitlines()
-    assert names() == ["ViT", "vit/seed1"]
+    assert names() == ["ViT", "ViT, seed 1"]
     assert [line.split()[1] for line in warnings] == [f"runs/table_2/vit/{seed}/record.json" for seed in (0, 2, 3)]
-    with pytest.raises(UserError, match="holds runs/"):
+    with pytest.raises(UserError, match="a folder with runs/"):
         sync(Path("nowhere"))
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
-    with pytest.raises(UserError, match="MLFLOW_TRACKING_URI") as caught:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{Path('typo/mlflow.db').absolute()}")
+    with pytest.raises(UserError, match="no folder .*typo: create it"):
         sync(Path("."))
+    assert not Path("typo").exists()
+    Path("mlflow.db").write_bytes(b"no database" * 100)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    with pytest.raises(UserError, match="file is not a database.*: delete it"):
+        sync(Path("."))
+
+
+@pytest.mark.parametrize("fault", ["Connection refused", "timed out", "too many 500 error responses"])
+def test_an_outage_says_what_it_is(folder, monkeypatch, fault):
+    class Broken(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(500)
+
+        do_POST = do_GET
+        log_message = lambda *_: None  # noqa: E731
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with http.server.HTTPServer(("127.0.0.1", 0), Broken) as server:
+        if fault.startswith("too many"):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        elif fault == "Connection refused":
+            server.server_close()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secret@127.0.0.1:{server.server_port}/{'long/' * 60}")
+        with pytest.raises(UserError, match=f"{fault}.*start it, or unset MLFLOW_TRACKING_URI") as caught:
+            sync(Path("."))
+        if fault.startswith("too many"):
+            server.shutdown()
     assert "secret" not in str(caught.value)
 
 
@@ -442,20 +540,54 @@ def test_the_store_is_at_the_root_of_the_repository_unless_the_user_says_otherwi
     assert tracking_uri() == "http://127.0.0.1:9"
 
 
-def test_ui_imports_and_then_serves_on_this_machine_alone(database, monkeypatch, capsys):
-    Run("vit", 0, [0.1, 0.2]).finish()
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_ui_imports_serves_on_this_machine_alone_and_ends_whole(folder, database, monkeypatch, ending):
+    if ending == signal.SIGINT:
+        Run("vit", 0, [0.1, 0.2]).finish()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    monkeypatch.setenv("PORT", port)
-    commands = []
-    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(" ".join(command)))
-    ui()
-    assert names() == ["ViT", "vit/seed0"]
-    (command,) = commands
-    assert f"--host 127.0.0.1 --port {port} " in command and tracking_uri() in command
-    assert f"http://127.0.0.1:{port}/#/experiments/{tracker().experiment}/runs" in capsys.readouterr().out
-    columns = {column.split("`")[1] for column in VIEWS["table"]["selectedColumns"]}
-    assert columns - named("ViT").data.metrics.keys() == {"final_test_accuracy_std"}  # one seed has none
+        port = server.getsockname()[1]
+    monkeypatch.setenv("PORT", str(port))
+    (recipe,) = re.findall(r"^\t\$\(RUN\) (.*tracking ui)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (folder / "Makefile").write_text(f"ui:\n\tPATH={Path(sys.executable).parent}:$$PATH {recipe}\n")
+    command = ["make", "--silent", "ui"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
+    )
+    with process.stdout:
+        said = [process.stdout.readline() for _ in range(4)]
+        assert [line.split("  ")[0] for line in said[1:]] == ["Models", "Models, seed by seed", "Curves of the models"]
+        page = f"http://127.0.0.1:{port}/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey="
+        assert said[1].split()[-1] == f"{page}models"
+        until(lambda: is_served(port))
+        if ending == signal.SIGINT:
+            query = json.dumps({"experiment_ids": ["1"]}).encode()
+            search = f"http://127.0.0.1:{port}/api/2.0/mlflow/runs/search"
+            request = urllib.request.Request(search, query, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request) as answer:
+                found = {run["info"]["run_name"]: run["info"]["run_id"] for run in json.load(answer)["runs"]}
+            assert found.keys() == {"ViT", "ViT, seed 0"}
+            artifact = f"http://127.0.0.1:{port}/get-artifact?path=history.csv&run_uuid={found['ViT, seed 0']}"
+            with urllib.request.urlopen(artifact) as answer:
+                assert answer.read().decode().startswith(COLUMNS)
+        if ending == signal.SIGTERM:
+            os.kill(process.pid, ending)  # make alone
+        else:
+            os.killpg(process.pid, ending)  # as the terminal does for Ctrl-C, and where it is closed
+        process.wait(60)
+        until(lambda: not is_served(port), 20)
+    assert not is_served(port)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nothing that it started is left
+
+
+def is_served(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_ui_refuses_a_port_that_is_taken(folder, monkeypatch):

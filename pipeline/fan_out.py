@@ -1,0 +1,244 @@
+"""Trains all runs that are missing or stale, several at once: `python -m pipeline.fan_out`.
+
+They are those of Table 2 and of every study that trains. Each is a process of its own with one thread, or on its share of
+the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster (requirements-cluster.txt), which get
+code, parameters and data shipped along and give each run's files back whole. A training that a dying node takes with it
+begins anew on another one. Killed, the same command goes on where each run stood at the end of its last epoch.
+"""
+
+import argparse
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from pipeline import runs, studies
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError, entry_point
+from pipeline.core.params import Params, RunConfig
+from pipeline.lab import Lab
+from pipeline.runs import Run
+from pipeline.training import data
+
+LOCK = Path(".checkpoints/fan_out.lock")
+SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
+RETRIES = 3  # on other nodes, where one dies
+Job = tuple[Run, RunConfig]
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.fan_out", description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, help="trainings at a time on this machine; default: one a GPU, or one a core")
+    parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
+    parser.add_argument("--no-tracking", action="store_true", help="do not follow the runs in MLflow")
+    chosen = parser.parse_args(arguments)
+    LOCK.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(LOCK, timeout=0):
+            wanted = missing(params.load())
+            if chosen.cluster:
+                follow(wanted, on_cluster(wanted, chosen.cluster), jobs=len(wanted))
+            else:
+                jobs = chosen.jobs or slots()
+                follow(wanted, here(wanted, jobs, ["--no-tracking"] if chosen.no_tracking else []), jobs)
+    except Timeout:
+        raise UserError(f"another process trains these runs already ({LOCK} is locked): wait for it, or end it.") from None
+
+
+def missing(settings: Params) -> list[Job]:
+    """The runs that are not there as today's code, data and parameters make them: of params.yaml, and of the studies."""
+    paper = params.load_paper()
+    found = [
+        (Run(name, seed), params.resolve(settings, name)) for name in settings.run.variants for seed in settings.run.seeds
+    ]
+    for name, section in settings.studies.items():
+        lab, trainings = Lab(name, settings, paper), getattr(studies.module(name), "trainings", lambda *_: [])
+        for variant, overrides, seed in trainings(section, lab):
+            found.append((lab.run(variant, overrides, seed), lab.config(variant, overrides)))
+    return [(run, config) for run, config in found if not (run.weights.exists() and _is_current(run, config))]
+
+
+def _is_current(run: Run, config: RunConfig) -> bool:
+    return runs.is_current(run, config, None) and runs.is_current(run, config, _digest(config.data.source))
+
+
+@functools.cache
+def _digest(source: str) -> str:
+    return data.digest(data.folder(source))
+
+
+def slots() -> int:
+    """How many trainings fit this machine."""
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def follow(wanted: list[Job], finished: Iterator[Run], jobs: int) -> None:
+    """Shows one line for the whole, and tells DVC of the runs that have come."""
+    left, done = {str(run): seconds_before(run) for run, _ in wanted}, []
+    line = "{n_fmt}/{total_fmt} trainings, {postfix} [{elapsed}]"
+    try:
+        with contextlib.closing(finished), tqdm(total=len(wanted), bar_format=line) as bar:
+            bar.set_postfix_str(remaining(left, jobs))
+            for run in finished:
+                done.append(run)
+                del left[str(run)]
+                bar.set_postfix_str(remaining(left, jobs), refresh=False)
+                bar.update()
+    finally:
+        commit([run for run in done if run.study == runs.TABLE_2])
+
+
+def seconds_before(run: Run) -> float | None:
+    """How long trainings of this variant took, by their records; None if there is none."""
+    made = map(files.read_json, runs.FOLDER.glob("*/*/*/record.json"))
+    seconds = [each["seconds"] for each in made if each["variant"] == run.variant]
+    return statistics.median(seconds) if seconds else None
+
+
+def remaining(left: dict[str, float | None], jobs: int) -> str:
+    """What is left, by the records' own times, for so many trainings side by side."""
+    if None in left.values():
+        return "time left unknown"
+    return f"{sum(left.values()) / max(1, min(jobs, len(left))) / 3600:.1f} h left"
+
+
+def commit(done: list[Run]) -> None:
+    """Tells DVC that the stages of these runs are done, where there is DVC."""
+    if done and shutil.which("dvc") and Path(".dvc").is_dir():
+        stages = [f"train@{run.variant}-{run.seed}" for run in done]
+        subprocess.run(["dvc", "commit", "--force", "--quiet", *stages], check=False)
+
+
+def command(run: Run) -> list[str]:
+    """Arguments for Python that train a run."""
+    study = [] if run.study == runs.TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
+    return ["-m", "pipeline.train", run.variant, str(run.seed), *study]
+
+
+def execute(arguments: list[str], folder: Path, environment: dict[str, str], deadline: float = math.inf) -> bool:
+    """Runs Python with one thread in a folder that has code, parameters and data, until `deadline` by time.monotonic().
+
+    Returns whether it has ended by itself. Raises RuntimeError if it fails.
+    """
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
+    if (left := deadline - time.monotonic()) <= 0:
+        return False
+    options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, text=True, check=False)
+    try:
+        done = subprocess.run([sys.executable, *arguments], timeout=None if math.isinf(left) else left, **options)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise RuntimeError(last[0].removeprefix("error: "))
+    return True
+
+
+def here(wanted: list[Job], jobs: int, options: list[str], deadline: float = math.inf) -> Iterator[Run]:
+    """Trains side by side on this machine, and yields each run as it ends. At the deadline the others are cut off: each goes
+    on at its last epoch's end when it is next asked for."""
+    devices = torch.cuda.device_count()
+    with ThreadPoolExecutor(jobs) as pool:
+        started = {}
+        for number, (run, _) in enumerate(wanted):
+            environment = {"CUDA_VISIBLE_DEVICES": str(number % devices)} if devices else {}
+            started[pool.submit(execute, command(run) + options, Path(), environment, deadline)] = run
+        try:
+            for future in as_completed(started):
+                with told_of(started[future]):
+                    has_ended = future.result()
+                if has_ended:
+                    yield started[future]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def on_cluster(wanted: list[Job], address: str) -> Iterator[Run]:
+    """Trains on the nodes of a Ray cluster, and yields each run when its files have come."""
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--cluster needs Ray: install it with `pip install -r requirements-cluster.txt`.") from None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except ConnectionError:
+        raise UserError(f"there is no Ray cluster at {address}: start one with `ray start --head`.") from None
+    try:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no copy of this repository
+        work = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
+        bundle = ray.put(shipment({config.data.source for _, config in wanted}))
+        pending = {work.remote(bundle, [*command(run), "--no-tracking"], written(run)): run for run, _ in wanted}
+        while pending:
+            (ready,), _ = ray.wait(list(pending))
+            run = pending.pop(ready)
+            with told_of(run):
+                receive(run, ray.get(ready))
+            yield run
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def told_of(run: Run) -> Iterator[None]:
+    """Names the run whose training fails inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(f"{run} was not trained: {str(error).strip().splitlines()[-1]}") from None
+
+
+def written(run: Run) -> list[str]:
+    """The files of a run, its record last."""
+    return [str(run.weights), *(str(run.folder / name) for name in ("history.csv", "metrics.json", "record.json"))]
+
+
+def receive(run: Run, content: list[bytes]) -> None:
+    """Puts the files of a run in their places. Where its machine knows no commit it is the one here."""
+    *others, made = zip(written(run), content, strict=True)
+    for path, each in others:
+        files.write_bytes(path, each)
+    known = json.loads(made[1])
+    if known["environment"].get("git_commit") is None:
+        known["environment"] |= record.describe_commit()
+    files.write_json(made[0], known)
+
+
+def shipment(sources: set[str]) -> bytes:
+    """An archive of what a training needs."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+        for name in (*SHIPPED, *map(data.folder, sources)):
+            for path in sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)]:
+                if path.is_file() and "__pycache__" not in path.parts:
+                    opened.write(path)
+    return archive.getvalue()
+
+
+def execute_shipped(bundle: bytes, arguments: list[str], paths: list[str]) -> list[bytes]:
+    """`execute` in a folder of its own on whatever machine this is; what it wrote to these paths."""
+    with tempfile.TemporaryDirectory() as folder:
+        zipfile.ZipFile(io.BytesIO(bundle)).extractall(folder)
+        execute(arguments, Path(folder), {"PYTHONPATH": folder})
+        return [Path(folder, path).read_bytes() for path in paths]
+
+
+if __name__ == "__main__":
+    main()

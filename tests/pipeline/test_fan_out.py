@@ -1,0 +1,137 @@
+"""Runs that are trained side by side, here or on a cluster, are there once each, with the bits of one trained alone."""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline import fan_out, studies
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError
+from pipeline.runs import Run
+from tests.pipeline import synthetic
+from tests.pipeline.trainings import outputs, trained, write_data, write_params
+
+CHOICE = Run("vit", 0, "left_open", {"train": {"drop_last": True}})
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A copy of the code with small models of two kinds, and one choice to try."""
+    for name in ("osa", "pipeline"):
+        shutil.copytree(synthetic.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(synthetic.ROOT / "dvc.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(studies, "measuring", lambda: ["left_open"])
+    write_params(run={"variants": ["vit", "osa_exact"], "seeds": [0]})
+    paper = yaml.safe_load(Path("pipeline/paper.yaml").read_text())
+    paper["recipe"] = params.deep_merge(paper["recipe"], {"train": {"epochs": 1, "batch_size": 13}})
+    for choice in paper["left_open"]:
+        if choice.get("key") == "train.drop_last":
+            choice["try_on"] = ["vit"]
+        else:
+            choice.pop("alternatives", None), choice.pop("try_on", None)
+    files.write_text("pipeline/paper.yaml", yaml.safe_dump(paper))
+    write_data()
+    return tmp_path
+
+
+def edit_params(**changes: dict) -> None:
+    made = params.deep_merge(yaml.safe_load(Path("params.yaml").read_text()), changes)
+    files.write_text("params.yaml", yaml.safe_dump(made))
+
+
+def all_runs() -> list[Run]:
+    return [run for run, _ in fan_out.missing(params.load())]
+
+
+def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(project, monkeypatch, capfd):
+    assert all_runs() == [Run("vit", 0), Run("osa_exact", 0), CHOICE]
+    fan_out.main(["--jobs", "2", "--no-tracking"])
+    shown = capfd.readouterr().err
+    assert "3/3 trainings" in shown and "image" not in shown
+    together = {run.variant: outputs(run) for run in (Run("vit", 0), Run("osa_exact", 0))}
+    assert CHOICE.is_there() and all_runs() == []
+    fan_out.main(["--jobs", "2", "--no-tracking"])
+    shutil.rmtree("runs"), shutil.rmtree("weights")
+    assert {variant: outputs(trained(variant)) for variant in together} == together
+
+
+def test_what_is_stale_or_without_weights_is_trained(monkeypatch):
+    run = trained("vit")
+    assert run not in all_runs()
+    run.weights.unlink()
+    assert run in all_runs()
+    trained("vit")
+    edit_params(train={"eps": 1e-7})
+    assert run in all_runs()
+
+
+def test_a_failure_is_named_and_loses_no_other_run(monkeypatch, capsys):
+    edit_params(variants={"vit": {"overrides": {"train": {"batch_size": 100, "drop_last": True}}}})
+    monkeypatch.setattr(studies, "measuring", lambda: [])
+    with pytest.raises(SystemExit):
+        fan_out.main(["--jobs", "1", "--no-tracking"])
+    assert "error: table_2/vit/0 was not trained: train.batch_size 100 is more than the 43 images" in capsys.readouterr().err
+
+
+def test_at_the_deadline_what_runs_is_cut_off_and_nothing_begins():
+    begun = Path("begun")
+    slow = ["-c", f"import time; open('{begun}', 'w'); time.sleep(60)"]
+    assert not fan_out.execute(slow, Path(), {}, time.monotonic() + 5) and begun.exists()
+    begun.unlink()
+    assert not fan_out.execute(slow, Path(), {}, time.monotonic()) and not begun.exists()
+    assert list(fan_out.here(fan_out.missing(params.load()), 2, ["--no-tracking"], time.monotonic())) == []
+    assert len(all_runs()) == 3 and fan_out.execute(["-c", "pass"], Path(), {}, time.monotonic() + 60)
+
+
+def test_two_at_once_do_not_train_the_same(capsys):
+    fan_out.LOCK.parent.mkdir()
+    with fan_out.FileLock(fan_out.LOCK), pytest.raises(SystemExit):
+        fan_out.main([])
+    assert "error: another process trains these runs already" in capsys.readouterr().err
+
+
+def test_what_is_left_is_told_from_the_records():
+    assert fan_out.remaining({"a": 3600.0, "b": 7200.0}, jobs=2) == "1.5 h left"
+    assert fan_out.remaining({"a": 3600.0}, jobs=2) == "1.0 h left"
+    assert fan_out.remaining({"a": None, "b": 1.0}, jobs=2) == "time left unknown"
+    assert fan_out.seconds_before(Run("vit", 5)) is None
+    run = trained("vit")
+    assert fan_out.seconds_before(Run("vit", 5)) == run.read("record")["seconds"]
+
+
+def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
+    pytest.importorskip("ray", reason="needs requirements-cluster.txt")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves beside other tests
+    from ray.cluster_utils import Cluster
+
+    edit_params(run={"seeds": [0, 1]})
+    options = {"num_cpus": 1, "node_ip_address": "127.0.0.2"}  # of this machine; Ray replaces 127.0.0.1 by an outer address
+    cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
+    try:
+        node = cluster.add_node(**options)
+        wanted = fan_out.missing(params.load())
+        came = []
+        for run in fan_out.on_cluster(wanted, cluster.address):
+            came.append(run)
+            if len(came) == 1:
+                cluster.remove_node(node, allow_graceful=False)  # in the middle of a training
+    finally:
+        cluster.shutdown()
+    assert sorted(map(str, came)) == sorted(str(run) for run, _ in wanted) and len(came) == 5
+    assert all_runs() == []
+    assert Run("vit", 1).read("record")["environment"].items() >= record.describe_commit().items()
+    there = outputs(Run("osa_exact", 1))
+    shutil.rmtree("runs"), shutil.rmtree("weights")
+    assert outputs(trained("osa_exact", 1)) == there
+
+
+def test_without_ray_the_remedy_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match="^--cluster needs Ray: install it with `pip install -r requirements-cluster.txt`.$"):
+        next(fan_out.on_cluster([], "auto"))

@@ -5,14 +5,14 @@ Orthogonal attention by all methods of `osa.functional`, the paper's formulas as
 the dense N×N `matrix_exp`, and torch's softmax attention, as torch chooses its backend and by each backend that takes the
 inputs. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of the study `complexity`. At one
 size all are timed in rounds of shuffled order. A size that a route is predicted to be too slow or too large for is absent.
-Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to paper_outputs/benchmarks/HARDWARE/.
+Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to paper_outputs/benchmarks/HARDWARE/; other
+heads and ‖S‖₂ have names of their own too.
 """
 
 import argparse
 import itertools
 import math
 import random
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,11 +43,7 @@ MOST_SECONDS = 2.0  # of a call: a size that is predicted to take more is left o
 MOST_MATRIX_BYTES = 2**30  # of an N×N matrix
 MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
 MOST_TOKENS_ERROR = 512  # up to which A is formed and ‖AᵀA − I‖₂ taken
-PRODUCTS = {256: 50, 512: 20, 2048: 3}  # square matrices whose product shows the peak, and how many samples of it are taken;
-# the small ones last less than the turn of a process, and so show it on a busy machine too
-COPIES = [2**k for k in range(16, 29, 2)]  # bytes: from 64 KiB, in the nearest cache, to 256 MiB, in memory
-FLOPS_ALLOWANCE = 1.5  # for a clock rate that rises between the two measurements
-BYTES_ALLOWANCE = 4.0  # for caches nearer than torch's copy shows, where its overhead counts
+ALLOWANCE = 1.5  # above the peak, for a clock rate that rises between the two measurements
 BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -68,66 +64,18 @@ class Route:
     forms_matrix: bool = False
 
 
-@dataclass(frozen=True)
-class Peak:
-    """What the machine has been seen to do: floating-point operations and bytes in a second."""
+def check(row: dict, peak: float) -> None:
+    """Raises UserError where a row is faster than the fastest product of matrices: the clock or the count is wrong then.
 
-    flops: float
-    bytes: float
-
-    @classmethod
-    def measure(cls, dtype: torch.dtype, device: torch.device) -> "Peak":
-        """The best of matrix products up to 2048³, and of copies that fit in caches and that do not.
-
-        Products in float32 count too, because the small matrices are float32 whatever the inputs are. Taken by the wall
-        clock until the host has read a result, and not by `pipeline.cost`, whose clock it is to check.
-        """
-        flops, rates = [], []
-        for (n, samples), each in itertools.product(PRODUCTS.items(), {dtype, torch.float32}):
-            a = torch.randn(n, n, dtype=each, device=device)
-            flops.append(2 * n**3 / fastest(partial(torch.matmul, a, a), samples, device))
-        for size in COPIES:
-            a = torch.ones(size // 4, device=device)
-            rates.append(2 * a.nbytes / fastest(partial(torch.empty_like(a).copy_, a), 5, device))
-        return cls(max(flops), max(rates))
-
-    def larger(self, other: "Peak") -> "Peak":
-        return Peak(max(self.flops, other.flops), max(self.bytes, other.bytes))
-
-
-def fastest(call: Callable[[], Tensor], samples: int, device: torch.device) -> float:
-    """Seconds of a call: the least of some samples, each of which ends when the host has read from the last result."""
-    in_a_row = 1 if device.type == "cpu" else 30  # so that on CUDA the way to the host and back is a small part
-    call()
-    seconds = []
-    for _ in range(samples):
-        start = time.perf_counter()
-        for _ in range(in_a_row):
-            result = call()
-        result.flatten()[-1].item()
-        seconds.append((time.perf_counter() - start) / in_a_row)
-    return min(seconds)
-
-
-def check(row: dict, peak: Peak) -> None:
-    """Raises UserError where a row is faster than the machine: then the clock or the count is wrong, and all rows with it.
-
-    Operations: nothing is faster than the fastest product of matrices, up to `FLOPS_ALLOWANCE`. Bytes: a call reads its
-    inputs and writes its outputs once or more, and in a cache or not cannot pass the fastest copy of any size, up to
-    `BYTES_ALLOWANCE`. A clock that reads milliseconds as seconds, does not wait for the device or divides by the wrong
-    number of calls is wrong by a factor of tens and more.
+    A clock that reads milliseconds as seconds, does not wait for the device or divides by the wrong number of calls is
+    wrong by a factor of tens and more.
     """
-    limits = {
-        "tflops": (peak.flops * FLOPS_ALLOWANCE / 1e12, "TFLOP/s"),
-        "gigabytes_per_second": (peak.bytes * BYTES_ALLOWANCE / 1e9, "GB/s"),
-    }
-    for column, (limit, unit) in limits.items():
-        if row[column] > limit:
-            what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
-            raise UserError(
-                f"{what} is measured at {row[column]:.3g} {unit}, above the machine's {limit:.3g}: the clock or the count "
-                "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/cost.py."
-            )
+    if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
+        what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
+        raise UserError(
+            f"{what} is measured at {row['tflops']:.3g} TFLOP/s, above the machine's {limit:.3g}: the clock or the count "
+            "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/cost.py."
+        )
 
 
 @entry_point
@@ -136,12 +84,12 @@ def main(arguments: list[str] | None = None) -> None:
     device = record.default_device()
     table, peak = measure(options, device)
     results.write(
-        "attention" if options.dtype == "float32" else f"attention_{options.dtype}",
+        file_name(options),
         table,
         device,
         options,
-        inputs={"norm": NORM, "decay": DECAY, "seed": SEED},
-        peak={"tflops": rounded(peak.flops / 1e12), "gigabytes_per_second": rounded(peak.bytes / 1e9)},
+        inputs={"decay": DECAY, "seed": SEED},
+        peak={"tflops": rounded(peak / 1e12)},
         ratios=ratios(table),
     )
 
@@ -150,7 +98,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = results.parser("attention", __doc__)
     parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
+    parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
+    parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
     return parser.parse_args(arguments)
+
+
+def file_name(options: argparse.Namespace) -> str:
+    """attention, and what of the options is not the usual: attention_bfloat16, attention_512_heads, attention_norm_8."""
+    unusual = {
+        options.dtype: options.dtype != "float32",
+        f"{options.heads}_heads": options.heads != 1,
+        f"norm_{options.norm:g}": options.norm != NORM,
+    }
+    return "_".join(["attention", *(name for name, is_unusual in unusual.items() if is_unusual)])
 
 
 def sizes(largest: int) -> list[int]:
@@ -159,30 +119,30 @@ def sizes(largest: int) -> list[int]:
     return [SMALLEST, *doubled]
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, Peak]:
+def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, float]:
     dtype, order = DTYPES[options.dtype], random.Random(SEED)
-    peak, rows = Peak(0, 0), []
+    peak, rows = 0.0, []
     last: dict[Key, tuple[int, float]] = {}  # tokens and seconds where a route was last measured
     points = list(itertools.product(WIDTHS, sizes(options.largest)))
     for width, tokens in tqdm(points, desc="attention", unit="size", disable=None):
-        x = Inputs.draw(tokens, width, NORM, device)
-        tensors = tuple(tensor.to(dtype) for tensor in (x.query, x.key, x.value))
+        x = Inputs.draw(tokens, width, options.norm, device)
+        tensors = tuple(each.to(dtype).repeat(1, options.heads, 1, 1) for each in (x.query, x.key, x.value))
         calls = {}
         for method, route in routes(x.scale, tensors).items():
             forward = Call(route.function, tensors)
             for direction in (FORWARD, BOTH):
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
-        setup = {key: cost.seconds(call, 1, device) for key, call in calls.items()}
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = peak.larger(Peak.measure(dtype, device))  # anew at each size: the machine may have been busy before
+        peak = max(peak, results.peak(device, dtype))  # anew at each size: the machine may have been busy before
         errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
-            row = describe(calls[key], results.quantiles(seconds), device)
-            names = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True))
-            rows.append(names | row | {"orthogonality_error": errors[key[0]], "setup_seconds": setup[key]})
-            check(rows[-1], peak)
-            last[key] = tokens, row["seconds"]
+            times, of = results.quantiles(seconds), cost.cost(calls[key], device)
+            row = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True)) | times
+            row["tflops"] = 2 * of.multiply_adds / times["seconds"] / 1e12
+            rows.append(row | {"peak_bytes": of.peak_bytes, "orthogonality_error": errors[key[0]]})
+            check(row, peak)
+            last[key] = tokens, times["seconds"]
     return pd.DataFrame(rows), peak
 
 
@@ -238,17 +198,6 @@ def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple
     if route.forms_matrix and math.prod(batch) * tokens**2 * query.element_size() > MOST_MATRIX_BYTES:
         return False
     return before is None or before[1] * (tokens / before[0]) ** route.power <= MOST_SECONDS
-
-
-def describe(call: Call, times: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The numbers of a row that follow from the call and its times."""
-    of, output = cost.cost(call, device), call()
-    moved = call.input_bytes + sum(tensor.nbytes for tensor in (output if isinstance(output, tuple) else (output,)))
-    return times | {
-        "tflops": 2 * of.multiply_adds / times["seconds"] / 1e12,
-        "gigabytes_per_second": moved / times["seconds"] / 1e9,
-        "peak_bytes": of.peak_bytes,
-    }
 
 
 def orthogonality_error(calls: dict[Key, Call], method: str, width: int) -> float:

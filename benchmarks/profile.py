@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity
 from tqdm import tqdm
 
 from benchmarks import results
-from benchmarks.attention import Peak
 from benchmarks.step import SEED, Step, compared, load, our_step, with_whole_batches
 from pipeline import cost
 from pipeline.core import params, record
@@ -66,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         training.with_graph = False
         steps[variant] = our_step(training)
     table = measure(steps, configs, options.repeats, device)
-    facts = {"weights": weights, "peak": {"tflops": rounded(Peak.measure(torch.float32, device).flops / 1e12)}}
+    facts = {"weights": weights, "peak": {"tflops": rounded(results.peak(device) / 1e12)}}
     results.write("profile", table, device, options, batch_size=settings.train.batch_size, **facts)
 
 

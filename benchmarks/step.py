@@ -4,7 +4,8 @@ Both sides take the same steps in one process, in rounds of shuffled order: a ba
 clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA beside it without its graph; theirs is
 `benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings, reading the loss
 after each step as such scripts do. Both start from the same weights: the initial ones of seed 0 and, where the run of seed 0
-has been trained here, its last ones, whose ‖S‖ is larger. Writes step.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+has been trained here, its last ones, whose ‖S‖ is larger. In the same rounds a large product of matrices shows what the
+machine can do, of which a step reaches a share. Writes step.csv and .json to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -28,6 +29,7 @@ from benchmarks import results, straightforward
 from pipeline import cost
 from pipeline.core import params, record
 from pipeline.core.errors import entry_point
+from pipeline.core.files import rounded
 from pipeline.core.params import Params, RunConfig
 from pipeline.runs import Run
 from pipeline.studies.benchmarks import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
@@ -39,6 +41,8 @@ SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long
 EXACT = "osa_exact"  # ours, not in the paper
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]
+PEAK = "product", "", ""  # of two matrices, in the place of a step's model, code and weights
+PEAK_SIZE = 2048
 
 Step = Callable[[], object]
 
@@ -51,13 +55,19 @@ def main(arguments: list[str] | None = None) -> None:
     make_deterministic()
     device, settings = record.default_device(), params.load()
     with tempfile.TemporaryDirectory() as scratch:
-        unpack(Path(scratch))
+        unpack(settings.data.source, Path(scratch))
         steps, compile_seconds = prepare(compared(settings), settings, Path(scratch), options.compile, device)
-        samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
+        operations = count(steps, device)
+        a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device)
+        calls = steps | {PEAK: lambda: a @ a}
+        samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
+    peak = {"tflops": rounded(2 * PEAK_SIZE**3 / min(samples.pop(PEAK)) / 1e12)}
     rows = [(*key, *results.quantiles(seconds).values()) for key, seconds in samples.items()]
     table = pd.DataFrame(rows, columns=[*KEYS, *results.QUANTILES])
     table["compile_seconds"] = [compile_seconds.get(key, math.nan) for key in samples]
-    results.write("step", table, device, options, batch_size=settings.train.batch_size, ratios=ratios(table, settings))
+    table["tflops"] = table["seconds"].rdiv([operations[key] / 1e12 for key in samples])
+    facts = {"batch_size": settings.train.batch_size, "peak": peak, "ratios": ratios(table, settings)}
+    results.write("step", table, device, options, **facts)
 
 
 def compared(settings: Params) -> list[str]:
@@ -90,6 +100,16 @@ def prepare(
                 steps[key] = our_step(compiled)
                 compile_seconds[key] = cost.seconds(steps[key], 1, device)
     return steps, compile_seconds
+
+
+def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict[tuple[str, str, str], int]:
+    """Floating-point operations of the products of each step; of a graph and of compiled code, those of our eager code."""
+    eager = {(model, weights) for model, code, weights in steps if code == EAGER}
+    counted = {}
+    for model, code, weights in steps:
+        as_code = THEIRS if code == THEIRS else EAGER if (model, weights) in eager else OURS
+        counted[model, code, weights] = 2 * cost.cost(steps[model, as_code, weights], device).multiply_adds
+    return counted
 
 
 def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, data.Data], device: torch.device) -> Training:
@@ -158,11 +178,11 @@ def in_mode(deterministic: bool, step: Step) -> Step:
     return call
 
 
-def unpack(folder: Path) -> None:
-    """The files of the fetch stage where torchvision looks for them."""
+def unpack(source: str, folder: Path) -> None:
+    """The files of the fetch stage where torchvision looks for those of MNIST."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
-    for path in Path(data.FOLDER).glob("*.gz"):
+    for path in data.folder(source).glob("*.gz"):
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
 
 

@@ -90,11 +90,11 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """torchvision's ViT for images of one channel; where the variant is not that ViT, with blocks of its own."""
+    """torchvision's ViT for these images; where the variant is not that ViT, with blocks of its own."""
     model, variant = config.model, config.variant
     hidden_dim = int(model.embed_dim * model.mlp_ratio)
     vit = VisionTransformer(
-        image_size=model.image_size,
+        image_size=config.data.image_size,
         patch_size=model.patch_size,
         num_layers=model.depth,
         num_heads=model.num_heads,
@@ -102,7 +102,8 @@ def build(config: RunConfig) -> VisionTransformer:
         mlp_dim=hidden_dim,
         num_classes=model.num_classes,
     )
-    vit.conv_proj = nn.Conv2d(1, model.embed_dim, kernel_size=model.patch_size, stride=model.patch_size)
+    patches = dict(kernel_size=model.patch_size, stride=model.patch_size)
+    vit.conv_proj = nn.Conv2d(config.data.in_channels, model.embed_dim, **patches)
     if variant.attention == "softmax" and variant.skip and variant.norm:
         return vit
     for i in range(model.depth):

@@ -7,8 +7,11 @@ stage in dvc.yaml and of its folder under paper_outputs/studies. It has
     measure(settings, lab) -> {name: DataFrame}    what is expensive; `python -m pipeline.study NAME` writes it as CSV
     findings(settings, tables, lab) -> [Finding]   cheap, from those tables alone: what was found, judged and drawn
 
+and one that trains lists its `trainings(settings, lab)`, (variant, overrides, seed) each, which `pipeline.fan_out` can do
+side by side before `measure` asks the lab for them, one by one.
 A study of what is measured elsewhere has `findings` alone, and is given None and {}. `place` in its module, if it has one,
-orders the report: studies stand by it, and by name where it is the same.
+orders the report: studies stand by it, and by name where it is the same. Below 20 are the claims about the experiment, below
+90 theorems and costs, below 100 what is left open; all others are beyond the paper.
 """
 
 import functools
@@ -102,6 +105,8 @@ class Finding:
     remark: str = ""
     sources: list[str] = field(default_factory=list)  # files that it reads besides its study's own tables
     models: tuple[str, ...] = ()  # the variants that it speaks of, where it does
+    in_short: str = ""  # what came out, in one sentence, where the measures do not tell it best
+    allowance: str = "what is allowed"  # of a check: what its limits are
 
     def __post_init__(self) -> None:
         decides = {CLAIM: lambda m: m.verdict, CHECK: lambda m: m.side, OBSERVATION: lambda m: True}[self.kind]
@@ -136,7 +141,12 @@ def module(name: str) -> ModuleType:
 
 def in_order() -> list[str]:
     """The studies in the order of the report."""
-    return sorted(names(), key=lambda name: (getattr(module(name), "place", math.inf), name))
+    return sorted(names(), key=lambda name: (place(name), name))
+
+
+def place(name: str) -> float:
+    """Where a study stands in the report."""
+    return getattr(module(name), "place", math.inf)
 
 
 def measuring() -> list[str]:

@@ -48,4 +48,5 @@ def condition_numbers(lab: Lab, what: str, initial: dict[str, pd.Series], traine
         )
         rows.append([name, str(len(own)), *map(number, (own.min(), own.median(), own.max()))])
     table = Table(["Weights", "Number", "Smallest κ", "Median κ", "Largest κ"], rows)
-    return {"measures": measures, "table": table} | origin(trained)
+    medians = "; ".join(f"{name}: a median of {number(own.median())}" for name, own in groups.items())
+    return {"measures": measures, "table": table, "in_short": f"{medians}."} | origin(trained)

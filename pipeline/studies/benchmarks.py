@@ -6,7 +6,7 @@ They are run by hand, and decide nothing. Here is what they and their tables cal
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import matplotlib
@@ -17,7 +17,7 @@ from pipeline.core import files, record
 from pipeline.lab import Lab
 from pipeline.reporting.charts import legend, logarithmic
 from pipeline.reporting.looks import METHOD_LABELS, PALETTE, STYLE, look
-from pipeline.reporting.numbers import ABSENT, fixed, grouped, per_cent
+from pipeline.reporting.numbers import ABSENT, fixed, grouped, number, per_cent, span
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies.complexity import BOTH, FORWARD
 
@@ -28,7 +28,7 @@ Label = Callable[[str], str]
 
 
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
-    kinds = {"step": step, "profile": profile, "attention": attention, "attention_bfloat16": attention}
+    kinds = {"targets": targets, "step": step, "profile": profile, "attention": attention, "attention_bfloat16": attention}
     return [
         make(Benchmark.read(folder, name), lab.label)
         for folder, (name, make) in itertools.product(sorted(FOLDER.glob("*/")), kinds.items())
@@ -64,6 +64,69 @@ class Benchmark:
         )
 
 
+# What is aimed at on a GPU
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that has to be on one side of `must`, and better on that side of `goal`; times and ratios are medians."""
+
+    key: str
+    what: str
+    side: str
+    must: float
+    goal: float
+
+    def row(self, value: float) -> dict:
+        reached = [value >= limit if self.side == "at least" else value <= limit for limit in (self.must, self.goal)]
+        verdict = NOT_MEASURED if math.isnan(value) else ("missed", "must is met", "goal is met")[sum(reached)]
+        return asdict(self) | {"measured": files.rounded(value), "verdict": verdict}
+
+
+LEAST, MOST = "at least", "at most"
+TARGETS = (
+    Target("graph", "ViT: eager step over graphed step", LEAST, 5, 8),
+    Target("exact", "OSA (exact): step over ViT's", MOST, 1.25, 1.05),
+    Target("ns", "OSA (NS): step over ViT's", MOST, 1.5, 1.2),
+    Target("qr", "OSA (QR): step over ViT's", MOST, 1.5, 1.2),
+    Target("epochs", "Ten epochs of the slowest model without capture, seconds", MOST, 5, 3),
+    Target("all", "All models of the paper: straightforward step over ours", LEAST, 10, 30),
+    *(
+        Target(f"literal, {each}", f"Literal QR and matrix_exp over exact, heads of one step, {each}", LEAST, 100, 300)
+        for each in (FORWARD, BOTH)
+    ),
+    Target("crossover", "N from which exact is faster than the best SDPA, bfloat16, d_v = 64, forward", MOST, 1024, 512),
+    *(
+        Target(f"sdpa, {tokens}", f"Best SDPA over exact at N = {tokens}, bfloat16, d_v = 64, forward", LEAST, must, goal)
+        for tokens, must, goal in ((4096, 3, 5), (16384, 10, 20), (65536, 40, 100))
+    ),
+    Target("orthogonality", "‖AᵀA − I‖₂ of exact in float32 at ‖S‖₂ = 8", MOST, 1e-5, 1e-6),
+)
+
+
+def targets(benchmark: Benchmark, label: Label) -> Finding:
+    """Each target, and what was measured."""
+    table, signs = benchmark.table, {LEAST: "≥", MOST: "≤"}
+    rows = [
+        [
+            row.what,
+            *(f"{signs[row.side]} {number(limit)}" for limit in (row.must, row.goal)),
+            number(row.measured),
+            row.verdict,
+        ]
+        for row in table.itertuples()
+    ]
+    return benchmark.finding(
+        "Targets on a GPU",
+        "How fast and how exact this code is to be on one GPU, beside what was measured.",
+        measures=[Measure(row.what, row.measured, note=row.verdict) for row in table.itertuples()],
+        table=Table(["Target", "Must", "Goal", "Measured", ""], rows, "lrrrl"),
+        remark="This was a rehearsal, at a size that says nothing." if benchmark.facts["options"]["rehearse"] else "",
+    )
+
+
 # A training step
 
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
@@ -83,7 +146,7 @@ def step(benchmark: Benchmark, label: Label) -> Finding:
             for model, ratio in of[kind].items()
         ],
         table=step_table(benchmark, label),
-        remark=step_sentence(benchmark.facts["ratios"], label),
+        in_short=step_sentence(benchmark.facts["ratios"], label),
         models=tuple(benchmark.table["model"].unique()),
     )
 
@@ -100,9 +163,11 @@ def step_sentence(ratios: dict, label: Label) -> str:
 
 
 def step_table(benchmark: Benchmark, label: Label) -> Table:
-    """A row for each model and kind of weights: milliseconds of each code and their spread, and the ratios."""
+    """A row for each model and kind of weights: milliseconds of each code, their spread and rate, and the ratios."""
     table, ratios, rows = benchmark.table, benchmark.facts["ratios"], []
-    ms = (1000 * table.set_index(["model", "weights", "code"])[["seconds", "p10", "p90"]]).to_dict("index")
+    peak = benchmark.facts.get("peak", {}).get("tflops", math.nan)  # neither it nor the rates are in older files
+    table = table.assign(share=table.get("tflops", math.nan) / peak)
+    ms = table.set_index(["model", "weights", "code"])[["seconds", "p10", "p90", "share"]].to_dict("index")
     codes, models = list(table["code"].unique()), list(table["model"].unique())
     for model, (weights, of) in itertools.product([*models, OSA_MODELS, ALL_MODELS], ratios.items()):
         cells = [spread(ms.get((model, weights, code))) for code in codes]
@@ -119,14 +184,25 @@ def step_table(benchmark: Benchmark, label: Label) -> Table:
     ]
     note = (
         f"One step of {benchmark.facts['batch_size']} images, forward, backward, clipping and AdamW: median, and below it "
-        "10 to 90 per cent of the samples. All are measured in turns."
+        "10 to 90 per cent of the samples. All are measured in turns. "
     )
+    if math.isnan(peak):
+        note += "What share of the machine's peak a step reaches was not measured."
+    else:
+        note += (
+            f"Last, the products' operations per second as a share of {fixed(1000 * peak, 0)} GFLOP/s, the best rate of a "
+            "product of large matrices in the same rounds."
+        )
     return Table(columns, [row for row, _ in rows], "ll" + "r" * (len(columns) - 2), note, [model for _, model in rows])
 
 
-def spread(ms: dict[str, float] | None) -> str:
-    """The median above the range of the samples."""
-    return f"{fixed(ms['seconds'], 1)}\n{fixed(ms['p10'], 1)} to {fixed(ms['p90'], 1)}" if ms else ABSENT
+def spread(of: dict[str, float] | None) -> str:
+    """The median above the range of the samples and, where it was measured, the share of the machine's peak."""
+    if of is None:
+        return ABSENT
+    ms = {name: fixed(1000 * of[name], 1) for name in ("seconds", "p10", "p90")}
+    share = "" if math.isnan(of["share"]) else f"\n{per_cent(round(of['share'], 2))} of peak"
+    return f"{ms['seconds']}\n{ms['p10']} to {ms['p90']}{share}"
 
 
 # Its parts
@@ -155,6 +231,7 @@ def profile(benchmark: Benchmark, label: Label) -> Finding:
     return benchmark.finding(
         "Profile of the training step",
         "Where the time of a training step goes, by torch's profiler.",
+        in_short=f"A step takes {span(whole)} ms under the profiler, by model.",
         measures=[Measure(f"{label(model)}: a step under the profiler", ms, "ms") for model, ms in whole.items()],
         table=Table(["Part", *map(label, whole.index)], rows, note=note),
         models=tuple(whole.index),
@@ -186,6 +263,7 @@ def attention(benchmark: Benchmark, label: Label) -> Finding:
         f"Attention alone, in {dtype}",
         "One attention call of one head, by every method and by what else one would call.",
         measures=measures,
+        in_short=f"{measures[0].what}: {number(measures[0].value)} ({measures[0].note}).",
         figure=draw_attention(benchmark.table),
         caption=f"Seconds of one attention call of one head against the number of tokens, in {dtype}.",
         remark="The ratios are those at the largest N at which both were measured.",

@@ -142,9 +142,8 @@ class SpeedClaim(Comparison):
     of_training: Fraction
     at_most_factor: PositiveFloat
     how = (
-        "The loss is the geometric mean over the second model's runs; epochs are log-linear between the points of a curve. "
-        "Judged by Welch's interval of the difference of mean log epochs; where a run of the first model never gets there, "
-        "by the share of seeds at which it is fast enough, against one half."
+        "The loss is the geometric mean over the second model's runs. Judged by Welch's interval of the difference of mean "
+        "log epochs; where a run of the first model never gets there, by the share of seeds that are fast enough."
     )
 
     @model_validator(mode="after")
@@ -195,7 +194,10 @@ class StabilityClaim(Claim):
         if rises:
             account += f"; largest rise {number(max(rises))} × the lowest loss before"
         stable = [rise <= self.at_most_rise for rise in rises] + [False] * results.diverged([model])
-        what, rule = f"{results.label(model)}: stable runs", {"family": len(self.models), "diverged": 0}  # they are counted
+        what, rule = (
+            f"{results.label(model)}: share of stable runs",
+            {"family": len(self.models), "diverged": 0},
+        )  # they are counted
         return measure_share(what, stable, self.share, account, **rule)
 
 

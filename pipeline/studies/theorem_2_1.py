@@ -146,6 +146,7 @@ def _identity(errors: pd.DataFrame, worst: pd.DataFrame) -> Finding:
         statement="exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K]",
         rule=f"In float64 ‖A − exp(S)‖₂ is in every case at most {PRODUCTS} · n · eps · (1 + μ) with QR, and (1 + μ)² for "
         "(1 + μ) with exact, where n = max(N, 2d_v) and μ = α/√d_v · ‖M‖₂².",
+        allowance="what rounding allows",
         measures=[
             largest(f"{METHOD_LABELS[method]}, float64: error over what rounding allows", ratios.get_group(method))
             for method in IDENTICAL
@@ -158,7 +159,7 @@ def _identity(errors: pd.DataFrame, worst: pd.DataFrame) -> Finding:
 
 
 def _newton_schulz(worst: pd.DataFrame, lab: Lab) -> Finding:
-    cases = worst.loc[("newton_schulz", "float64"), :].items()
+    cases = worst.loc[("newton_schulz", "float64"), :]
     trained = trained_layers(lab, "exp_error_max")
     return Finding(
         id="theorem_2_1_newton_schulz",
@@ -167,7 +168,9 @@ def _newton_schulz(worst: pd.DataFrame, lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement="Newton–Schulz stops before its basis is orthonormal. That leaves its A this far from exp(S), in both "
         "precisions, and farther for a larger ‖S‖₂.",
-        measures=[Measure(f"Newton–Schulz: largest ‖A − exp(S)‖₂, {case}", value) for case, value in cases]
+        in_short=f"Off by up to {number(cases['any cond(M)'])} at ‖S‖₂ = {NORM:g}, and by up to "
+        f"{number(cases['initial layers'])} in layers as initialised.",
+        measures=[Measure(f"Newton–Schulz: largest ‖A − exp(S)‖₂, {case}", value) for case, value in cases.items()]
         + worst_over_seeds(lab, trained, "exp_error_max", "largest ‖A − exp(S)‖₂ of a head"),
         **origin(trained),
     )

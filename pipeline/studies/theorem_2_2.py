@@ -23,10 +23,10 @@ from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
 from pipeline.core.params import PositiveFloat, Section, Seeds
 from pipeline.lab import Lab
-from pipeline.measures import METHODS, ORTHOGONAL
+from pipeline.measures import METHODS, ORTHOGONAL, effective_rank
 from pipeline.reporting import charts
 from pipeline.reporting.looks import METHOD_LABELS, STYLE
-from pipeline.reporting.numbers import fixed, number
+from pipeline.reporting.numbers import number, span
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
@@ -120,11 +120,6 @@ def kernel_eigenvalues(x: Tensor) -> Tensor:
     return torch.linalg.svdvals(x).square()
 
 
-def effective_rank(eigenvalues: Tensor) -> float:
-    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 for one direction, n for n equal ones."""
-    return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
-
-
 def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
     """Effective rank, λ₁/Σλ, Σλ, and the largest change of an eigenvalue relative to itself at depth 0."""
     kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # not zero: squares of singular values
@@ -149,7 +144,7 @@ def _kept(settings: Settings, summary: pd.DataFrame, spectra: pd.DataFrame) -> F
     ranks = summary.groupby(["label", "tokens", "depth"])["effective_rank"].mean()
     rows = []
     for label, change in summary.groupby("label", sort=False)["change"].max().items():
-        kept = [" → ".join(fixed(ranks[label, name, depth], 2) for depth in (0, deepest)) for name in TOKENS]
+        kept = [" → ".join(number(ranks[label, name, depth]) for depth in (0, deepest)) for name in TOKENS]
         rows.append([label, *kept, number(change)])
     columns = ["Attention", *(f"Effective rank, {name}" for name in TOKENS.values()), "Largest change of an eigenvalue"]
     return Finding(
@@ -181,13 +176,15 @@ def _softmax(settings: Settings, summary: pd.DataFrame) -> Finding:
         collapsed = [depth for depth in ranks if ranks[depth].max() < COLLAPSED]
         if collapsed:
             text = f"{what}: depth from which every effective rank is below {COLLAPSED}"
-            measures.append(Measure(text, collapsed[0], "layers", n=len(ranks)))
+            measures.append(Measure(text, collapsed[0], n=len(ranks)))
     return Finding(
         id="theorem_2_2_softmax",
         title="Softmax attention alone loses rank with depth",
         place="Section 2.2",
         kind=OBSERVATION,
         statement="What softmax attention makes of the same tokens with the same weights, without MLP and layer norm",
+        in_short=f"At depth {settings.depths[-1]} every effective rank is down to "
+        f"{span(m.value for m in measures if 'effective rank at' in m.what)}.",
         measures=measures,
     )
 
@@ -208,6 +205,8 @@ def _newton_schulz(settings: Settings, summary: pd.DataFrame) -> Finding:
         kind=OBSERVATION,
         statement="The proof takes A to be orthogonal. After K iterations of Newton–Schulz it contracts some directions, "
         "and the eigenvalues drift with depth.",
+        in_short=f"By depth {settings.depths[-1]} an eigenvalue has changed by up to "
+        f"{number(100 * max(m.value for m in measures[::2]))}%.",
         measures=measures,
     )
 
@@ -228,7 +227,7 @@ def _figure(settings: Settings, spectra: pd.DataFrame) -> Figure:
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(ticks, ticks)
         axes.set_xticks([], minor=True)
-        ranks = [fixed(effective_rank(torch.tensor(wide.loc[depth].to_numpy())), 2) for depth in wide.index[[0, -1]]]
+        ranks = [number(effective_rank(torch.tensor(wide.loc[depth].to_numpy()))) for depth in wide.index[[0, -1]]]
         axes.set(title=title, xlabel=f"Layers\neffective rank {ranks[0]} → {ranks[1]}", xlim=(0, deepest), ylim=(floor, 6))
     panels[0].set_ylabel("Eigenvalues λᵢ/λ₁ of X Xᵀ")
     return figure

@@ -113,6 +113,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
             measures=measures,
             rule="In float64 and in every case, J from automatic differentiation differs from J₁ + J₂ by at most "
             f"{PRODUCTS} · max(N, d) · eps · cond(M), relative to ‖J‖_F.",
+            allowance="what rounding allows",
             table=Table(["Method", "Largest ‖J₁‖₂", "Largest ‖J₂‖₂", "Largest relative error"], rows),
             figure=draw(table),
             caption="Relative difference of J and J₁ + J₂, for each method, size and seed; dashed, what rounding allows.",

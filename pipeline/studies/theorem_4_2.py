@@ -88,6 +88,7 @@ def initialised(table: pd.DataFrame) -> Finding:
         measures=measures,
         rule="For every head initialised by Section 4, each of the 2d_v singular values of W̃ is within "
         f"{PRODUCTS} · d · eps of 1, in float64 and in float32.",
+        allowance="what rounding allows",
         table=Table(["Weights", "Heads", "Largest |σ − 1|", "Largest κ"], rows),
         figure=draw(table),
         caption="The singular values of W̃ for each head, over their rank in per cent of 2d_v.",

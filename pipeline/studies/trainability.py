@@ -1,4 +1,4 @@
-"""Abstract and Section 4: does OSA let Transformers without skips and normalisation be trained more easily?
+"""Trainability: does OSA let Transformers without skips and normalisation be trained more easily?
 
 Networks of several depths as initialised, with neither skips nor normalisation: each attention, OSA's two and softmax, with
 each initialisation of the MLPs, SUO (the paper's for OSA) and Xavier (its for the ViTs), so that what the attention does is
@@ -27,7 +27,7 @@ from pipeline.lab import Lab, float64
 from pipeline.measures import condition, jacobian
 from pipeline.reporting import charts
 from pipeline.reporting.looks import STYLE, look
-from pipeline.reporting.numbers import number
+from pipeline.reporting.numbers import number, span
 from pipeline.statistics import CONFIDENCE, half_width, judge
 from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
 
@@ -206,7 +206,7 @@ def attention_helps(table: pd.DataFrame, ends: tuple[int, int], asked: dict[str,
         pair = samples[variant, mlp], samples[SOFTMAX, mlp]
         judgement = judge(pair, (1, -1), limit=0.0, side=side, family=FAMILY)
         note = "; ".join(filter(None, (against(pair), judgement.note)))
-        text = f"{lab.label(variant)} over softmax, {label} MLPs: log of {what}"
+        text = f"{lab.label(variant)}, {label} MLPs: {what}"
         measures.append(Measure(text, side=side, limit=0.0, **judgement.as_measure() | {"note": note}))
     return Finding(
         id="trainability",
@@ -217,7 +217,8 @@ def attention_helps(table: pd.DataFrame, ends: tuple[int, int], asked: dict[str,
         measures=measures,
         rule="Without skips and normalisation, as initialised, and with SUO or Xavier MLPs in both: ‖∂logits/∂X₀‖_F shrinks "
         "less a block with each of OSA’s methods than with softmax (the slope of its logarithm over depth), and "
-        f"κ(∂logits/∂X₀) at depth {ends[1]} is smaller. Seeds are independent samples.",
+        f"κ(∂logits/∂X₀) at depth {ends[1]} is smaller. A value is the logarithm of the ratio of OSA to softmax. Seeds are "
+        "independent samples.",
         table=model_table(asked | {f"κ(∂logits/∂X₀) at depth {ends[0]}": at_depth(table, "logits_kappa", ends[0])}, lab),
         figure=draw(table, lab, {"logits_frobenius": "‖∂logits/∂X₀‖_F", "logits_kappa": "κ(∂logits/∂X₀)"}),
         caption="As initialised, over depth: ‖∂logits/∂X₀‖_F and its condition number. Geometric means over seeds.",
@@ -243,6 +244,8 @@ def what_mlps_do(asked: dict[str, Samples], lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement="The paper gives OSA’s MLPs the SUO initialisation and the ViTs’ MLPs Xavier’s. This is what that alone "
         "does to ‖∂logits/∂X₀‖_F and its condition number, with the same attention.",
+        in_short=f"A block keeps {span(m.value for m in measures[::2])} times as much of ‖∂logits/∂X₀‖_F with SUO as with "
+        "Xavier’s.",
         measures=measures,
         models=(*OSA, SOFTMAX),
     )
@@ -267,6 +270,7 @@ def vanishing_gradients(table: pd.DataFrame, ends: tuple[int, int], lab: Lab) ->
         kind=OBSERVATION,
         statement="Norm of the loss’s gradient with respect to the parameters of a block, as initialised. Far below AdamW’s "
         f"ε = {number(epsilon)} its steps vanish with the gradient.",
+        in_short=f"At depth {ends[1]} the first block’s gradient is {span(m.value for m in measures)}, by model.",
         measures=measures,
         table=model_table(columns, lab),
         figure=draw(table, lab, {"first_gradient": "‖∂loss/∂θ₁‖₂"}, epsilon),
@@ -291,6 +295,7 @@ def attention_alone(table: pd.DataFrame, lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement="Without the MLPs, and with the skips and norms that each model has: the factor by which a block changes "
         "‖J‖_F, J = ∂X_L/∂X₀, and how unequal the singular values of J become.",
+        in_short=f"A block changes ‖J‖_F by a factor of {span(m.value for m in measures if 'factor' in m.what)}, by model.",
         measures=measures,
         models=tuple(dict.fromkeys(table["variant"])),
     )

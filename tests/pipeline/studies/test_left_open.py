@@ -74,7 +74,7 @@ def test_a_change_is_judged_over_seeds_against_its_margin(lab, accuracies, verdi
 
 def test_runs_of_other_code_and_runs_older_than_the_rules_are_counted(lab, monkeypatch):
     def remark(code: str, rules_since: str) -> str:
-        monkeypatch.setattr(left_open.record, "code_sha256", lambda: code)
+        monkeypatch.setattr(left_open.record, "code_sha256", lambda *_: code)
         monkeypatch.setattr(lab, "paper", lab.paper.model_copy(update={"rules_since": rules_since}))
         return found(lab, ("vit", "train.eps", [97.0, 97.2]))["left_open_accuracy"].remark
 

@@ -1,0 +1,117 @@
+"""What the kernels of osa/kernels.py take of a GPU: `python -m benchmarks.kernels`. It needs Triton, and no GPU.
+
+Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
+paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of
+shared memory, and how many programs a multiprocessor holds at once.
+"""
+
+import argparse
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+import torch
+import triton
+import triton.language as tl
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from osa import kernels
+from osa.functional import ITERATIONS
+from pipeline.core import files
+from pipeline.core.errors import entry_point
+from pipeline.core.files import ROOT
+
+ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
+REGISTERS, WARPS = 65536, 64  # of a multiprocessor of either
+RESERVED = 1024  # bytes of shared memory that each program takes besides its own
+WIDTHS = (8, 16, 32, 64)
+DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+ROWS = 128  # tokens of a basis
+NAMES = ("forward", "backward")
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+REPORTED = {
+    "registers": r"Used (\d+) registers",
+    "stored": r"(\d+) bytes spill stores",
+    "loaded": r"(\d+) bytes spill loads",
+}
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", choices=(*kernels.METHODS, "phi1"), default=(*kernels.METHODS, "phi1"))
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
+    parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
+    parser.add_argument("--output", type=Path, default=ROOT / "paper_outputs/benchmarks/kernels.csv")
+    chosen = parser.parse_args(arguments)
+    grid = list(itertools.product(chosen.methods, NAMES, chosen.widths, DTYPES, chosen.architectures))
+    grid = [case for case in grid if case[0] != "phi1" or case[3] == torch.float32]
+    rows = [resources(*case) for case in tqdm(grid, desc="kernels", unit="kernel", disable=None)]
+    files.write_csv(chosen.output, pd.DataFrame(rows))
+
+
+def resources(method: str, name: str, width: int, dtype: torch.dtype, architecture: int) -> dict:
+    """A row of the table: a kernel compiled for query, key and value of one width and type."""
+    compiled = compile_kernel(method, name, width, dtype, architecture)
+    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"].encode())
+        file.flush()
+        target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
+        command = [TOOLS / "ptxas", "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = {key: int(re.search(pattern, report)[1]) for key, pattern in REPORTED.items()}
+    registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
+    by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
+    return {
+        "method": method,
+        "kernel": name,
+        "width": width,
+        "dtype": str(dtype).removeprefix("torch."),
+        "architecture": f"sm_{architecture}",
+        "warps": warps,
+        "registers": registers,
+        "spilled_bytes": used["stored"] + used["loaded"],
+        "shared_bytes": shared,
+        "programs": min(by_registers, WARPS // warps, ARCHITECTURES[architecture] // (shared + RESERVED)),
+    }
+
+
+def compile_kernel(method: str, name: str, width: int, dtype: torch.dtype, architecture: int):
+    """Compiled as a launch would for contiguous tensors (1, 1, N, width) of aligned addresses."""
+    if method == "phi1":
+        kernel = {"forward": kernels._phi1_forward, "backward": kernels._phi1_gradients}[name]
+        like = torch.empty(1, 2 * width, 2 * width, device="meta")
+        constants = kernels._phi1_constants(like, like[..., :width])
+    else:
+        kernel = {"forward": kernels._forward, "backward": kernels._backward}[name]
+        like = torch.empty(1, 1, ROWS, width, dtype=dtype, device="meta")
+        constants = kernels._constants(method, like, like, ITERATIONS.get(method, 0)) | {"ALL_ROWS": ROWS}
+    warps, space = constants.pop("num_warps"), {tl.float32: "*fp32", tl.float64: "*fp64"}[constants["TILES"][3]]
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature, values, attributes, aligned = {}, {}, {}, [["tt.divisibility", 16]]
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], values[argument] = "constexpr", constants[argument]
+        elif argument.endswith("strides"):
+            signature[argument], values[i, 3] = ("i32", "i32", "i32", "constexpr"), 1
+            attributes |= {(i, j): aligned for j in range(3)}
+        elif argument in ("heads", "tokens", "space_size"):
+            signature[argument] = "i32"
+        elif argument == "epsilon":
+            signature[argument] = "fp32"
+        else:
+            kept = method == "phi1" or argument in ("scale", "grad_scale", "basis")
+            signature[argument] = space if argument == "space" else "*fp32" if kept else DTYPES[dtype]
+            attributes[i,] = aligned
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -40,12 +40,12 @@ def ramp(count: int) -> list[tuple[float, ...]]:
 
 def method_style(method: str, **changes) -> dict:
     """The colour and marker of a method of attention, as arguments of matplotlib's plot; its lines are solid."""
-    return {"color": look(method).colour, "linestyle": "-", "marker": MARKERS[method], "markersize": 4} | changes
+    return {"color": look(method).colour, "linestyle": "-", "marker": MARKERS.get(method, "X"), "markersize": 4} | changes
 
 
 def method_line(method: str, **changes) -> Line2D:
     """A method's entry in a legend."""
-    return Line2D([], [], label=METHOD_LABELS[method], **method_style(method, **changes))
+    return Line2D([], [], label=METHOD_LABELS.get(method, method), **method_style(method, **changes))
 
 
 def expected_line(text: str) -> Line2D:

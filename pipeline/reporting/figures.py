@@ -10,9 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from pipeline.core.params import Params
-from pipeline.reporting.looks import ON_PAGE, STYLE, look
+from pipeline.reporting.looks import STYLE, look, on_page
+from pipeline.reporting.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
+# After a letter that is moved, an invisible one moves back; baseline-shift would, but not every browser knows it.
+UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
+DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 
 
 def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
@@ -22,7 +26,7 @@ def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
             drawn = dict(list(curves[curves["curve"] == curve].groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
-                points, style = drawn[variant], look(variant, list(params.variants))
+                points, style = drawn[variant], look(variant, params.variants)
                 axes.plot(points["epoch"], points["mean"], label=params.label(variant), **style.line())
                 if (points["n"] > 1).any():
                     band = {"color": style.colour, "alpha": 0.15, "linewidth": 0}
@@ -38,11 +42,12 @@ def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG whose bytes depend on what it shows alone."""
+    """The figure as SVG whose bytes depend on what it shows alone, with powers and indices in place."""
     text = _save(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
     # matplotlib names clips and markers by digests of coordinates, whose last bits differ from one layout to the next
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
-    return re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
+    text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
+    return re.sub(r"(?<=>)[^<>]+(?=</text>)", lambda found: scripted(found[0], UP, DOWN), text)
 
 
 def png(figure: Figure) -> bytes:
@@ -60,8 +65,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 def inline(svg_text: str, name: str, description: str) -> str:
     """An <svg> element for a page: as wide as its place, in the page's colours, sharing no id with another figure."""
     element = svg_text[svg_text.index("<svg") :]
-    for drawn, on_page in ON_PAGE.items():
-        element = element.replace(drawn, on_page)
+    element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)
     element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
     label = f'role="img" aria-label="{html.escape(description)}"'
     return re.sub(r'width="[^"]*" height="[^"]*"', label, element, count=1)

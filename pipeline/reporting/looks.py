@@ -1,12 +1,15 @@
 """One look for each model, the same wherever it is drawn, and the style that all figures share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. Their black is the text's colour, light or dark.
+# The last four, for models of one's own, are of Tol (2021).
 INK, GRID = "#1a1a1a", "#d0d0cf"
-PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7")
-DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # by 7 colours: 42 looks
+PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
+DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # by 11 colours: 66 looks
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", "#ffffff": "none"}  # what follows the page's light or dark scheme
+LEAST_LUMINANCE = 0.2  # of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
 MODELS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
 METHODS = {  # the model whose look a method of attention has where it is drawn by itself
     "qr": "osa_qr",
@@ -54,20 +57,31 @@ class Look:
     colour: str
     dashes: tuple[float, ...]
 
-    @property
-    def on_page(self) -> str:
-        """The colour as a page writes it."""
-        return ON_PAGE.get(self.colour, self.colour)
-
     def line(self, **changes) -> dict:
         """The arguments of matplotlib's plot."""
         dashes = (0, self.dashes) if self.dashes else "-"
         return {"color": self.colour, "linestyle": dashes, "linewidth": LINE_WIDTH} | changes
 
 
-def look(name: str, among: tuple[str, ...] | list[str] = ()) -> Look:
-    """The look of a model, or of a method of attention. A model of one's own has one by its place `among` the variants."""
+_places = {name: place for place, name in enumerate(MODELS)}
+
+
+def look(name: str, among: Iterable[str] = ()) -> Look:
+    """The look of a model, or of a method of attention. One without a fixed look gets the next, first those `among`."""
     name = METHODS.get(name, name)
-    names = [*MODELS, *(other for other in among if other not in MODELS), name]
-    place = names.index(name)
+    for other in (*among, name):
+        place = _places.setdefault(other, len(_places))
     return Look(PALETTE[place % len(PALETTE)], DASHES[place % len(DASHES)])
+
+
+def on_page(colour: str) -> str:
+    """A colour as a page writes it: what is too dark for the dark scheme is mixed with white there."""
+    if colour in ON_PAGE:
+        return ON_PAGE[colour]
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    if luminance >= LEAST_LUMINANCE:
+        return colour
+    share = 0.65 * (1 - luminance / LEAST_LUMINANCE)
+    return f"light-dark({colour}, color-mix(in srgb, {colour}, #fff {share:.0%}))"

@@ -1,12 +1,22 @@
-"""Numbers as text: the one place that decides on digits, signs, powers of ten and what stands where there is no number."""
+"""Numbers and formulas as text: the one place that decides on digits, signs, powers of ten, raised and lowered letters, and
+what stands where there is no number."""
 
 import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
 
 ABSENT = "–"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+NOTATION = re.compile(
+    r"(?<![\w.])(?P<mantissa>\d(?:\.\d+)?)e(?P<exponent>[-+]?\d{1,3})(?!\w)"  # 1e-5
+    r"|\^(?:\{(?P<raised>[^{}]*)\}|(?P<up>[-−]?\d+(?:\.\d+)?|[A-Za-z]))"  # W^V, N^1.98, e^{‖S‖₂}
+    r"|(?:(?<=[‖)\]])|(?<=(?<![A-Za-z_])[^\W\d_]))_(?:\{(?P<lowered>[^{}]*)\}|(?P<down>[A-Za-z]|\d+)(?![A-Za-z0-9_]))"  # d_v
+    r"|(?P<superscripts>[²³¹⁰-ⁿᴬ-ᵡⱽ]+)|(?P<subscripts>[₀-ₜᵢ-ᵪⱼ]+)"
+)
 
 
 def number(value: float | None) -> str:
@@ -29,6 +39,24 @@ def superscript(exponent: int | str) -> str:
     return str(exponent).translate(SUPERSCRIPTS)
 
 
+def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:
+    """Escaped text whose powers and indices, d_v or ‖J‖₂ or 1e-5 or e^{‖S‖₂}, are as `up` and `down` write them."""
+
+    def write(found: re.Match) -> str:
+        part = found.groupdict()
+        if part["exponent"]:
+            factor = "" if part["mantissa"] == "1" else f"{part['mantissa']} × "
+            return f"{factor}10{up.format(str(int(part['exponent'])).replace('-', '−'))}"
+        kind = found.lastgroup
+        if kind in ("raised", "lowered"):
+            inner = scripted(part[kind], up, down)
+        else:
+            inner = unicodedata.normalize("NFKC", part[kind]).replace("-", "−")
+        return (up if kind in ("raised", "up", "superscripts") else down).format(inner)
+
+    return NOTATION.sub(write, text)
+
+
 def fixed(value: float, digits: int) -> str:
     """A fixed number of decimals, a true minus sign, and a dash for what there is not."""
     return ABSENT if pd.isna(value) else f"{value:z.{digits}f}".replace("-", "−")
@@ -47,6 +75,12 @@ def mean_std(mean: float, std: float, digits: int) -> str:
 def interval(low: float, high: float, digits: int) -> str:
     """e.g. 96.1 to 97.5."""
     return ABSENT if pd.isna(low) else f"{fixed(low, digits)} to {fixed(high, digits)}"
+
+
+def span(values: Iterable[float], text: Callable[[float], str] = number) -> str:
+    """The smallest and the largest of numbers, e.g. 94 to 232, and one of them where they read the same."""
+    values = list(values)
+    return " to ".join(dict.fromkeys(map(text, (min(values), max(values)))))
 
 
 def grouped(value: float) -> str:

@@ -1,11 +1,12 @@
 """The pages of the report: its sentences, its tables as text, and the templates that they fill in."""
 
+import functools
 import html
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import jinja2
@@ -13,35 +14,39 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from pipeline import studies
-from pipeline.reporting import figures, results
-from pipeline.reporting.looks import look
-from pipeline.reporting.numbers import fixed, grouped, interval, mean_std, number, per_cent, signed
-from pipeline.reporting.results import Results
-from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, VERDICTS
-from pipeline.studies import CLAIM, FAILS, KINDS, OBSERVATION, PASSES, Finding, Measure, Table
+from pipeline.core.files import ROOT
+from pipeline.reporting import figures, results, sentences
+from pipeline.reporting.looks import look, on_page
+from pipeline.reporting.numbers import ABSENT, fixed, grouped, mean_std, number, per_cent, scripted, signed
+from pipeline.reporting.results import FOLDER, Results
+from pipeline.reporting.sentences import plural
+from pipeline.statistics import CONFIDENCE
+from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding, Measure, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
-PAGES = ("table_2.md", "table_2.html", "result.md", "report.md", "report.html")
-HEADLINES = {
-    SUPPORTED: "OSA does as the paper says",
-    NOT_SUPPORTED: "Contradicted in part",
-    UNDECIDED: "Undecided about OSA",
-    NOT_EVALUATED: "OSA is not evaluated",
+PAGES = ("table_2.md", "result.md", "report.md", "report.html")
+PARTS = {  # of the report, by the `place` of the studies below
+    20: "Claims about the experiment",
+    90: "Theorems and costs",
+    100: "Robustness to unstated choices",
+    math.inf: "Beyond the paper",
 }
-RULES = (
-    "A claim could have come out otherwise: it is supported if the whole {} interval, in parentheses, is on its side of the "
-    "limit, not supported if the whole interval is on the other side, and undecided otherwise (`pipeline/statistics.py`). A "
-    "check is an identity or a proved bound: it tests the code, and passes or fails. An observation is a number worth "
-    "knowing. The rules of Section 5’s claims stand in `pipeline/paper.yaml`, where git shows no change since {}."
-)
 OURS = "ours, not in the paper"
-MOST_UNFOLDED = 8  # measures of one finding that the page shows at once
-SHOWN_DIGEST = 8  # characters of a SHA-256 that tell codes apart
+MOST_SHOWN = {CLAIM: 8, CHECK: 3, OBSERVATION: 3}  # measures of one finding, where a table says the same
+MOST_TOLD = 2  # measures that the sentence of a claim names
+UNITS = {"points": functools.partial(fixed, digits=2)} | dict.fromkeys(("tokens", "layers", "cases"), grouped)
 
 
 def render(of: Results) -> dict[str, str]:
-    """Every page by its name. HTML templates escape whatever they are given; the others say where with `md`."""
-    environment = jinja2.Environment(
+    """Every page by its name."""
+    content = context(of)
+    return {page: environment().get_template(f"{page}.j2").render(content) for page in PAGES}
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates. Those of HTML escape whatever they are given; the others say where with `md`."""
+    made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         autoescape=lambda name: name.endswith(".html.j2"),
@@ -49,175 +54,130 @@ def render(of: Results) -> dict[str, str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"md": markdown, "prose": prose}
-    variants = list(of.lab.params.variants)
-    environment.globals["look"] = lambda variant: look(variant, variants)
-    content = context(of)
-    return {page: environment.get_template(f"{page}.j2").render(content) for page in PAGES}
+    made.filters |= {"md": markdown, "prose": prose, "slug": lambda title: title.lower().replace(" ", "-")}
+    made.globals |= {"look": look, "on_page": on_page}
+    return made
 
 
 def context(of: Results) -> dict:
     """All that the templates say; what they add is layout."""
-    verdict, drawn = results.verdict(of), figures.figure_1(of.lab.tables["curves"], of.lab.params)
-    found = {name: [finding_text(finding, name) for finding in listed] for name, listed in of.found.items()}
+    drawn, told = figures.figure_1(of.lab.tables["curves"], of.lab.params), sentences.cautions(of)
     return {
         "paper": of.lab.paper,
-        "headline": HEADLINES[verdict["about_osa"]],
-        "answer": outcome(verdict["claims_about_osa"], "the {} about it"),
-        "tally": f"{outcome(verdict['claims'], 'all {}')} {coverage(verdict)}",
-        "notices": notices(of),
+        "repository": href("README.md"),
+        "answer": sentences.answer(of),
+        "tally": sentences.tally(of),
+        "caution": ", ".join(told),
+        "cautions": list(told.values()),
+        "rules": sentences.rules(of),
+        "limitations": sentences.limitations(of),
+        "compute": sentences.compute(of),
         "table_2": table_2(of),
         "figure_1": figures.inline(figures.svg(drawn), "loss-curves", "Train and test loss by epoch"),
-        "figure_caption": figure_caption(of),
-        "rules": RULES.format(per_cent(CONFIDENCE), moment(of.lab.paper.rules_since)),
-        "kinds": {kind: [each for listed in found.values() for each in listed if each["kind"] == kind] for kind in KINDS},
-        "studies": [study_heading(name) | {"findings": listed} for name, listed in found.items() if listed],
+        "figure_caption": sentences.figure_caption(of),
+        "parts": parts(of),
+        "cost": cost_table(of),
         "appendix": {
-            "Spread and cost": spread_table(of),
-            "Departures from the recipe": departures_table(of),
             "Every run": runs_table(of),
             "Provenance": provenance_table(of),
         },
     }
 
 
-# --- sentences
-
-
-def outcome(count: dict[str, int], of: str) -> str:
-    """e.g. Of the 9 claims, 5 are supported, 1 is not supported and 3 are undecided."""
-    counts = {name: count[name.replace(" ", "_")] for name in VERDICTS}
-    parts = [f"{n} {'is' if n == 1 else 'are'} {name}" for name, n in counts.items() if n]
-    listing = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "none is evaluated"
-    return f"Of {of.format(plural(count['total'], 'claim'))}, {listing}."
-
-
-def coverage(verdict: dict) -> str:
-    """How many checks pass, and how many of the listed runs there are."""
-    checks, runs = verdict["checks"], verdict["runs"]
-    trained = f"{runs['trained']} of {plural(runs['total'], 'run')} trained, {runs['diverged']} diverged"
-    models = f"{plural(verdict['models'], 'model')}, {plural(verdict['seeds'], 'seed')}"
-    return f"{checks['passes']} of {checks['total']} checks pass. {models}: {trained}."
-
-
-def notices(of: Results) -> list[str]:
-    """What a reader must know before any number: of the settings, of the runs, and of what made them."""
-    changes, facts, runs, total = results.departures(of), results.provenance(of), of.lab.tables["runs"], len(of.records)
-    stated, unstated = (
-        "; ".join(f"{each.key} is {each.here}, in the {where} {each.recipe}" for each in rows.itertuples())
-        for where, rows in (("paper", changes[changes["is_stated"]]), ("recipe", changes[~changes["is_stated"]]))
-    )
-    missing, diverged = (
-        [f"{variant}/{seed}" for variant, seed in results.identities(runs[runs["status"] == status])]
-        for status in ("missing", "diverged")
-    )
-    is_single = of.lab.tables["summary"]["n_finished"].max() < 2
-    others, here = results.made_otherwise(of), facts["code_sha256_here"][:SHOWN_DIGEST]
-    codes = ", ".join(sorted({made["code_sha256"][:SHOWN_DIGEST] for made in others}))
-    dirty = sum(bool(made["environment"]["git_dirty"]) for made in of.records.values())
-    older, since = facts["runs_older_than_rules"], moment(of.lab.paper.rules_since)
-    told = [
-        (stated, f"Not the paper's setting: {stated}. A difference to its numbers is no failure to replicate them."),
-        (unstated, f"Chosen otherwise than in our recipe, where the paper states nothing: {unstated}."),
-        (missing, f"{len(missing)} of {len(runs)} runs not trained yet: {', '.join(missing)}."),
-        (diverged, f"{len(diverged)} of {len(runs)} runs diverged and have no final accuracy: {', '.join(diverged)}."),
-        (is_single, "One run per model: no spread, no interval, and no comparison of models is decided."),
-        (
-            others,
-            f"{len(others)} of {total} runs were made by other code than is here (code {codes}; here {here}): `dvc repro` "
-            "trains them again, `python -m pipeline.replay` confirms them where every bit agrees.",
-        ),
-        (dirty, f"{dirty} of {total} runs were made with uncommitted changes."),
-        (len(facts["runs"]["data_sha256"]) > 1, "Not all runs share the same data: see Provenance."),
-        (older, f"{older} of {total} runs are older than the rules that judge them, which date from {since}."),
-        (facts["stale_studies"], f"Measured by other code than is here: {', '.join(facts['stale_studies'])}."),
-    ]
-    return [text for holds, text in told if holds]
-
-
-def figure_caption(of: Results) -> str:
-    n = of.lab.tables["summary"]["n_finished"]
-    seeds = f"{n.max()}" if n.min() == n.max() else f"{n.min()} to {n.max()}"
-    band = " Line: mean over seeds; band: their range." if n.max() > 1 else ""
-    return (
-        f"Train and test loss by epoch, cross-entropy, logarithmic axes; finished seeds per model: {seeds}.{band} "
-        "A train loss is the mean over the minibatches since the point before. From `paper_outputs/tables/curves.csv`."
-    )
-
-
-def moment(iso: str) -> str:
-    """A time of ISO 8601, to the minute in UTC."""
-    return f"{datetime.fromisoformat(iso).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def plural(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+def parts(of: Results) -> dict[str, list[dict]]:
+    """The studies that found something, each with its findings as text, under the headings of the report."""
+    told = {title: [] for title in PARTS.values()}
+    for name, found in of.found.items():
+        title = next((title for end, title in PARTS.items() if studies.place(name) < end), PARTS[math.inf])
+        if found:
+            told[title].append(study_heading(name) | {"findings": [finding_text(finding, name) for finding in found]})
+    return {title: listed for title, listed in told.items() if listed}
 
 
 # --- findings
 
 
 def finding_text(finding: Finding, study: str) -> dict:
-    """A finding with its numbers as text, its figure for a page, and `short`, what it comes to in an overview."""
-    anchor = f"finding-{finding.id.replace('_', '-')}"
-    measures, close = [measure_text(measure, finding) for measure in finding.measures], closeness(finding)
-    drawing = finding.figure and figures.inline(figures.svg(finding.figure), anchor, finding.caption or finding.title)
-    sources = ", ".join(f"`{path}`" for path in results.sources_of(finding, study))
+    """A finding as text: `in_short`, one sentence of what came out, its measures as a table, and its figure for a page."""
+    anchor, drawn = f"finding-{finding.id.replace('_', '-')}", finding.figure
+    data, count = ", ".join(f"`{path}`" for path in results.sources_of(finding, study)), len(finding.measures)
+    is_told = finding.table is not None and count > MOST_SHOWN[finding.kind]
+    origin = [f"Code: `pipeline/studies/{study}.py`."] + [f"Data: {data}."] * bool(data)
     return vars(finding) | {
         "anchor": anchor,
         "badge": finding.verdict or finding.kind,
-        "measures": measures,
-        "is_long": len(measures) > MOST_UNFOLDED,
-        "closeness": close,
-        "judged": f"{finding.rule} {close}".strip(),
-        "short": in_short(finding, measures),
-        "drawing": drawing,
-        "origin": f"From {sources}." if sources else "",
+        "in_short": in_short(finding),
+        "measures": None if is_told else measures_table(finding.measures),
+        "drawing": drawn and figures.inline(figures.svg(drawn), anchor, finding.caption or finding.title),
+        "origin": " ".join(origin + [f"Its {count} measures: `{FOLDER}/measures.csv`."] * is_told),
     }
 
 
-def in_short(finding: Finding, measures: list[dict]) -> list[dict]:
-    """What an overview shows: of a claim what decides it, counted where that is much; of an observation the first number."""
-    if finding.kind != CLAIM:
-        return measures[:1] if finding.kind == OBSERVATION else []
-    verdicts = Counter(measure.verdict for measure in finding.measures if measure.verdict)
-    if verdicts.total() <= MOST_UNFOLDED:
-        return [measure for measure in measures if measure["decides"]]
-    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict])
-    return [{"what": plural(verdicts.total(), "measure"), "value": counts, "note": ""}]
+def in_short(finding: Finding) -> str:
+    """One sentence: the finding's own, or of a check how close it came, of a claim what decides it, or the first number."""
+    if finding.in_short or finding.kind == CHECK:
+        return finding.in_short or closeness(finding)
+    deciding = [measure for measure in finding.measures if measure.verdict] or finding.measures[:1]
+    if len(deciding) > MOST_TOLD:
+        counts = Counter(measure.verdict for measure in deciding)
+        return f"Of {len(deciding)} comparisons, {sentences.listing(counts)}."
+    told = [f"{m.what} is {'not evaluated' if math.isnan(m.value) else value(m)}" for m in deciding]
+    asked = {f"; {m.side} {number(m.limit)} is asked" for m in deciding if m.side}
+    return f"{', '.join(told)}{asked.pop() if len(asked) == 1 else ''}."
 
 
-def measure_text(measure: Measure, finding: Finding) -> dict:
-    """e.g. what: OSA (QR) − ViT, value: −0.08 points (−0.31 to 0.15), note: has to be above −0.5; n = 3."""
-    value = f"{number(measure.value)} {measure.unit}".strip()
-    if math.isfinite(measure.low):
-        value += f" ({number(measure.low)} to {number(measure.high)})"
-    several = sum(bool(each.verdict) for each in finding.measures) > 1
-    notes = [
-        measure.verdict if several else "",
-        f"has to be {measure.side} {number(measure.limit)}" if measure.side else "",
-        "" if measure.n is None or "n = " in measure.note else f"n = {measure.n}",
-        measure.note,
-    ]
-    return {"what": measure.what, "value": value, "note": "; ".join(filter(None, notes)), "decides": bool(measure.verdict)}
+def value(measure: Measure) -> str:
+    """e.g. 0.43 points (−0.08 to 0.94)."""
+    return f"{amount(measure)} ({ends})" if (ends := interval_of(measure)) else amount(measure)
+
+
+def amount(measure: Measure) -> str:
+    """The value and its unit, without decimals where the unit has no parts."""
+    return f"{UNITS.get(measure.unit, number)(measure.value)} {measure.unit}".strip()
+
+
+def interval_of(measure: Measure) -> str:
+    """From one end to the other, and nothing where there is none."""
+    ends = map(UNITS.get(measure.unit, number), (measure.low, measure.high))
+    return " to ".join(ends) if math.isfinite(measure.low) else ""
+
+
+def measures_table(measures: list[Measure]) -> Table:
+    """A row for each measure; what all of them share stands below, once."""
+    several = sum(bool(measure.verdict) for measure in measures) > 1
+    columns = {
+        "Measure": [measure.what for measure in measures],
+        "Value": [amount(measure) for measure in measures],
+        f"{per_cent(CONFIDENCE)} interval": [interval_of(measure) for measure in measures],
+        "Has to be": [f"{m.side} {number(m.limit)}" if m.side else "" for m in measures],
+        "n": ["" if m.n is None or "n = " in m.note else str(m.n) for m in measures],
+        "Verdict": [measure.verdict if several else "" for measure in measures],
+        "Note": [measure.note for measure in measures],
+    }
+    shared = {name: cells[0] for name, cells in list(columns.items())[3:] if len(cells) > 1 and len(set(cells)) == 1}
+    words = {"Note": "", "n": "n = ", "Has to be": "has to be "}
+    told = [f"{words.get(name, '')}{cell}" for name, cell in shared.items() if cell]
+    shown = {name: cells for name, cells in columns.items() if any(cells) and name not in shared}
+    align = "".join("r" if name in ("Value", "n") or "interval" in name else "l" for name in shown)
+    note = f"Each: {'; '.join(told)}." if told else ""
+    return Table(list(shown), [list(row) for row in zip(*shown.values(), strict=True)], align, note)
 
 
 def closeness(finding: Finding) -> str:
-    """How close a check came, e.g. Holds; the worst case uses 2% of what is allowed."""
+    """How close a check came, e.g. Holds; the worst case uses 2% of what rounding allows."""
     deciding = [measure for measure in finding.measures if measure.side]
     if finding.verdict == FAILS:
         worst = max((measure for measure in deciding if not measure.is_met), key=used)
-        value = f"{number(worst.value)} {worst.unit}".strip()
-        return f"Does not hold: {worst.what} is {value} and has to be {worst.side} {number(worst.limit)}."
+        return f"Does not hold: {worst.what} is {amount(worst)} and has to be {worst.side} {number(worst.limit)}."
     if finding.verdict != PASSES:
-        return ""
+        return "A number is missing."
     worst = max(deciding, key=used)
     if used(worst) < 0:  # the limit is no scale to measure by
         return "Holds."
     if worst.side == "above":
         return f"Holds; the worst case is {number(worst.value / worst.limit)} × what is asked."
-    share = "under 0.1" if 0 < used(worst) < 1e-3 else number(100 * used(worst))
-    return f"Holds; the worst case uses {share}% of what is allowed."
+    share = "under 0.1" if 0 < used(worst) < 1e-3 else f"{100 * used(worst):.2g}"
+    return f"Holds; the worst case uses {share}% of {finding.allowance}."
 
 
 def used(measure: Measure) -> float:
@@ -250,50 +210,34 @@ def tabulate(table: pd.DataFrame, columns: dict[str, Callable], align: str = "",
 
 
 def table_2(of: Results) -> Table:
-    paper = of.lab.paper.table_2
+    paper, is_comparable = of.lab.paper.table_2, not results.departures(of)["is_stated"].any()
     columns = {
         "Model": lambda row: row.model if row.variant in paper else f"{row.model}\n{OURS}",
-        "Paper": lambda row: fixed(row.paper, 1) if row.variant in paper else "not reported",
+        "Paper": lambda row: fixed(row.paper, 1) if row.variant in paper else ABSENT,
         "Ours": lambda row: mean_std(row.mean, row.std, 2),
         "Difference": lambda row: signed(row.difference, 2),
         "n": lambda row: str(row.n_finished) + (f"\n{row.n_diverged} diverged" if row.n_diverged else ""),
     }
-    note = (
-        "Ours: mean ± standard deviation over the n seeds that finished. Difference: ours minus the paper's, points. "
-        "From `paper_outputs/table_2.csv`."
-    )
-    return tabulate(results.table_2(of), columns, note=note)
+    note = "Ours: mean ± standard deviation over the n seeds that finished. {}Data: `paper_outputs/table_2.csv`."
+    if not is_comparable:  # with other settings than the paper's
+        columns = {name: columns[name] for name in ("Model", "Ours", "n")}
+    told = "Difference: ours minus the paper's, points. " if is_comparable else ""
+    return tabulate(results.table_2(of), columns, note=note.format(told))
 
 
-def spread_table(of: Results) -> Table:
-    losses = of.lab.tables["summary"].filter(regex="variant|_loss_(mean|std)$")
+def cost_table(of: Results) -> Table:
     columns = {
-        "Model": lambda row: row.model,
-        f"Accuracy, {per_cent(CONFIDENCE)} interval": lambda row: interval(row.low, row.high, 2),
-        "Accuracy, range": lambda row: interval(row.min, row.max, 2),
-        "Test loss": lambda row: mean_std(row.test_loss_mean, row.test_loss_std, 4),
-        "Train loss": lambda row: mean_std(row.train_loss_mean, row.train_loss_std, 4),
+        "Model": lambda row: of.lab.label(row.variant),
         "Parameters": lambda row: grouped(row.parameters),
+        "Runs": lambda row: str(row.runs),
         "Minutes a run": lambda row: fixed(row.minutes, 1),
         "Images a second": lambda row: grouped(row.images_per_second),
+        "Hours": lambda row: fixed(row.hours, 1),
     }
     note = (
-        "Time and speed are those of training with its evaluations, on the machines under Provenance and all else they did. "
-        "From `paper_outputs/tables/summary.csv` and `paper_outputs/cost.csv`."
+        f"Finished runs of Table 2; training with its evaluations, and all else the machine did. Data: `{FOLDER}/cost.csv`."
     )
-    table = results.table_2(of).merge(losses, on="variant").merge(results.cost(of), on="variant", how="left")
-    return tabulate(table, columns, note=note)
-
-
-def departures_table(of: Results) -> Table:
-    columns = {
-        "Key": lambda row: row.key,
-        "Recipe": lambda row: row.recipe if row.is_stated else f"{row.recipe}\nour choice",
-        "Here": lambda row: row.here,
-        "Models": lambda row: row.models,
-    }
-    found, none = results.departures(of), "None: every value of the recipe in `pipeline/paper.yaml` is used."
-    return tabulate(found, columns, "clll", none if found.empty else "From `params.yaml` and `pipeline/paper.yaml`.")
+    return tabulate(results.cost(of), columns, note=note)
 
 
 def runs_table(of: Results) -> Table:
@@ -308,35 +252,56 @@ def runs_table(of: Results) -> Table:
     }
     variant, seed = results.identities(of.runs)[0]
     note = (
-        f"From `paper_outputs/tables/runs.csv` and `runs/table_2`. `dvc repro train@{variant}-{seed}` trains one run, "
-        "`make reproduce` trains, evaluates and reports everything."
+        f"Data: `paper_outputs/tables/runs.csv`, and a folder of `runs/table_2` each. `dvc repro train@{variant}-{seed}` "
+        "trains one, `make reproduce` trains, evaluates and reports everything."
     )
     return tabulate(of.runs, columns, "lrlrrrr", note)
 
 
 def provenance_table(of: Results) -> Table:
-    """provenance.json as it is, where each value that not all runs share says how many do."""
+    """provenance.json, where each value that not all runs share says how many do."""
     facts = results.provenance(of)
     runs = {
         key: "\n".join(value if len(counts) == 1 else f"{value} ({plural(n, 'run')})" for value, n in counts.items())
         for key, counts in facts.pop("runs").items()
     }
-    facts["stale_studies"] = ", ".join(facts["stale_studies"]) or "none"
+    facts |= {"stale_studies": ", ".join(facts["stale_studies"]) or "none"}
+    del facts["compute"]  # which has a place of its own
     note = (
         "On one machine, with one code and these versions, the same seed gives the same bits. Elsewhere a run agrees "
-        "statistically, within the spread over seeds. From `paper_outputs/provenance.json`."
+        "statistically, within the spread over seeds. Data: `paper_outputs/provenance.json`."
     )
     return Table(["Fact", "Value"], [[key, str(value)] for key, value in (runs | facts).items()], "cl", note)
 
 
+# --- text
+
+
 def markdown(text: str, line_break: str = "<br>") -> str:
-    """Text for a cell of a Markdown table, with no meaning to Markdown or HTML but for `code` between backticks."""
+    """Text for a cell of a Markdown table, with no meaning to Markdown or HTML but for formulas and `code`."""
     parts = html.escape(text, quote=False).split("`")
     paired, special = len(parts) % 2 == 1, r"[\\*|\[\]]|(?<!\w)_|_(?!\w)"
-    parts = [part if paired and place % 2 else re.sub(special, r"\\\g<0>", part) for place, part in enumerate(parts)]
+    plain = [re.sub(special, r"\\\g<0>", scripted(part)) for part in parts]
+    parts = [part if paired and place % 2 else plain[place] for place, part in enumerate(parts)]
     return ("`" if paired else "\\`").join(parts).replace("\n", line_break)
 
 
 def prose(text: str) -> Markup:
-    """Text for an HTML page, with `code` between backticks."""
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+    """Text for an HTML page, with formulas and `code`, which links to the file that it names, if it does."""
+    parts = re.split("`([^`]*)`", text)
+    return Markup("").join(
+        code(part) if place % 2 else Markup(scripted(str(escape(part)))) for place, part in enumerate(parts)
+    )
+
+
+def code(text: str) -> Markup:
+    link = href(text)
+    return Markup('<a href="{}"><code>{}</code></a>' if link else "<code>{1}</code>").format(link, text)
+
+
+def href(path: str) -> str:
+    """The link from the report to a file of the working directory or the repository; empty if there is none."""
+    if not re.fullmatch(r"[\w./+=-]{1,200}", path):
+        return ""
+    found = next((base / path for base in (Path(), ROOT) if (base / path).is_file()), None)
+    return os.path.relpath(found.resolve(), FOLDER.resolve()) if found else ""

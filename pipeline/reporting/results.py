@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
 
 import pandas as pd
 
@@ -16,12 +17,15 @@ from pipeline import runs, sources, statistics, studies, study
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.core.files import rounded, rounded_table
+from pipeline.core.params import Params
 from pipeline.lab import TABLES, Lab
+from pipeline.reporting.looks import look
 from pipeline.reporting.numbers import plain
 from pipeline.runs import Run
 from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding
 
 NEEDED = ("runs", "summary", "curves")
+FOLDER = Path("paper_outputs")
 ABOUT_OSA = "section_5"  # the study whose claims about orthogonal variants are the answer that readers look for
 DIRTY = " with uncommitted changes"
 ENVIRONMENT = ("device_name", "platform", "python", "torch", "num_threads")
@@ -61,8 +65,11 @@ def read() -> Results:
     found = identities(listed)
     if found != list(itertools.product(lab.params.run.variants, lab.params.run.seeds)):
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
+    for variant in lab.params.variants:
+        look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
     records = {run: read_record(Run(*run), lab) for run in itertools.compress(found, listed["status"] != "missing")}
-    return Results(lab, records, {name: study.findings(name, lab) for name in studies.in_order()})
+    left_out = set(studies.measuring()) - lab.params.studies.keys()
+    return Results(lab, records, {name: study.findings(name, lab) for name in studies.in_order() if name not in left_out})
 
 
 def identities(table: pd.DataFrame) -> list[tuple[str, int]]:
@@ -93,11 +100,35 @@ def table_2(results: Results) -> pd.DataFrame:
 
 
 def cost(results: Results) -> pd.DataFrame:
-    """For each model: parameters, and mean time and speed of its finished runs."""
+    """For each model: parameters, and of its finished runs number, mean time and speed, and hours together."""
     finished = results.runs.query("status == 'finished'").astype({"num_parameters": int})
-    means = {"num_parameters": "first", "minutes": "mean", "images_per_second": "mean"}
-    table = finished.groupby("variant", sort=False).agg(means).reset_index()
-    return rounded_table(table.rename(columns={"num_parameters": "parameters"}))
+    table = finished.groupby("variant", sort=False).agg(
+        parameters=("num_parameters", "first"),
+        runs=("seed", "size"),
+        minutes=("minutes", "mean"),
+        images_per_second=("images_per_second", "mean"),
+        hours=("minutes", lambda minutes: minutes.sum() / 60),
+    )
+    return rounded_table(table.reset_index())
+
+
+def compute(results: Results) -> dict[str, dict]:
+    """What training took: of Table 2, and of each study that trains, the runs, hours and machines.
+
+    The stage that trains a study's runs writes its tables too, on which the report depends.
+    """
+    records = {"Table 2": list(results.records.values())}
+    for name in studies.measuring():
+        paths = sorted((runs.FOLDER / name).glob("*/*/record.json"))
+        records |= {name: [files.read_json(path) for path in paths]} if paths else {}
+    return {
+        name: {
+            "runs": len(made),
+            "hours": rounded(sum(each["seconds"] for each in made) / 3600),
+            "machines": sorted({record.machine(each["environment"]) for each in made}),
+        }
+        for name, made in records.items()
+    }
 
 
 def departures(results: Results) -> pd.DataFrame:
@@ -119,13 +150,12 @@ def departures(results: Results) -> pd.DataFrame:
 
 def made_otherwise(results: Results) -> list[dict]:
     """The records of runs that today's code is not known to give: it neither trained them nor replayed their beginning."""
-    here = record.code_sha256()
-    return [made for made in results.records.values() if here not in record.made_by(made)]
+    return [made for made in results.records.values() if not record.is_of_today(made)]
 
 
-def stale_studies() -> list[str]:
+def stale_studies(settings: Params) -> list[str]:
     """The studies whose tables other code has measured."""
-    made_by = {name: files.read_json(study.FOLDER / name / study.RECORD)["source_sha256"] for name in studies.measuring()}
+    made_by = {name: files.read_json(study.FOLDER / name / study.RECORD)["source_sha256"] for name in settings.studies}
     return [name for name, digest in made_by.items() if digest != sources.digest(name)]
 
 
@@ -144,9 +174,9 @@ def provenance(results: Results) -> dict:
         "code_sha256_here": record.code_sha256(),
         "runs_by_other_code": len(made_otherwise(results)),
         "runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
-        "stale_studies": stale_studies(),
+        "stale_studies": stale_studies(results.lab.params),
         "parameters_sha256": hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest(),
-        "hours": rounded(sum(made["seconds"] for made in records) / 3600),
+        "compute": compute(results),
         "resumptions": sum(made["resumptions"] for made in records),
     }
 
@@ -188,8 +218,8 @@ def findings(results: Results) -> list[dict]:
 
 def sources_of(finding: Finding, name: str) -> list[str]:
     """The files that a finding was made from."""
-    own = [f"{study.FOLDER / name}/*.csv"] if hasattr(studies.module(name), "measure") else []
-    return [*own, *finding.sources]
+    own = sorted((study.FOLDER / name).glob("*.csv")) if hasattr(studies.module(name), "measure") else []
+    return [*map(str, own), *finding.sources]
 
 
 def measures(results: Results) -> pd.DataFrame:

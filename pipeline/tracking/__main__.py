@@ -22,16 +22,9 @@ def main() -> None:
     importing = commands.add_parser("sync", help="import finished runs that MLflow does not have")
     importing.add_argument("--from", dest="base", type=Path, default=Path("."), help="a folder with runs/")
     commands.add_parser("ui", help="sync, then serve MLflow on 127.0.0.1")
-    following = commands.add_parser("watch", help="follow one training (trainings start this themselves)")
-    following.add_argument("folder", type=Path)
-    arguments = parser.parse_args()
-    match arguments.command:
-        case "sync":
-            sync(arguments.base)
-        case "ui":
-            ui()
-        case "watch":
-            watch(arguments.folder)
+    commands.add_parser("watch", help="follow one training").add_argument("folder", type=Path)
+    arguments = vars(parser.parse_args())
+    {"sync": sync, "ui": ui, "watch": watch}[arguments.pop("command")](**arguments)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,70 @@
 """What MLflow calls a run, and the note on it. A run is its record, or the tags that MLflow has of it."""
 
 import re
+from dataclasses import dataclass
 
 from pipeline.core.params import Paper
+from pipeline.reporting.numbers import plain
 
-TABLE_2, TRIES = "table_2", "tries"  # as in pipeline.runs and pipeline.train, whose torch a watcher can do without
-ADVICE = "The report takes the last epoch, `final_*`; `best_*`, chosen by the test set, is for information only."
+TABLE_2, TRIES = "table_2", "tries"  # as in pipeline.runs, whose torch a watcher can do without
+EXPERIMENT = """\
+**Views**, above, shows the models, their seeds, and each study that trains.
 
-
-def full_name(run: dict, labels: dict[str, str] | None = None) -> str:
-    """`osa_qr` in Table 2, `left_open: vit+init.head=zeros` in a study; with `labels` as a reader calls the variant."""
-    variant, prefix = run["variant"], "" if run["study"] == TABLE_2 else f"{run['study']}: "
-    return prefix + (labels or {}).get(variant, variant) + run["name"].removeprefix(variant)
-
-
-def of_seed(record: dict, labels: dict[str, str], paper: Paper) -> str:
-    """The note on one training."""
-    environment = record["environment"]
-    commit = f" It ran at commit `{environment['git_commit']}`" if environment["git_commit"] else ""
-    dirty = ", which had changes that were not committed" if environment["git_dirty"] else ""
-    about, repeat = _about(record, labels, paper), _to_repeat(record, [record["seed"]])
-    return f"Seed {record['seed']} of {about}\n\n{repeat}{commit}{dirty}{'.' if commit else ''}"
+* Accuracies are in per cent, differences in points. A curve's last value is the result.
+* `OSA (QR)` is the mean over the seeds that did not diverge (`tags.level = 'mean'`), and `OSA (QR), seed 0` one of them
+  (`tags.level = 'single'`). `ViT, init.head=zeros` has that value replaced.
+* Parameters are named as in `params.yaml`, and `tags.study`, `tags.name` and `tags.seed` as the folders of `runs/`.
+"""
 
 
-def of_family(tags: dict, seeds: list[str], labels: dict[str, str], paper: Paper) -> str:
-    """The note on the statistics over seeds."""
-    about = f"Mean and standard deviation over those of the seeds {', '.join(seeds)} that did not diverge,"
-    return f"{about} of {_about(tags, labels, paper)}\n\n{_to_repeat(tags, seeds)}"
+@dataclass(frozen=True)
+class Notes:
+    """Names and notes by what the paper says and what stands, unchecked, in params.yaml."""
+
+    paper: Paper
+    settings: dict
+
+    def title(self, run: dict) -> str:
+        """OSA (QR), or ViT, init.head=zeros where something is replaced, or ViT, depth as a study trained it."""
+        labels, variant = self.settings.get("labels") or {}, run["variant"]
+        return ", ".join([labels.get(variant, variant), *(replaced(run) or [run["study"]] * (run["study"] != TABLE_2))])
+
+    def changes(self, record: dict) -> str:
+        """What the run has in another's place, as in init.head: xavier → zeros."""
+        variant = self.settings.get("variants", {}).get(record["variant"]) or {}
+        shared = self.settings if record["study"] == TRIES else self.paper.recipe.model_dump()
+        found = []
+        for section, values in record["overrides"].items():
+            own = variant if section == "variant" else (variant.get("overrides") or {}).get(section, {})
+            before = shared.get(section, {}) | own
+            found += [f"{section}.{key}: {plain(before.get(key))} → {plain(value)}" for key, value in values.items()]
+        return "; ".join(found)
+
+    def note(self, run: dict, seeds: list[int]) -> str:
+        """What the run is, what is changed in it, and how to repeat it; `run` holds its `changes`."""
+        variant, study, numbers = run["variant"], run["study"], ", ".join(map(str, seeds))
+        what = f"**{self.title(run)}** (`{variant}`), {'mean over seeds' if len(seeds) > 1 else 'seed'} {numbers}, "
+        if study == TABLE_2:
+            number = self.paper.table_2.get(variant)
+            what += "not a model of the paper." if number is None else f"for which the paper's Table 2 has {number} %."
+            return f"{what}\n\n{self._to_repeat(run, seeds)}"
+        keys = {change.partition("=")[0].rpartition(".")[2] for change in replaced(run)}
+        topics = [each for each in self.paper.left_open if each.key and each.key.rpartition(".")[2] in keys]
+        left_open = "".join(f" The paper leaves this open: {each.topic}, {each.paper}." for each in topics)
+        what += "a try." if study == TRIES else f"a training of the study `{study}`."
+        return f"{what} Changed: {run['changes'] or 'nothing'}.{left_open}\n\n{self._to_repeat(run, seeds)}"
+
+    def _to_repeat(self, run: dict, seeds: list[int]) -> str:
+        study, variant, listed = run["study"], run["variant"], self.settings.get("run") or {}
+        if study not in (TABLE_2, TRIES):
+            folders = ", ".join(f"`runs/{study}/{run['name']}/{seed}`" for seed in seeds)
+            return f"To repeat it: delete {folders}, then `dvc repro {study}`."
+        if study == TABLE_2 and variant in listed.get("variants", []) and {*seeds} <= {*listed.get("seeds", [])}:
+            return f"To repeat it: `dvc repro -f {' '.join(f'train@{variant}-{seed}' for seed in seeds)}`."
+        options = "".join(f" --set {change}" for change in replaced(run))
+        return f"To repeat it: {', '.join(f'`python -m pipeline.train {variant} {seed}{options}`' for seed in seeds)}."
 
 
-def _about(run: dict, labels: dict[str, str], paper: Paper) -> str:
-    variant = run["variant"]
-    what = f"**{labels.get(variant, variant)}**, `{variant}`" + "".join(f", with `{change}`" for change in _changes(run))
-    number = paper.table_2.get(variant)
-    if run["study"] != TABLE_2:
-        value = f"A training of the study `{run['study']}`." if run["study"] != TRIES else "A try."
-    else:
-        value = "Not a model of the paper." if number is None else f"The paper's test accuracy (Table 2): {number} %."
-    return f"{what}, in a replication of *{paper.title}*. {value} {ADVICE}"
-
-
-def _to_repeat(run: dict, seeds: list) -> str:
-    study, variant = run["study"], run["variant"]
-    if study == TABLE_2:
-        return f"To repeat it: `dvc repro -f {' '.join(f'train@{variant}-{seed}' for seed in seeds)}`."
-    if study == TRIES:
-        options = " ".join(f"--set {change}" for change in _changes(run))
-        return f"To repeat it: {', '.join(f'`python -m pipeline.train {variant} {seed} {options}`' for seed in seeds)}."
-    folders = ", ".join(f"`runs/{study}/{run['name']}/{seed}`" for seed in seeds)
-    return f"To repeat it: delete {folders}, then `dvc repro {study}`."
-
-
-def _changes(run: dict) -> list[str]:
-    """What the name of a run says is changed, as in init.head=zeros."""
+def replaced(run: dict) -> list[str]:
+    """What the name of a run says is replaced, as in init.head=zeros."""
     return re.split(r"\+(?=[a-z])", run["name"].removeprefix(run["variant"]))[1:]

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import Timeout
+
 from pipeline.core.files import read_json
-from pipeline.tracking.runs import Point, Tracker, first_line, outputs, read_points, warn
+from pipeline.tracking.runs import Point, Tracker, alive, cause, outputs, read_points, warn
 
 POLL_SECONDS = 1.0
 RETRY_SECONDS = 30.0  # after a failure
@@ -26,6 +28,9 @@ PATIENCE_SECONDS = 10.0  # of the training for its watcher, which has ended by t
 def tracked(scratch: Path):
     """Lets MLflow follow the training that writes to `scratch`."""
     scratch.mkdir(parents=True, exist_ok=True)
+    lock = alive(scratch)
+    with suppress(Timeout):  # another training of the same run says for both that they live
+        lock.acquire(blocking=False)
     command = [sys.executable, "-m", "pipeline.tracking", "watch", str(scratch)]
     try:
         watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -43,12 +48,7 @@ def tracked(scratch: Path):
             watcher.kill()
             watcher.wait()
             warn("MLflow did not answer; `make ui` imports the run later.")
-
-
-@contextmanager
-def untracked(scratch: Path):
-    """Leaves MLflow alone."""
-    yield
+        lock.release()
 
 
 def watch(folder: Path) -> None:
@@ -72,7 +72,7 @@ def watch(folder: Path) -> None:
         except Exception as error:  # noqa: BLE001  whatever tracking meets, the training goes on
             if not warned.is_set():
                 remedy = "`python -m pipeline.tracking sync` imports it afterwards"
-                warn(f"MLflow does not take this run ({first_line(error)}); training goes on, and {remedy}.")
+                warn(f"MLflow does not take this run ({cause(error)}); training goes on, and {remedy}.")
             warned.set()
             points = seen
         closed.wait(RETRY_SECONDS if warned.is_set() else POLL_SECONDS)

@@ -1,0 +1,143 @@
+"""The sentences of the report, made from what the files hold."""
+
+from datetime import UTC, datetime
+
+from pipeline.core import params
+from pipeline.reporting import results
+from pipeline.reporting.numbers import fixed, per_cent
+from pipeline.reporting.results import Results
+from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, VERDICTS
+from pipeline.studies import CLAIM
+
+HEADLINES = {
+    SUPPORTED: "OSA does as the paper says",
+    NOT_SUPPORTED: "Contradicted in part",
+    UNDECIDED: "Undecided about OSA",
+    NOT_EVALUATED: "OSA is not evaluated",
+}
+RULES = (
+    "A claim could have come out otherwise: it is supported if the whole {} interval, in parentheses, is on its side of the "
+    "limit, not supported if the whole interval is on the other side, and undecided otherwise (`pipeline/statistics.py`). A "
+    "check is an identity or a proved bound: it tests the code. An observation is a number worth knowing. The rules of "
+    "Section 5’s claims stand in `pipeline/paper.yaml`, where git shows no change since {}."
+)
+SIZE = ("depth", "embed_dim", "num_heads")
+SHOWN_DIGEST = 8  # characters of a SHA-256 that tell codes apart
+
+
+def answer(of: Results) -> str:
+    """e.g. Undecided about OSA: of the 6 claims about it, 5 are undecided and 1 is not evaluated."""
+    verdict = results.verdict(of)
+    return f"{HEADLINES[verdict['about_osa']]}: {outcome(verdict['claims_about_osa'], 'of the {} about it')}"
+
+
+def tally(of: Results) -> str:
+    """How all claims and checks came out, and how many of the listed runs there are."""
+    verdict = results.verdict(of)
+    checks, runs = verdict["checks"], verdict["runs"]
+    trained = f"{runs['trained']} of {plural(runs['total'], 'run')} trained, {runs['diverged']} diverged"
+    models = f"{plural(verdict['models'], 'model')}, {plural(verdict['seeds'], 'seed')}"
+    passed = f"{checks['passes']} of {checks['total']} checks pass"
+    return f"{outcome(verdict['claims'], 'Of all {}')} {passed}. {models}: {trained}."
+
+
+def rules(of: Results) -> str:
+    """What the kinds of findings are, and how a claim is judged."""
+    return RULES.format(per_cent(CONFIDENCE), moment(of.lab.paper.rules_since))
+
+
+def outcome(count: dict[str, int], of: str) -> str:
+    """e.g. Of the 9 claims, 5 are supported, 1 is not supported and 3 are undecided."""
+    counts = {name: count[name.replace(" ", "_")] for name in VERDICTS}
+    return f"{of.format(plural(count['total'], 'claim'))}, {listing(counts)}."
+
+
+def listing(counts: dict[str, int]) -> str:
+    """e.g. 5 are supported, 1 is not supported and 3 are undecided."""
+    parts = [f"{counts[name]} {'is' if counts[name] == 1 else 'are'} {name}" for name in VERDICTS if counts.get(name)]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]])) or "none is evaluated"
+
+
+def cautions(of: Results) -> dict[str, str]:
+    """What a reader must know before any number of the settings, the runs and what made them: in short, and in full."""
+    changes, facts, runs, total = results.departures(of), results.provenance(of), of.lab.tables["runs"], len(of.records)
+    stated, unstated = (
+        "; ".join(f"{each.key} is {each.here} and not {each.recipe} ({each.models})" for each in rows.itertuples())
+        for rows in (changes[changes["is_stated"]], changes[~changes["is_stated"]])
+    )
+    missing, diverged = (
+        [f"{variant}/{seed}" for variant, seed in results.identities(runs[runs["status"] == status])]
+        for status in ("missing", "diverged")
+    )
+    others, here = results.made_otherwise(of), facts["code_sha256_here"][:SHOWN_DIGEST]
+    codes = ", ".join(sorted({made["code_sha256"][:SHOWN_DIGEST] for made in others}))
+    dirty = sum(bool(made["environment"]["git_dirty"]) for made in of.records.values())
+    older, stale = facts["runs_older_than_rules"], facts["stale_studies"]
+    told = [
+        (stated, "not the paper's setting", f"{stated}; a difference to its numbers is no failure to replicate them"),
+        (unstated, "not our recipe, where the paper states nothing", unstated),
+        (missing, f"{len(missing)} of {len(runs)} runs not trained yet", ", ".join(missing)),
+        (diverged, f"{len(diverged)} of {len(runs)} runs diverged", f"{', '.join(diverged)} have no final accuracy"),
+        (
+            of.lab.tables["summary"]["n_finished"].max() < 2,
+            "one run per model",
+            "no spread, no interval, and no comparison of models is decided",
+        ),
+        (
+            others,
+            f"{len(others)} of {total} runs by other code",
+            f"{codes}, where {here} is here; `dvc repro` trains them again, `python -m pipeline.replay` confirms them where "
+            "every bit agrees",
+        ),
+        (dirty, f"{dirty} of {total} runs with uncommitted changes", ""),
+        (len(facts["runs"]["data_sha256"]) > 1, "runs on different data", "see Provenance"),
+        (older, f"{older} of {total} runs older than the rules", f"those date from {moment(of.lab.paper.rules_since)}"),
+        (stale, f"{len(stale)} of {len(of.found)} studies measured by other code", ", ".join(stale)),
+    ]
+    return {short: f"{short[0].upper()}{short[1:]}{': ' if full else ''}{full}." for holds, short, full in told if holds}
+
+
+def limitations(of: Results) -> list[str]:
+    """How far the results reach, besides the cautions."""
+    lab, claims, seeds = of.lab, of.of_kind(CLAIM), plural(len(of.lab.params.run.seeds), "seed")
+    undecided = sum(claim.verdict in (UNDECIDED, NOT_EVALUATED) for claim in claims)
+    models = [params.resolve(lab.params, name).model for name in lab.params.run.variants]
+    size = ", ".join(f"{key} {' or '.join(sorted({str(getattr(model, key)) for model in models}))}" for key in SIZE)
+    on_gpu = sum(made["environment"].get("device") == "cuda" for made in of.records.values())
+    departures, topics = results.departures(of)["is_stated"].sum(), lab.paper.left_open
+    tried = sum(bool(topic.alternatives) for topic in topics)
+    return [
+        f"With {seeds} of each model, {undecided} of {plural(len(claims), 'claim')} remain undecided or not evaluated.",
+        f"Table 2 is of one data set, {lab.params.data.source}, and of one recipe at {size}.",
+        f"{on_gpu or 'None'} of its {plural(len(of.records), 'run')} {'were' if on_gpu > 1 else 'was'} made on a GPU.",
+        f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from. It "
+        f"leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative is listed.",
+    ]
+
+
+def compute(of: Results) -> str:
+    """What all training took, and on what."""
+    by_study = results.compute(of)
+    machines = dict.fromkeys(machine for each in by_study.values() for machine in each["machines"])
+    parts = [f"{name}, {plural(each['runs'], 'run')}: {fixed(each['hours'], 1)}" for name, each in by_study.items()]
+    whole = fixed(sum(each["hours"] for each in by_study.values()), 1)
+    return f"Training took {whole} hours on {'; '.join(machines) or 'no machine yet'}. Hours of {'; '.join(parts)}."
+
+
+def figure_caption(of: Results) -> str:
+    n = of.lab.tables["summary"]["n_finished"]
+    seeds = f"{n.max()}" if n.min() == n.max() else f"{n.min()} to {n.max()}"
+    band = " Line: mean over seeds; band: their range." if n.max() > 1 else ""
+    return (
+        f"Cross-entropy; finished seeds per model: {seeds}.{band} A train loss is the mean over the minibatches since the "
+        "point before. Code: `pipeline/reporting/figures.py`. Data: `paper_outputs/tables/curves.csv`."
+    )
+
+
+def moment(iso: str) -> str:
+    """A time of ISO 8601, to the minute in UTC."""
+    return f"{datetime.fromisoformat(iso).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def plural(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

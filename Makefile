@@ -2,29 +2,50 @@
 
 PYTHON ?= python3
 VENV := .venv
+TORCH ?= $(shell cat $(VENV)/.torch 2>/dev/null)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+TOOK = $(shell sed -n 's/.*"took": "\(.*\)".*/\1/p' paper_outputs/quickstart.json)
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test reproduce replay benchmark ui lint readme lock
+.PHONY: help setup quickstart test plan reproduce replay benchmark gpu ui lint readme lock
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { sub("TOOK", "$(or $(TOOK),minutes)"); printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.installed  ## create .venv and install the pinned requirements
+setup: $(VENV)/.installed  ## create .venv and install the pinned requirements; TORCH=cpu for PyTorch without CUDA
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in ((3, 11), (3, 12)) else "error: Python 3.11 or 3.12 is needed, not %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@test -z "$(TORCH)" -o "$(TORCH)" = cpu || { echo "error: TORCH=$(TORCH) is not known: write TORCH=cpu, or leave it out." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+ifeq ($(TORCH),cpu)
+	@grep -E '^torch(vision)?==' requirements.txt | $(PIP) --no-deps --retries 1 --index-url $(TORCH_INDEX) -r /dev/stdin 2>$(VENV)/pip.log || \
+		{ echo "error: $(TORCH_INDEX) does not deliver PyTorch (see $(VENV)/pip.log): try again, or leave TORCH=cpu out, which takes it with CUDA from PyPI." >&2; exit 1; }
+	@echo cpu > $(VENV)/.torch
+	grep -vE '^(cuda|nvidia|triton)' requirements.txt | $(PIP) -r /dev/stdin
+else
+	$(PIP) -r requirements.txt
+endif
 	@touch $@
 
-quickstart: setup  ## every stage on 5,000 embedded digits, in quickstart/: a few minutes, no download
+$(VENV)/.cluster: requirements-cluster.txt $(VENV)/.installed
+	$(PIP) -r requirements-cluster.txt
+	@touch $@
+
+quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download: in TOOK
 	$(RUN) python -m pipeline.quickstart
 
-test: setup  ## the test suite
+test: setup $(VENV)/.cluster  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-reproduce: setup  ## the paper on MNIST: fetch, train, evaluate, every study, the report, and the README's result
+plan: setup  ## what `make reproduce` would run, why, and for how long
+	@$(RUN) python -m pipeline.plan
+
+reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one a core or GPU), up to the README's result
+	$(RUN) dvc repro --single-item fetch
+	$(RUN) python -m pipeline.fan_out $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) dvc repro
 	$(RUN) python -m pipeline.report --readme
 
@@ -35,10 +56,19 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) python -m benchmarks.attention
 	$(RUN) python -m benchmarks.step
 	$(RUN) python -m benchmarks.profile
+	$(RUN) python -m benchmarks.orthogonal
 	$(RUN) dvc repro --single-item report
 
+gpu:  ## the CUDA tests, benchmarks and missing runs, in gpu/; MINUTES=9 returns in time and goes on when given again
+	$(RUN) $(PYTHON) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES))
+
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
-	$(RUN) python -m pipeline.tracking ui
+	$(RUN) exec python -m pipeline.tracking ui
+
+.PHONY: tour
+tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
+	$(RUN) jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/tour.ipynb
+	$(RUN) jupyter nbconvert --to html notebooks/tour.ipynb
 
 lint: setup  ## ruff
 	$(RUN) ruff check .

@@ -1,0 +1,86 @@
+"""`make setup` with and without TORCH=cpu, from package indexes in a folder."""
+
+import os
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipeline.core import files
+from pipeline.core.files import ROOT
+
+UNREACHABLE = "http://127.0.0.1:9/"
+REQUIREMENTS = "other==1.0\ntorch==2.0\ntorchvision==3.0\nnvidia-big==1.0 ; sys_platform != 'none'\n"
+
+
+def publish(index: Path, name: str, version: str) -> None:
+    """Puts an empty package into an index."""
+    project = name.replace("_", "-")
+    wheel, info = index / project / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    wheel.parent.mkdir(parents=True)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    files.write_text(wheel.parent / "index.html", f'<!DOCTYPE html><a href="{wheel.name}">{wheel.name}</a>')
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Calls make in a folder with these requirements. PyPI has all packages, PyTorch's index its own as a CPU build."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "requirements.txt").write_text(REQUIREMENTS)
+    for name, version in {"other": "1.0", "torch": "2.0", "torchvision": "3.0", "nvidia_big": "1.0"}.items():
+        publish(tmp_path / "pypi", name, version)
+    for name, version in {"torch": "2.0+cpu", "torchvision": "3.0+cpu"}.items():
+        publish(tmp_path / "pytorch", name, version)
+    unset = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))}
+    environment = unset | {"PIP_INDEX_URL": (tmp_path / "pypi").as_uri(), "PIP_CONFIG_FILE": os.devnull}
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    return call
+
+
+def installed(folder: Path) -> set[str]:
+    found = {path.stem for path in folder.glob(".venv/lib/*/site-packages/*.dist-info")}
+    return {name for name in found if not name.startswith(("pip-", "setuptools-"))}
+
+
+def test_torch_without_cuda(make, tmp_path):
+    refused = make("setup", "TORCH=gpu")
+    assert refused.returncode and "error: TORCH=gpu is not known: write TORCH=cpu, or leave it out." in refused.stderr
+
+    failed = make("setup", "TORCH=cpu", f"TORCH_INDEX={UNREACHABLE}")
+    sentence, of_make = failed.stderr.splitlines()
+    assert failed.returncode and of_make.startswith("make: *** ")
+    assert sentence.startswith(
+        f"error: {UNREACHABLE} does not deliver PyTorch (see .venv/pip.log): try again, or leave TORCH=cpu out"
+    )
+    assert installed(tmp_path) == set() and not (tmp_path / ".venv/.installed").exists()
+
+    index = f"TORCH_INDEX={(tmp_path / 'pytorch').as_uri()}"
+    assert make("setup", "TORCH=cpu", index).returncode == 0
+    assert installed(tmp_path) == {"other-1.0", "torch-2.0+cpu", "torchvision-3.0+cpu"}
+    assert make("setup").stdout == "make: Nothing to be done for 'setup'.\n"
+
+    (tmp_path / ".venv/.installed").unlink()
+    planned = make("setup", "--dry-run").stdout  # the choice stays
+    assert "--index-url https://download.pytorch.org/whl/cpu " in planned and "install -r requirements.txt" not in planned
+
+
+def test_otherwise_setup_installs_the_requirements_as_they_are(make):
+    planned = make("--dry-run", "setup").stdout
+    assert "pip install --quiet --disable-pip-version-check -r requirements.txt\n" in planned
+    assert "TORCH_INDEX" not in planned and "pytorch.org" not in planned
+
+
+def test_help_says_how_long_the_quickstart_took(make, tmp_path):
+    files.write_json(tmp_path / "paper_outputs/quickstart.json", {"seconds": {"fetch": 2}, "took": "83 s on a machine"})
+    line = next(line for line in make().stdout.splitlines() if line.startswith("make quickstart"))
+    assert line.endswith("83 s on a machine")

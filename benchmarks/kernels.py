@@ -31,8 +31,9 @@ ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of either
 RESERVED = 1024  # bytes of shared memory that each program takes besides its own
 WIDTHS = (8, 16, 32, 64)
-DTYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
-ROWS = 128  # tokens of a basis
+POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16"}
+DTYPES = dict.fromkeys(kernels.METHODS, (torch.float32, torch.bfloat16))  # that reach a kernel: `attend` makes others so
+DTYPES |= {"polar_express": (torch.float32,), "phi1": (torch.float32, torch.float64)}
 NAMES = ("forward", "backward")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -45,19 +46,19 @@ REPORTED = {
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="+", choices=(*kernels.METHODS, "phi1"), default=(*kernels.METHODS, "phi1"))
+    parser.add_argument("--methods", nargs="+", choices=DTYPES, default=tuple(DTYPES))
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
     parser.add_argument("--output", type=Path, default=ROOT / "paper_outputs/benchmarks/kernels.csv")
     chosen = parser.parse_args(arguments)
-    grid = list(itertools.product(chosen.methods, NAMES, chosen.widths, DTYPES, chosen.architectures))
-    grid = [case for case in grid if case[0] != "phi1" or case[3] == torch.float32]
+    grid = itertools.product(chosen.methods, NAMES, chosen.widths, POINTERS, chosen.architectures)
+    grid = [(method, *case) for method, *case in grid if case[2] in DTYPES[method]]
     rows = [resources(*case) for case in tqdm(grid, desc="kernels", unit="kernel", disable=None)]
     files.write_csv(chosen.output, pd.DataFrame(rows))
 
 
 def resources(method: str, name: str, width: int, dtype: torch.dtype, architecture: int) -> dict:
-    """A row of the table: a kernel compiled for query, key and value of one width and type."""
+    """A row of the table: a kernel compiled for query, key and value of one width and type, at the most tokens it takes."""
     compiled = compile_kernel(method, name, width, dtype, architecture)
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         file.write(compiled.asm["ptx"].encode())
@@ -65,7 +66,7 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
         target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
         command = [TOOLS / "ptxas", "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used = {key: int(re.search(pattern, report)[1]) for key, pattern in REPORTED.items()}
+    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # of all its functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
     return {
@@ -86,13 +87,16 @@ def compile_kernel(method: str, name: str, width: int, dtype: torch.dtype, archi
     """Compiled as a launch would for contiguous tensors (1, 1, N, width) of aligned addresses."""
     if method == "phi1":
         kernel = {"forward": kernels._phi1_forward, "backward": kernels._phi1_gradients}[name]
-        like = torch.empty(1, 2 * width, 2 * width, device="meta")
+        like = torch.empty(1, 2 * width, 2 * width, dtype=dtype, device="meta")
         constants = kernels._phi1_constants(like, like[..., :width])
     else:
         kernel = {"forward": kernels._forward, "backward": kernels._backward}[name]
-        like = torch.empty(1, 1, ROWS, width, dtype=dtype, device="meta")
-        constants = kernels._constants(method, like, like, ITERATIONS.get(method, 0)) | {"ALL_ROWS": ROWS}
-    warps, space = constants.pop("num_warps"), {tl.float32: "*fp32", tl.float64: "*fp64"}[constants["TILES"][3]]
+        of = {"forward": kernels._forward_constants, "backward": kernels._constants}[name]
+        rows = min(kernels.MAX_TOKENS, kernels.MAX_BASIS // (2 * width))  # as many as a program takes
+        like = torch.empty(1, 1, rows, width, dtype=dtype, device="meta")
+        constants = of(method, like, like, ITERATIONS.get(method, 0))
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg")}
+    space = {tl.float32: "*fp32", tl.float64: "*fp64"}[constants["TILES"][3]]
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature, values, attributes, aligned = {}, {}, {}, [["tt.divisibility", 16]]
     for i, argument in enumerate(kernel.arg_names):
@@ -106,11 +110,11 @@ def compile_kernel(method: str, name: str, width: int, dtype: torch.dtype, archi
         elif argument == "epsilon":
             signature[argument] = "fp32"
         else:
-            kept = method == "phi1" or argument in ("scale", "grad_scale", "basis")
-            signature[argument] = space if argument == "space" else "*fp32" if kept else DTYPES[dtype]
+            kept = argument in ("scale", "grad_scale", "basis")
+            signature[argument] = space if argument == "space" else "*fp32" if kept else POINTERS[dtype]
             attributes[i,] = aligned
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 if __name__ == "__main__":

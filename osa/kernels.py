@@ -19,9 +19,11 @@ and one form of the gradient, given that of the output, E, and F = LᵀE:
 chain rule through G and X, and for "qr" the gradient that does not pass through the decomposition. φ₁ and the iterations
 differ, in that nothing is kept for them: see `_phi1_backward` and `_projector_backward`.
 
-A matrix is a tuple (pointer, row stride, column stride, rows, columns), so that a transpose costs nothing, and intermediate
-ones lie in memory that only their program sees, which a cache holds. Products are full float32, of any shape, in tiles that
-fit the registers; "polar_express" is float64. Nothing is added up by several programs: every run gives the same bits.
+A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing, and
+intermediate ones lie in memory that only their program sees, which a cache holds. Products are full float32, of any shape,
+in tiles that fit the registers; "polar_express" is float64. Nothing is added up by several programs: every run gives the
+same bits. What works on entries is called, not inlined: between calls a program holds a few numbers, so that no register
+has to be spilled, and a kernel compiles in seconds.
 """
 
 import functools
@@ -32,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.errors import TritonError
 
 from osa import functional, linalg
@@ -41,44 +43,45 @@ METHODS = ("exact", "newton_schulz", "qr", "polar_express")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 64  # of query, key and value
 MAX_TOKENS = 256  # beyond, one program for a matrix is too few: the large products are the library's
-TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.float64: 1e-9,
-    torch.bfloat16: 2e-2,
-    torch.float16: 2e-3,
-}  # of the check at first use
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
 MAX_BASIS = 256 * 64  # entries of a basis, which Gram–Schmidt holds in registers
 
 # The kernels. Their constants, in a tuple: rows of a tile (2d or more), its columns, the length of its sums, and the type
-STEP = tl.constexpr(3.0)  # norm up to which one series is summed; longer ways are gone in steps
+RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
 
 
 @triton.jit
-def _matrix(pointer, rows, columns):
-    """The matrix at a pointer, row by row, and the pointer behind it."""
-    return (pointer, columns, 1, rows, columns), pointer + rows * columns
+def _matrix(space, rows, columns):
+    """A matrix at the beginning of a space (pointer, offset), row by row, and the space behind it."""
+    return (space[0], columns, 1, rows, columns, space[1]), (space[0], space[1] + rows * columns)
 
 
 @triton.jit
 def _t(a):
-    return (a[0], a[2], a[1], a[4], a[3])
+    return (a[0], a[2], a[1], a[4], a[3], a[5])
+
+
+@triton.jit
+def _columns(a, start, count):
+    return (a[0], a[1], a[2], a[3], count, a[5] + start * a[2])
 
 
 @triton.jit
 def _load(a, rows, columns):
     """Entries of A, zero beyond its sizes."""
     mask = (rows < a[3])[:, None] & (columns < a[4])[None, :]
-    return tl.load(a[0] + rows[:, None] * a[1] + columns[None, :] * a[2], mask=mask, other=0.0)
+    return tl.load(a[0] + a[5] + rows[:, None] * a[1] + columns[None, :] * a[2], mask=mask, other=0.0)
 
 
 @triton.jit
 def _store(a, rows, columns, values):
     mask = (rows < a[3])[:, None] & (columns < a[4])[None, :]
-    tl.store(a[0] + rows[:, None] * a[1] + columns[None, :] * a[2], values.to(a[0].dtype.element_ty), mask=mask)
+    pointers = a[0] + a[5] + rows[:, None] * a[1] + columns[None, :] * a[2]
+    tl.store(pointers, values.to(a[0].dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
     """out ← α A B + β C, without C where it is None. `out` may be C, and B where its rows fit one tile."""
     ROWS: tl.constexpr = TILES[0]
@@ -102,7 +105,7 @@ def _multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _copy(out, a, alpha, TILES: tl.constexpr):
     """out ← α A, of one row of tiles."""
     for column in range(0, out[4], TILES[1]):
@@ -111,7 +114,7 @@ def _copy(out, a, alpha, TILES: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _add(out, a, alpha, TILES: tl.constexpr):
     """out ← out + α A, of one row of tiles."""
     for column in range(0, out[4], TILES[1]):
@@ -120,7 +123,7 @@ def _add(out, a, alpha, TILES: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _zero(out, TILES: tl.constexpr):
     """out ← 0, of one row of tiles."""
     for column in range(0, out[4], TILES[1]):
@@ -132,10 +135,10 @@ def _zero(out, TILES: tl.constexpr):
 @triton.jit
 def _diagonal(a):
     """The diagonal as a column."""
-    return (a[0], a[1] + a[2], 1, a[3], 1)
+    return (a[0], a[1] + a[2], 1, a[3], 1, a[5])
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _inner(a, b, TILES: tl.constexpr):
     """⟨A, B⟩ = Σ A ∘ B."""
     total = tl.full([], 0.0, TILES[3])
@@ -145,7 +148,7 @@ def _inner(a, b, TILES: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _turn(out, a, sign, TILES: tl.constexpr):
     """out ← ± J A."""
     half = a[3] // 2
@@ -158,102 +161,119 @@ def _turn(out, a, sign, TILES: tl.constexpr):
 
 @triton.jit
 def _terms(z, TILES: tl.constexpr):
-    """How φ₁(Z) Y is summed: steps n, Taylor degree m for each, and 1/n.
+    """How φ₁(Z) Y is summed: how often Z is halved, the Taylor degree m, and 2^−(halvings).
 
     ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The second term covers its rounding.
-    n is the least with ρ/n ≤ 3, and m with (ρ/n)^{m+1} / (m + 1)! ≤ eps/4.
+    Halved is until ρ ≤ 3, so that the terms lose no digit, and m the least with ρ^{m+1} / (m + 1)! ≤ eps/4.
     """
     EPS: tl.constexpr = 2.3e-16 if TILES[3] == tl.float64 else 1.2e-7
     square = tl.maximum(-0.5 * _inner(z, _t(z), TILES), 0.0) + EPS * _inner(z, z, TILES)
     radius = tl.sqrt(square).to(tl.float32)
     fits = radius <= LIMIT  # NaN does not
     radius = tl.where(fits, radius, 0.0)
-    steps = tl.maximum(tl.ceil(radius / STEP).to(tl.int32), 1)
-    radius = radius / steps
+    halvings, fraction = 0, tl.full([], 1.0, tl.float32)
+    while radius > RADIUS:
+        radius *= 0.5
+        fraction *= 0.5
+        halvings += 1
     degree, term = 1, radius * radius / 2
     while term > EPS / 4:
         degree += 1
         term *= radius / (degree + 1)
-    return steps, degree, tl.where(fits, 1.0 / steps, float("nan")).to(TILES[3])
+    return halvings, degree, tl.where(fits, fraction, float("nan")).to(TILES[3])
 
 
 @triton.jit
 def _taylor(out, z, fraction, y, degree, TILES: tl.constexpr):
-    """out ← Σ_{k ≤ m} (Z/n)^k Y / (k + 1)!, by Horner's rule."""
+    """out ← Σ_{k ≤ m} Z^k Y / (k + 1)! with Z times the fraction, by Horner's rule."""
     _multiply(out, z, y, fraction / (degree + 1), y, 1.0, TILES)
     for k in range(1, degree):
         _multiply(out, z, out, fraction / (degree + 1 - k), y, 1.0, TILES)
 
 
 @triton.jit
+def _halved(phi, expm1, z, degree, fraction, space, TILES: tl.constexpr):
+    """φ₁(Z) and e^Z − I = Z φ₁(Z) with Z times the fraction."""
+    identity, _ = _matrix(space, z[3], z[3])
+    _zero(identity, TILES)
+    rows = tl.arange(0, TILES[0])
+    _store(_diagonal(identity), rows, tl.arange(0, 1), tl.full([TILES[0], 1], 1.0, TILES[3]))
+    tl.debug_barrier()
+    _taylor(phi, z, fraction, identity, degree, TILES)
+    _multiply(expm1, z, phi, fraction, None, 0.0, TILES)
+
+
+@triton.jit
 def _phi1(out, z, y, space, TILES: tl.constexpr):
-    """out ← φ₁(Z) Y, in n steps where ‖S‖ is large: e^{kZ/n} Y = Y + (Z/n) · (sum of the k results so far)."""
-    steps, degree, fraction = _terms(z, TILES)
-    current, space = _matrix(space, y[3], y[4])
-    result, space = _matrix(space, y[3], y[4])
-    _taylor(out, z, fraction, y, degree, TILES)
-    for _ in range(1, steps):
-        _multiply(current, z, out, fraction, y, 1.0, TILES)
-        _taylor(result, z, fraction, current, degree, TILES)
-        _add(out, result, 1.0, TILES)
-    _copy(out, out, fraction, TILES)
+    """out ← φ₁(Z) Y; where Z was halved, φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) doubles it (Higham 2008, Section 10.7.4)."""
+    halvings, degree, fraction = _terms(z, TILES)
+    if halvings == 0:
+        _taylor(out, z, fraction, y, degree, TILES)
+    else:
+        phi, space = _matrix(space, z[3], z[3])
+        expm1, space = _matrix(space, z[3], z[3])
+        _halved(phi, expm1, z, degree, fraction, space, TILES)
+        _multiply(out, phi, y, 1.0, None, 0.0, TILES)
+        for _ in range(halvings):
+            _multiply(out, expm1, out, 0.5, out, 1.0, TILES)
+            _multiply(phi, expm1, expm1, 1.0, expm1, 2.0, TILES)
+            _copy(expm1, phi, 1.0, TILES)
 
 
 @triton.jit
 def _phi1_backward(u, grad_y, grad_z, z, y, h, space, TILES: tl.constexpr):
-    """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D(H, Y) = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
+    """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
 
-    One step, by Horner's rule on both sides, which keeps no term: from the highest degree down
+    By Horner's rule on both sides, which keeps no term: from the highest degree down
 
         Q_a = Y + Z Q_{a+1} / (a + 3),        [D_a, F_a] = [H Q_aᵀ, H] + Zᵀ [D_{a+1}, F_{a+1}] / (a + 3),
 
-    and U = Y + ½ Z Q_0, D(H, Y) = ½ D_0, φ₁(Zᵀ) H = H + ½ Zᵀ F_0.
+    and U = Y + ½ Z Q_0, D = ½ D_0, φ₁(Zᵀ) H = H + ½ Zᵀ F_0. Where Z was halved, with e = e^Z − I, Φ = φ₁(Z) and the
+    gradient of the exponential, L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ, that of twice Z comes from
 
-    n steps: with Y_k = e^{kZ/n} Y, H_k = e^{(n−1−k)Zᵀ/n} H, and x_k the sum of φ₁(Zᵀ/n) H_j over j > k,
-    n² D(H, Y) = Σ_k D_k(H_k, Y_k) + x_k (φ₁(Z/n) Y_k)ᵀ, with Z/n in D_k. k runs down: H_k grows out of H, and Y_k, whose
-    flow is of bounded inverse, runs back from its end. H is overwritten.
+        D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
+
+    which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½; finally U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
     """
-    steps, degree, fraction = _terms(z, TILES)
+    halvings, degree, fraction = _terms(z, TILES)
     size, width = y[3], y[4]
-    current, space = _matrix(space, size, width)
     q, space = _matrix(space, size, width)
-    result, space = _matrix(space, size, width)
     base, space = _matrix(space, size, size + width)
     sums, space = _matrix(space, size, size + width)
-    base_d, base_f = (base[0], base[1], 1, size, size), (base[0] + size, base[1], 1, size, width)
-    d, f = (sums[0], sums[1], 1, size, size), (sums[0] + size, sums[1], 1, size, width)
-    _copy(current, y, 1.0, TILES)
-    _zero(u, TILES)
-    _zero(grad_y, TILES)
-    _zero(grad_z, TILES)
-    for _ in range(1, steps):
-        _taylor(result, z, fraction, current, degree, TILES)
-        _add(u, result, 1.0, TILES)
-        _multiply(current, z, u, fraction, y, 1.0, TILES)
-    _zero(u, TILES)
-    for k in range(steps):
-        _copy(q, current, 1.0, TILES)
-        _copy(base_f, h, 1.0, TILES)
+    base_d, d = _columns(base, 0, size), _columns(sums, 0, size)
+    f = _columns(sums, size, width)
+    _copy(q, y, 1.0, TILES)
+    _copy(_columns(base, size, width), h, 1.0, TILES)
+    _multiply(base_d, h, _t(q), 1.0, None, 0.0, TILES)
+    _copy(sums, base, 1.0, TILES)
+    for i in range(degree):
+        weight = fraction / (degree - i + 2)
+        _multiply(q, z, q, weight, y, 1.0, TILES)
         _multiply(base_d, h, _t(q), 1.0, None, 0.0, TILES)
-        _copy(sums, base, 1.0, TILES)
-        for i in range(degree):
-            weight = fraction / (degree - i + 2)
-            _multiply(q, z, q, weight, current, 1.0, TILES)
-            _multiply(base_d, h, _t(q), 1.0, None, 0.0, TILES)
-            _multiply(sums, _t(z), sums, weight, base, 1.0, TILES)
-        _multiply(result, z, q, 0.5 * fraction, current, 1.0, TILES)
-        _add(u, result, 1.0, TILES)
-        _multiply(grad_z, grad_y, _t(result), 1.0, grad_z, 1.0, TILES)
-        _add(grad_z, d, 0.5, TILES)
-        _multiply(f, _t(z), f, 0.5 * fraction, h, 1.0, TILES)
-        _add(grad_y, f, 1.0, TILES)
-        if k + 1 < steps:
-            _multiply(h, _t(z), f, fraction, h, 1.0, TILES)
-            _taylor(result, z, -fraction, current, degree, TILES)
-            _multiply(current, z, result, -fraction, current, 1.0, TILES)
-    _copy(u, u, fraction, TILES)
-    _copy(grad_y, grad_y, fraction, TILES)
-    _copy(grad_z, grad_z, fraction * fraction, TILES)
+        _multiply(sums, _t(z), sums, weight, base, 1.0, TILES)
+    _multiply(u, z, q, 0.5 * fraction, y, 1.0, TILES)
+    _multiply(grad_y, _t(z), f, 0.5 * fraction, h, 1.0, TILES)
+    _copy(grad_z, d, 0.5, TILES)
+    if halvings > 0:
+        expm1, space = _matrix(space, size, size)
+        phi, space = _matrix(space, size, size)
+        of_exp, space = _matrix(space, size, size)
+        result, space = _matrix(space, size, size)
+        _halved(phi, expm1, z, degree, fraction, space, TILES)
+        _multiply(of_exp, _t(z), grad_z, fraction, None, 0.0, TILES)
+        _multiply(of_exp, h, _t(u), 1.0, of_exp, 1.0, TILES)
+        for _ in range(halvings):
+            _multiply(result, _t(phi), of_exp, 0.25, grad_z, 0.5, TILES)
+            _multiply(result, grad_z, _t(expm1), 0.25, result, 1.0, TILES)
+            _copy(grad_z, result, 1.0, TILES)
+            _multiply(result, _t(expm1), of_exp, 0.5, of_exp, 1.0, TILES)
+            _multiply(result, of_exp, _t(expm1), 0.5, result, 1.0, TILES)
+            _copy(of_exp, result, 1.0, TILES)
+            _multiply(phi, expm1, phi, 0.5, phi, 1.0, TILES)
+            _multiply(result, expm1, expm1, 1.0, expm1, 2.0, TILES)
+            _copy(expm1, result, 1.0, TILES)
+        _multiply(u, phi, y, 1.0, None, 0.0, TILES)
+        _multiply(grad_y, _t(phi), h, 1.0, None, 0.0, TILES)
 
 
 @triton.jit
@@ -315,11 +335,6 @@ def _projector_backward(gram, grad, space, ITERATIONS: tl.constexpr, STEPS: tl.c
         _add(grad, half, 1.0, TILES)
         _add(grad, _t(half), 1.0, TILES)
         _multiply(gram, g_t, w, 1.0, g_t, a, TILES)
-
-
-@triton.jit
-def _columns(a, start, count):
-    return (a[0] + start * a[2], a[1], a[2], a[3], count)
 
 
 @triton.jit
@@ -489,39 +504,53 @@ def _column_products(q, k, on_key, on_query, TILES: tl.constexpr):
     return q_q, k_k, q_k
 
 
-@triton.jit
-def _balance(q, k, METHOD: tl.constexpr, TILES: tl.constexpr):
-    """The symplectic balancing of each pair of columns: `on_key`, `on_query` and s of q ← s (q − on_key · k) and
-    k ← (k − on_query · q) / s, of which the shorter one takes off its projection on the longer, and s makes them alike.
+@triton.jit(noinline=True)
+def _gather(m, taken, q, k, METHOD: tl.constexpr, TILES: tl.constexpr):
+    """M ← [Q, K]; for "exact" balanced, M ← [s (Q − a ∘ K), (K − b ∘ Q) / s], and the rows a, b and s of `taken`.
 
-    M ← M T with T J Tᵀ = J leaves S = c M J Mᵀ as it is, so that T is constant for the backward pass, and makes ‖M‖ small,
-    with which the rounding of "exact" grows. s is a power of two: it rounds nothing.
+    Of each pair of columns the shorter one takes off its projection on the longer, and s makes them alike. M ← M T with
+    T J Tᵀ = J leaves S = c M J Mᵀ as it is, so that T is constant for the backward pass, and makes ‖M‖ small, with which
+    the rounding of "exact" grows. s is a power of two: it rounds nothing. The differences are in float64 as Q may nearly
+    be K.
     """
-    none = tl.zeros((TILES[0] // 2,), TILES[3])
-    on_key, on_query, s = none, none, none + 1.0
-    if METHOD == "exact":
-        q_q, k_k, q_k = _column_products(q, k, none, none, TILES)
-        longer = tl.maximum(q_q, k_k)
-        ratio = q_k / tl.where(longer > 0, longer, 1.0)
-        on_key, on_query = tl.where(k_k >= q_q, ratio, 0.0), tl.where(k_k >= q_q, 0.0, ratio)
-        q_q, k_k, _ = _column_products(q, k, on_key, on_query, TILES)
-        alive = (q_q > 0) & (k_k > 0)
-        exponent = 0.25 * (tl.log2(tl.where(alive, k_k, 1.0)) - tl.log2(tl.where(alive, q_q, 1.0)))
-        s = tl.exp2(tl.floor(exponent + 0.5))
-    return on_key, on_query, s
-
-
-@triton.jit
-def _gather(m, q, k, on_key, on_query, s, TILES: tl.constexpr):
-    """M ← [s (Q − on_key · K), (K − on_query · Q) / s], the differences in float64 as Q may nearly be K."""
     WIDTH: tl.constexpr = TILES[0] // 2
     columns = tl.arange(0, WIDTH)
+    a = tl.zeros((WIDTH,), TILES[3])
+    b, s, inverse = a, a + 1.0, a + 1.0
+    if METHOD == "exact":
+        q_q, k_k, q_k = _column_products(q, k, a, b, TILES)
+        longer = tl.maximum(q_q, k_k)
+        ratio = q_k / tl.where(longer > 0, longer, 1.0)
+        a, b = tl.where(k_k >= q_q, ratio, 0.0), tl.where(k_k >= q_q, 0.0, ratio)
+        q_q, k_k, _ = _column_products(q, k, a, b, TILES)
+        alive = (q_q > 0) & (k_k > 0)
+        exponent = 0.25 * (tl.log2(tl.where(alive, k_k, 1.0)) - tl.log2(tl.where(alive, q_q, 1.0)))
+        s, inverse = tl.exp2(tl.floor(exponent + 0.5)), tl.exp2(-tl.floor(exponent + 0.5))
+    _store(taken, tl.arange(0, 1), columns, a[None, :])
+    _store(taken, 1 + tl.arange(0, 1), columns, b[None, :])
+    _store(taken, 2 + tl.arange(0, 1), columns, s[None, :])
     for row in range(0, q[3], TILES[1]):
         rows = row + tl.arange(0, TILES[1])
         of_q, of_k = _load(q, rows, columns).to(tl.float64), _load(k, rows, columns).to(tl.float64)
-        _store(_columns(m, 0, q[4]), rows, columns, s * (of_q - on_key * of_k))
-        _store(_columns(m, q[4], q[4]), rows, columns, (of_k - on_query * of_q) / s)
+        _store(_columns(m, 0, q[4]), rows, columns, s * (of_q - a * of_k))
+        _store(_columns(m, q[4], q[4]), rows, columns, inverse * (of_k - b * of_q))
     tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
+def _scatter(grad_q, grad_k, grad_m, taken, TILES: tl.constexpr):
+    """The gradients of Q and K from that of M T, as `_gather` makes it: times Tᵀ."""
+    columns = tl.arange(0, TILES[0] // 2)
+    a = _load(taken, tl.arange(0, 1), columns)
+    b = _load(taken, 1 + tl.arange(0, 1), columns)
+    s = _load(taken, 2 + tl.arange(0, 1), columns)
+    width = grad_q[4]
+    for row in range(0, grad_q[3], TILES[1]):
+        rows = row + tl.arange(0, TILES[1])
+        of_q = s * _load(_columns(grad_m, 0, width), rows, columns)
+        of_k = _load(_columns(grad_m, width, width), rows, columns) / tl.where(columns < width, s, 1.0)
+        _store(grad_q, rows, columns, of_q - b * of_k)
+        _store(grad_k, rows, columns, of_k - a * of_q)
 
 
 @triton.jit
@@ -533,15 +562,14 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr, TILES: tl.constexpr):
     the span of the others.
     """
     rows, columns = tl.arange(0, ALL_ROWS), tl.arange(0, TILES[0])
-    given = _load(m, rows, columns)  # (ALL_ROWS, 2d)
-    result = tl.zeros_like(given)
+    result = _load(m, rows, columns)  # (ALL_ROWS, 2d), of which the first i columns are B's
     for i in range(m[4]):
-        column = tl.sum(tl.where(columns[None, :] == i, given, 0.0), axis=1)  # (ALL_ROWS,)
+        column = tl.sum(tl.where(columns[None, :] == i, result, 0.0), axis=1)  # (ALL_ROWS,)
         largest = tl.max(tl.abs(column), axis=0)
         column = column / tl.where(largest > 0, largest, 1.0)
         norm = tl.sqrt(tl.sum(column * column, axis=0))
         for _ in range(2):
-            coefficients = tl.sum(result * column[:, None], axis=0)  # (2d,)
+            coefficients = tl.where(columns < i, tl.sum(result * column[:, None], axis=0), 0.0)  # (2d,)
             column -= tl.sum(result * coefficients[None, :], axis=1)
         left = tl.sqrt(tl.sum(column * column, axis=0))
         column = tl.where(left > 1e-6 * norm, column / tl.where(left > 0, left, 1.0), 0.0)
@@ -551,10 +579,23 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
+def _beginning(pointer):
+    """A space at a pointer. Offsets from it are numbers of the program's text, which take no register."""
+    return (pointer, tl.full([], 0, tl.int32))
+
+
+@triton.jit
+def _part(pointer, size):
+    """This program's of consecutive parts of this size."""
+    return _beginning(pointer + tl.program_id(0).to(tl.int64) * size)
+
+
+@triton.jit
 def _of_program(pointer, strides, heads, rows, columns):
     """This program's matrix of a tensor (batch, heads, rows, columns)."""
     program = tl.program_id(0).to(tl.int64)
-    return (pointer + program // heads * strides[0] + program % heads * strides[1], strides[2], strides[3], rows, columns)
+    pointer += program // heads * strides[0] + program % heads * strides[1]
+    return (pointer, strides[2], strides[3], rows, columns, 0)
 
 
 @triton.jit
@@ -568,13 +609,13 @@ def _forward(
     q, k = _of_program(query, q_strides, heads, tokens, WIDTH), _of_program(key, k_strides, heads, tokens, WIDTH)
     v = _of_program(value, v_strides, heads, tokens, VALUE_WIDTH)
     scale = tl.load(_of_program(scale, c_strides, heads, 1, 1)[0]).to(TILES[3])
-    space += tl.program_id(0).to(tl.int64) * space_size
-    m, space = _matrix(space, tokens, SIZE)
+    m, space = _matrix(_part(space, space_size), tokens, SIZE)
+    space = _beginning(space[0] + space[1])
     g, space = _matrix(space, SIZE, SIZE)
     x, space = _matrix(space, SIZE, VALUE_WIDTH)
     t, space = _matrix(space, SIZE, VALUE_WIDTH)
-    on_key, on_query, s = _balance(q, k, METHOD, TILES)
-    _gather(m, q, k, on_key, on_query, s, TILES)
+    taken, space = _matrix(space, 3, WIDTH)
+    _gather(m, taken, q, k, METHOD, TILES)
     if METHOD == "qr":
         left = _of_program(basis, b_strides, heads, tokens, SIZE)
         _gram_schmidt(left, m, ALL_ROWS, TILES)
@@ -599,9 +640,9 @@ def _backward(
     v = _of_program(value, v_strides, heads, tokens, VALUE_WIDTH)
     e = _of_program(grad, e_strides, heads, tokens, VALUE_WIDTH)
     scale = tl.load(_of_program(scale, c_strides, heads, 1, 1)[0]).to(TILES[3])
-    space += tl.program_id(0).to(tl.int64) * space_size
-    m, space = _matrix(space, tokens, SIZE)
+    m, space = _matrix(_part(space, space_size), tokens, SIZE)
     grad_m, space = _matrix(space, tokens, SIZE)
+    space = _beginning(space[0] + space[1])
     g, space = _matrix(space, SIZE, SIZE)
     a3, space = _matrix(space, SIZE, SIZE)
     x, space = _matrix(space, SIZE, VALUE_WIDTH)
@@ -609,8 +650,8 @@ def _backward(
     a1, space = _matrix(space, SIZE, VALUE_WIDTH)
     a2, space = _matrix(space, SIZE, VALUE_WIDTH)
     a4, space = _matrix(space, SIZE, VALUE_WIDTH)
-    on_key, on_query, s = _balance(q, k, METHOD, TILES)
-    _gather(m, q, k, on_key, on_query, s, TILES)
+    taken, space = _matrix(space, 3, WIDTH)
+    _gather(m, taken, q, k, METHOD, TILES)
     left = _of_program(basis, b_strides, heads, tokens, SIZE) if METHOD == "qr" else m
     _multiply(g, _t(left), m, 1.0, None, 0.0, TILES)
     _multiply(x, _t(left), v, 1.0, None, 0.0, TILES)
@@ -623,25 +664,16 @@ def _backward(
     _multiply(grad_m, left, a3, 1.0, grad_m, 1.0, TILES)
     of_query = _of_program(grad_query, gq_strides, heads, tokens, WIDTH)
     of_key = _of_program(grad_key, gq_strides, heads, tokens, WIDTH)
-    columns = tl.arange(0, TILES[0] // 2)
-    for row in range(0, tokens, TILES[1]):  # M = M_balanced T⁻¹, and so grad M = grad M_balanced Tᵀ
-        rows = row + tl.arange(0, TILES[1])
-        of_q, of_k = (
-            s * _load(_columns(grad_m, 0, WIDTH), rows, columns),
-            _load(_columns(grad_m, WIDTH, WIDTH), rows, columns) / s,
-        )
-        _store(of_query, rows, columns, of_q - on_query * of_k)
-        _store(of_key, rows, columns, of_k - on_key * of_q)
+    _scatter(of_query, of_key, grad_m, taken, TILES)
 
 
 @triton.jit
 def _phi1_forward(z, y, output, space, space_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILES: tl.constexpr):
     """output = φ₁(Z) Y."""
-    program = tl.program_id(0).to(tl.int64)
-    z, _ = _matrix(z + program * SIZE * SIZE, SIZE, SIZE)
-    y, _ = _matrix(y + program * SIZE * VALUE_WIDTH, SIZE, VALUE_WIDTH)
-    output, _ = _matrix(output + program * SIZE * VALUE_WIDTH, SIZE, VALUE_WIDTH)
-    _phi1(output, z, y, space + program * space_size, TILES)
+    z, _ = _matrix(_part(z, SIZE * SIZE), SIZE, SIZE)
+    y, _ = _matrix(_part(y, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+    output, _ = _matrix(_part(output, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+    _phi1(output, z, y, _part(space, space_size), TILES)
 
 
 @triton.jit
@@ -649,17 +681,13 @@ def _phi1_gradients(
     z, y, grad, grad_z, grad_y, space, space_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
     """The gradients of Z and Y from that of φ₁(Z) Y."""
-    program = tl.program_id(0).to(tl.int64)
-    z, _ = _matrix(z + program * SIZE * SIZE, SIZE, SIZE)
-    y, _ = _matrix(y + program * SIZE * VALUE_WIDTH, SIZE, VALUE_WIDTH)
-    grad, _ = _matrix(grad + program * SIZE * VALUE_WIDTH, SIZE, VALUE_WIDTH)
-    grad_z, _ = _matrix(grad_z + program * SIZE * SIZE, SIZE, SIZE)
-    grad_y, _ = _matrix(grad_y + program * SIZE * VALUE_WIDTH, SIZE, VALUE_WIDTH)
-    space += program * space_size
-    u, space = _matrix(space, SIZE, VALUE_WIDTH)
-    h, space = _matrix(space, SIZE, VALUE_WIDTH)
-    _copy(h, grad, 1.0, TILES)
-    _phi1_backward(u, grad_y, grad_z, z, y, h, space, TILES)
+    z, _ = _matrix(_part(z, SIZE * SIZE), SIZE, SIZE)
+    y, _ = _matrix(_part(y, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+    grad, _ = _matrix(_part(grad, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+    grad_z, _ = _matrix(_part(grad_z, SIZE * SIZE), SIZE, SIZE)
+    grad_y, _ = _matrix(_part(grad_y, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+    u, space = _matrix(_part(space, space_size), SIZE, VALUE_WIDTH)
+    _phi1_backward(u, grad_y, grad_z, z, y, grad, space, TILES)
 
 
 # What calls them
@@ -711,6 +739,8 @@ def attend(
         scale = 1 / math.sqrt(query.shape[-1])
     if not isinstance(scale, Tensor):
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
+    if method == "polar_express":  # for products of float64 the compiler loads nothing of 16 bits
+        query, key, value = query.float(), key.float(), value.float()
     inputs = [x.expand(*batch, *x.shape[-2:]) for x in (query, key, value, scale.view(*scale.shape[:-2], 1, 1))]
     if len(batch) != 2:
         inputs = [x.reshape(-1, *batch[-1:], *x.shape[-2:]) if batch else x[None, None] for x in inputs]
@@ -728,12 +758,11 @@ def _register(method: str) -> torch.library.CustomOpDef:
     ) -> tuple[Tensor, Tensor]:
         output, basis = empty_output(query, value)
         size, width = 2 * query.shape[-1], value.shape[-1]
-        constants = _constants(method, query, value, num_iterations)
-        space = _space(query, query.shape[-2] * size + 6 * size**2 + 7 * size * width, constants)
+        constants = _forward_constants(method, query, value, num_iterations)
+        space = _space(query, query.shape[-2] * size + 6 * size**2 + (4 * width + 2) * size, constants)
         tensors = query, key, value, scale, output, basis
         _forward[(math.prod(query.shape[:2]),)](
-            *tensors, space, *(x.stride() for x in tensors), *query.shape[1:3], space.stride(0), epsilon,
-            ALL_ROWS=_padded(query.shape[-2]), **constants,
+            *tensors, space, *(x.stride() for x in tensors), *query.shape[1:3], space.stride(0), epsilon, **constants
         )  # fmt: skip
         return output, basis
 
@@ -751,7 +780,7 @@ def _register(method: str) -> torch.library.CustomOpDef:
         grads = [x.new_empty(x.shape) for x in (query, key, value, scale)]
         size, width = 2 * query.shape[-1], value.shape[-1]
         constants = _constants(method, query, value, num_iterations)
-        space = _space(query, 2 * query.shape[-2] * size + 11 * size**2 + 14 * size * width, constants)
+        space = _space(query, 2 * query.shape[-2] * size + 12 * size**2 + (12 * width + 2) * size, constants)
         tensors = query, key, value, scale, basis, grad
         _backward[(math.prod(query.shape[:2]),)](
             *tensors, *grads, space, *(x.stride() for x in tensors), grads[0].stride(), grads[2].stride(),
@@ -790,7 +819,7 @@ def _register(method: str) -> torch.library.CustomOpDef:
 def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
     output, constants = torch.empty_like(y), _phi1_constants(z, y)
-    space = _space(z, 2 * y.shape[-2] * y.shape[-1], constants)
+    space = _space(z, 3 * z.shape[-1] ** 2, constants)
     _phi1_forward[(len(z),)](z, y, output, space, space.stride(0), **constants)
     return output
 
@@ -798,7 +827,7 @@ def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
 @torch.library.custom_op("osa::phi1_backward", mutates_args=())
 def _phi1_gradients_operator(z: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     (_, size, width), constants = y.shape, _phi1_constants(z, y)
-    grad_z, grad_y, space = torch.empty_like(z), torch.empty_like(y), _space(z, 7 * size * width + 2 * size**2, constants)
+    grad_z, grad_y, space = torch.empty_like(z), torch.empty_like(y), _space(z, 7 * size**2 + 5 * size * width, constants)
     _phi1_gradients[(len(z),)](z, y, grad, grad_z, grad_y, space, space.stride(0), **constants)
     return grad_z, grad_y
 
@@ -833,12 +862,21 @@ def _constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -
     }
 
 
+def _forward_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
+    """The same, and for "qr" threads that hold 32 entries or fewer of the basis."""
+    constants, rows = _constants(method, query, value, num_iterations), _padded(query.shape[-2])
+    least = rows * constants["TILES"][0] // (32 * 32) if method == "qr" else 0
+    return constants | {"ALL_ROWS": rows, "num_warps": max(constants["num_warps"], least)}
+
+
 def _tiles(size: int, dtype: tl.dtype) -> dict:
-    """Tiles of which a program's threads hold eight entries or fewer each, whose sums leave registers to spare."""
-    return {"TILES": (_padded(size), TILE, TILE, dtype), "num_warps": 8 if size > 64 else 4}
+    """Tiles of the least width that `tl.dot` takes, and threads that hold eight entries or fewer of one.
 
-
-TILE = 16  # the least that `tl.dot` takes
+    So many registers, and loads that are not issued ahead, let two programs of float32 share a multiprocessor. Left alone,
+    the compiler takes fewer, and spills.
+    """
+    launch = {"num_warps": 8 if size > 32 else 4, "num_stages": 1, "maxnreg": 255 if dtype == tl.float64 else 128}
+    return {"TILES": (_padded(size), 16, 16, dtype), **launch}
 
 
 def _space(like: Tensor, size: int, constants: dict) -> Tensor:
@@ -867,7 +905,12 @@ def _is_right(method: str, device: torch.device, dtype: torch.dtype, width: int,
 @functools.cache
 def _agrees(method: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Whether values and gradients on this device are those of the plain route on the CPU in float64."""
-    with unset_fake_temporarily(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
         generator = torch.Generator().manual_seed(0)
         if method == "phi1":
             *inputs, grad = (

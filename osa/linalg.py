@@ -227,7 +227,7 @@ def balanced(m: Tensor) -> Tensor:
     area ‖q_j k_jᵀ − k_j q_jᵀ‖₂ that the pair spans, and no pair of that term has less.
 
     T is a constant of the derivatives: the function does not depend on it. The subtraction is in float64, lest Q ≈ K in
-    float32 lose digits to it.
+    float32 lose digits to it, except on Apple's GPUs (MPS), which do not have it.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -235,7 +235,7 @@ def balanced(m: Tensor) -> Tensor:
     Returns:
         (b, N, 2d), of m's type.
     """
-    query, key = m.double().chunk(2, dim=-1)  # (b, N, d)
+    query, key = (m if m.device.type == "mps" else m.double()).chunk(2, dim=-1)  # (b, N, d)
     tiny = torch.finfo(m.dtype).tiny
     q2, k2, qk = ((x.detach() * y.detach()).sum(-2, keepdim=True) for x, y in ((query, query), (key, key), (query, key)))
     is_longer = k2 >= q2

@@ -71,7 +71,8 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     allocator hands out: on the CPU every allocation, on CUDA its own record of the peak.
 
     Raises:
-        LookupError: the call runs a routine of linear algebra, an attention or an operator of `osa` without a formula here.
+        LookupError: the call runs a routine of linear algebra or an attention without a formula here, or an operator of
+            `osa` that has no plain route.
     """
     call()  # what is allocated once and kept is no part of the cost
     on_cuda = device.type == "cuda"
@@ -184,31 +185,6 @@ def attention_backward(query: list[int], key: list[int], value: list[int]) -> in
     return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
-def fused_attention(method: str, backward: bool, shapes: Shapes) -> int:
-    """A kernel of osa/kernels.py, with s = 2d: the products with N tokens, those of φ₁, and those of the projector or basis.
-
-    How many terms φ₁ has depends on the values; here as many as ‖S‖_F = √2 asks for in float32, and K its default.
-    """
-    (*batch, n, d), p = shapes[0], shapes[2][-1]
-    s = 2 * d
-    k, steps = {"newton_schulz": (6, (2, 6)), "polar_express": (7, (3, 7))}.get(method, (0, (0, 0)))
-    basis = 4 * n * s**2 if method == "qr" and not backward else 0  # each column against the others, twice and both ways
-    large = 2 * n * s * (s + 3 * p) if backward else n * s * (s + 2 * p)
-    projector = k * s**3 * (sum(steps) if backward else steps[0])
-    return math.prod(batch) * (large + basis + projector + _phi1(s, p, backward))
-
-
-def fused_phi1(backward: bool, shapes: Shapes) -> int:
-    """φ₁(Z) Y of osa/kernels.py, (..., s, s) and (..., s, p), under the same assumption."""
-    *batch, s, p = shapes[1]
-    return math.prod(batch) * _phi1(s, p, backward)
-
-
-def _phi1(s: int, p: int, backward: bool) -> int:
-    return FUSED_DEGREE * s**2 * (s + 3 * p if backward else p)
-
-
-FUSED_DEGREE = 10  # Taylor's remainder, 1/11!, is below the rounding of float32 then
 PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # each is seen with its shapes, and so counted
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
@@ -226,10 +202,6 @@ ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the 
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
-for _backward, _suffix in ((False, ""), (True, "_backward")):
-    ROUTINES[f"osa::phi1{_suffix}"] = partial(fused_phi1, _backward)
-    for _method in ("exact", "newton_schulz", "qr", "polar_express"):
-        ROUTINES[f"osa::{_method}{_suffix}"] = partial(fused_attention, _method, _backward)
 FORMULAS = PRODUCTS | ROUTINES
 MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
     "aten::linalg_cholesky",

@@ -5,6 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from osa import reference
 from osa.functional import orthogonal_attention
@@ -205,6 +208,21 @@ def test_balanced_columns_are_short_and_make_the_same_matrix(dtype):
     products = (short_query * short_key).sum(-2).abs().double()
     assert (products <= 1e-3 * lengths * others)[ordinary].all()
     assert (lengths * others)[~ordinary].max() < 1e-3 and m.isfinite().all()
+
+
+def test_without_float64_exact_keeps_to_float32():
+    """MPS, here by tensors without values, has none: every tensor of float64 on it would be an error."""
+    types = set()
+
+    class Types(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, _, args=(), kwargs=None):
+            result = operator(*args, **(kwargs or {}))
+            types.update(x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor))
+            return result
+
+    with FakeTensorMode(), Types():
+        orthogonal_attention(*(torch.empty(2, 7, 3, device="mps") for _ in range(3)))
+    assert torch.float32 in types and torch.float64 not in types
 
 
 def test_what_is_balanced():

@@ -10,14 +10,21 @@ class UserError(Exception):
 
 
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
-    """Turns a `UserError` of a stage's `main` into one line on stderr and exit status 1."""
+    """Turns a `UserError` of a stage's `main`, or one of the system about a file, into one line and exit status 1."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
         try:
-            main(*args, **kwargs)
+            return main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(1)
+            sentence = str(error)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            sentence = (
+                f"{error.filename} cannot be used ({error.strerror}): make room for it, or let it be read and written."
+            )
+        print(f"error: {sentence}", file=sys.stderr)
+        sys.exit(1)
 
     return guarded

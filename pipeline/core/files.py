@@ -25,24 +25,30 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         UserError: the disk is full, the folder read-only, or whatever else the system says.
     """
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
-            if not _is_alive(left.suffix[1:]):
-                left.unlink(missing_ok=True)
         try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+            _write(path, data)
+        except FileNotFoundError:  # another training of the same run has ended, and removed the folder meanwhile
+            _write(path, data)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}): make room for it, or let it be written."
-        ) from None
+        why = error.strerror or error
+        raise UserError(f"{path} cannot be written ({why}): make room for it, or let it be written.") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
+        if not _is_alive(left.suffix[1:]):
+            left.unlink(missing_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _is_alive(pid: str) -> bool:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 
 import pandas as pd
@@ -40,6 +41,14 @@ def test_a_file_where_a_folder_should_be_is_named(tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(UserError, match=r"runs/metrics.json cannot be written \(.+\): "):
         files.write_text(tmp_path / "runs/metrics.json", "new")
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """As where two processes train one run, and the first is done."""
+    fsync, times = os.fsync, iter([shutil.rmtree, lambda folder: None])
+    monkeypatch.setattr(os, "fsync", lambda handle: (fsync(handle), next(times)(tmp_path / "scratch")))
+    files.write_text(tmp_path / "scratch/record.json", "new")
+    assert (tmp_path / "scratch/record.json").read_text() == "new"
 
 
 def test_what_a_killed_writer_left_goes_and_that_of_a_living_one_stays(tmp_path):
@@ -128,10 +137,20 @@ def test_an_error_of_the_user_is_one_line_and_exit_status_1(capsys):
     assert capsys.readouterr() == ("", "error: train.epochs is missing.\n")
 
 
-def test_any_other_error_is_not_hidden():
+def test_a_file_that_the_system_refuses_is_one_line(tmp_path, capsys):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(SystemExit) as caught:
+        entry_point((tmp_path / "runs/record.json").unlink)()
+    assert caught.value.code == 1
+    sentence = "cannot be used (Not a directory): make room for it, or let it be read and written."
+    assert capsys.readouterr() == ("", f"error: {tmp_path}/runs/record.json {sentence}\n")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EIO, "Input/output error")])
+def test_any_other_error_is_not_hidden(error):
     @entry_point
     def main():
-        raise ZeroDivisionError
+        raise error
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error)):
         main()

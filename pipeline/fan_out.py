@@ -8,13 +8,13 @@ begins anew on another one. Killed, the same command goes on where each run stoo
 
 import argparse
 import contextlib
+import fnmatch
 import functools
 import io
 import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,39 +48,59 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, help="trainings at a time on this machine; default: one a GPU, or one a core")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
     parser.add_argument("--no-tracking", action="store_true", help="do not follow the runs in MLflow")
+    only_help = "these alone, of whatever study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
+    parser.add_argument("--only", nargs="+", metavar="RUN", help=only_help)
     chosen = parser.parse_args(arguments)
     LOCK.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(LOCK, timeout=0):
-            wanted = missing(params.load())
+            left = missing(params.load(), chosen.only)
             if chosen.cluster:
-                follow(wanted, on_cluster(wanted, chosen.cluster), jobs=len(wanted))
+                follow(left, on_cluster(left, chosen.cluster), jobs=len(left))
             else:
                 jobs = chosen.jobs or slots()
-                follow(wanted, here(wanted, jobs, ["--no-tracking"] if chosen.no_tracking else []), jobs)
+                follow(left, here(left, jobs, ["--no-tracking"] if chosen.no_tracking else []), jobs)
     except Timeout:
         raise UserError(f"another process trains these runs already ({LOCK} is locked): wait for it, or end it.") from None
+    except KeyboardInterrupt:
+        raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
 
 
-def missing(settings: Params) -> list[Job]:
-    """The runs that are not there as today's code, data and parameters make them: of params.yaml, and of the studies."""
+def missing(settings: Params, patterns: list[str] | None = None) -> list[Job]:
+    """Of the runs `wanted` those that are not there, with weights, as today's code, data and parameters make them."""
+
+    def is_there(run: Run, config: RunConfig) -> bool:
+        if not (run.weights.exists() and runs.is_current(run, config, None)):
+            return False
+        return runs.is_current(run, config, digest(config.data.source))
+
+    return [(run, config) for run, config in wanted(settings, patterns) if not is_there(run, config)]
+
+
+def wanted(settings: Params, patterns: list[str] | None = None) -> list[Job]:
+    """What `dvc repro` would train, of Table 2 and of the studies; with `patterns` what matches them, of any study."""
     paper = params.load_paper()
     found = [
         (Run(name, seed), params.resolve(settings, name)) for name in settings.run.variants for seed in settings.run.seeds
     ]
     for name, section in settings.studies.items():
-        lab, trainings = Lab(name, settings, paper), getattr(studies.module(name), "trainings", lambda *_: [])
-        for variant, overrides, seed in trainings(section, lab):
+        if patterns is None and studies.gathers(name):
+            continue
+        lab = Lab(name, settings, paper)
+        for variant, overrides, seed in studies.trainings(name, section, lab):
             found.append((lab.run(variant, overrides, seed), lab.config(variant, overrides)))
-    return [(run, config) for run, config in found if not (run.weights.exists() and _is_current(run, config))]
+    return found if patterns is None else only(found, patterns)
 
 
-def _is_current(run: Run, config: RunConfig) -> bool:
-    return runs.is_current(run, config, None) and runs.is_current(run, config, _digest(config.data.source))
+def only(wanted: list[Job], patterns: list[str]) -> list[Job]:
+    """Those that match a pattern, once each, in the order of the patterns."""
+    matching = {str(job[0]): job for each in patterns for job in wanted if fnmatch.fnmatchcase(str(job[0]), each)}
+    return list(matching.values())
 
 
 @functools.cache
-def _digest(source: str) -> str:
+def digest(source: str) -> str:
+    """That of a data set, read once."""
     return data.digest(data.folder(source))
 
 
@@ -91,8 +111,9 @@ def slots() -> int:
 
 def follow(wanted: list[Job], finished: Iterator[Run], jobs: int) -> None:
     """Shows one line for the whole, and tells DVC of the runs that have come."""
-    left, done = {str(run): seconds_before(run) for run, _ in wanted}, []
-    line = "{n_fmt}/{total_fmt} trainings, {postfix} [{elapsed}]"
+    made, done = runs.finished(), []
+    left = {str(run): runs.seconds_of(run, made) for run, _ in wanted}
+    line = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     try:
         with contextlib.closing(finished), tqdm(total=len(wanted), bar_format=line) as bar:
             bar.set_postfix_str(remaining(left, jobs))
@@ -103,13 +124,6 @@ def follow(wanted: list[Job], finished: Iterator[Run], jobs: int) -> None:
                 bar.update()
     finally:
         commit([run for run in done if run.study == runs.TABLE_2])
-
-
-def seconds_before(run: Run) -> float | None:
-    """How long trainings of this variant took, by their records; None if there is none."""
-    made = map(files.read_json, runs.FOLDER.glob("*/*/*/record.json"))
-    seconds = [each["seconds"] for each in made if each["variant"] == run.variant]
-    return statistics.median(seconds) if seconds else None
 
 
 def remaining(left: dict[str, float | None], jobs: int) -> str:
@@ -207,7 +221,7 @@ def told_of(run: Run) -> Iterator[None]:
 
 def written(run: Run) -> list[str]:
     """The files of a run, its record last."""
-    return [str(run.weights), *(str(run.folder / name) for name in ("history.csv", "metrics.json", "record.json"))]
+    return [str(path) for path in run.outputs]
 
 
 def receive(run: Run, content: list[bytes]) -> None:

@@ -1,6 +1,7 @@
 """A run: where its files lie, whether they are of today's code, and how a training gets there.
 
-    runs/STUDY/NAME/SEED/     history.csv, metrics.json, record.json, and of Table 2's runs evaluation.json; git keeps them
+    runs/STUDY/NAME/SEED/     history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a study with a
+                              `watch` watched.csv; git keeps them
     weights/STUDY/NAME/SEED.pt
 
 Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
@@ -14,10 +15,13 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
+import pandas as pd
 import torch
 from tqdm import tqdm
 
@@ -67,6 +71,12 @@ class Run:
         return f"{self.study}/{self.name}/{self.seed}"
 
     @property
+    def outputs(self) -> list[Path]:
+        """What a training leaves, the record last."""
+        names = ["history.csv", "metrics.json", *["watched.csv"] * (watch_of(self.study) is not None), "record.json"]
+        return [self.weights, *(self.folder / name for name in names)]
+
+    @property
     def command(self) -> str:
         """What makes it."""
         if self.study == TRIES:
@@ -76,13 +86,18 @@ class Run:
 
     def is_there(self) -> bool:
         """Whether its training has ended and left everything that git keeps, each file as its record knows it."""
+        return self.record_if_there() is not None
+
+    def record_if_there(self) -> dict | None:
+        """Its record; None where `is_there` is false."""
         if not all((self.folder / name).exists() for name in ("history.csv", "metrics.json", "record.json")):
-            return False
+            return None
         made = self.read("record")
-        return all(
+        is_whole = all(
             made.get(key) in (None, files.sha256(self.folder / name))  # older records know their weights alone
             for key, name in (("history_sha256", "history.csv"), ("metrics_sha256", "metrics.json"))
         )
+        return made if is_whole else None
 
     def read(self, name: str) -> dict:
         """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed."""
@@ -112,6 +127,13 @@ class Run:
         return model.eval()
 
 
+def watch_of(study: str) -> Callable[[Training], list[dict[str, float]]] | None:
+    """What a study sees of its models at every point of their training, where it does: rows of numbers."""
+    from pipeline import studies  # whose modules import this one
+
+    return getattr(studies.module(study), "watch", None) if study in studies.names() else None
+
+
 def written_config(config: dict) -> dict:
     """A record's configuration as one writes it: without keys that are None, which do not apply, and without those that
     params.yaml no longer has, which follow from others now."""
@@ -129,11 +151,28 @@ def same_config(recorded: dict, config: RunConfig) -> bool:
 
 def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
     """Whether the run is there, and of this configuration, of this data if any is given, and of today's code."""
-    if not run.is_there():
+    if (made := run.record_if_there()) is None:
         return False
-    made = run.read("record")
     same_data = data_sha256 is None or made["data_sha256"] == data_sha256
     return same_data and same_config(made["config"], config) and record.is_of_today(made)
+
+
+def finished() -> list[dict]:
+    """The records of all runs that finished."""
+    made = map(files.read_json, sorted(FOLDER.glob("*/*/*/record.json")))
+    return [each for each in made if each["status"] == "finished"]
+
+
+def alike(run: Run, made: list[dict]) -> list[dict]:
+    """Those of these records that say how long the run will take: of the same name, or else of the same variant."""
+    named = [each for each in made if (each["study"], each["name"]) == (run.study, run.name)]
+    return named or [each for each in made if each["variant"] == run.variant]
+
+
+def seconds_of(run: Run, made: list[dict]) -> float | None:
+    """How long the run will take by these records, their median; None where none is alike."""
+    seconds = [each["seconds"] for each in alike(run, made)]
+    return median(seconds) if seconds else None
 
 
 def train(run: Run, config: RunConfig, *, eager: bool = False, track: bool = True) -> None:
@@ -145,7 +184,8 @@ def train(run: Run, config: RunConfig, *, eager: bool = False, track: bool = Tru
     recorder = Recorder(run, training)
     with (tracked if track else nullcontext)(recorder.scratch):
         recorder.restore()
-        training.run(recorder)
+        with recorder.bar:
+            training.run(recorder)
         recorder.write_outputs()
     recorder.clear()
 
@@ -157,7 +197,7 @@ class Recorder(Observer):
     """
 
     def __init__(self, run: Run, training: Training) -> None:
-        self.run, self.training = run, training
+        self.run, self.training, self.watch = run, training, watch_of(run.study)
         self.code_sha256 = record.code_sha256(training.device.type)
         self.environment = record.describe_environment(training.device) | record.describe_commit()
         config = training.config.model_dump()
@@ -197,6 +237,8 @@ class Recorder(Observer):
     def pointed(self) -> None:
         self.times.timestamps.append(time.time_ns() // 1_000_000)
         row = self.training.progress.history[-1]
+        if self.watch and not self.training.progress.diverged:
+            self.times.watched += [{"epoch": row["epoch"]} | seen for seen in self.watch(self.training)]
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         files.write_json(self.scratch / "record.json", self.record("running"))
@@ -247,13 +289,14 @@ class Recorder(Observer):
         """Weights, history, metrics and record, each whole. The record, without which they are no run, goes first and comes
         last, with the digests of the others."""
         self._clock()
-        self.bar.close()
         weights, folder = self.run.weights, self.run.folder
         (folder / "record.json").unlink(missing_ok=True)
         state = self.training.model.state_dict()
         files.write_bytes(weights, checkpoint.as_bytes({name: tensor.cpu() for name, tensor in state.items()}))
         files.write_text(folder / "history.csv", history_csv(self.training.progress.history))
         files.write_json(folder / "metrics.json", self.metrics())
+        if self.watch:
+            files.write_csv(folder / "watched.csv", pd.DataFrame(self.times.watched))
         written = {"weights": weights, "history": folder / "history.csv", "metrics": folder / "metrics.json"}
         made = self.record("diverged" if self.training.progress.diverged else "finished")
         made |= {f"{name}_sha256": files.sha256(path) for name, path in written.items()}

@@ -1,9 +1,9 @@
 """What each study's numbers are made by: `python -m pipeline.sources` writes paper_outputs/sources/NAME.txt.
 
-That is the part of the study's own file that `measure` reaches, without comments and docstrings, and below it the digest
-of every other file of the project that this imports, directly or not. A study's stage of dvc.yaml depends on this text
-instead of on files. So the list of files need not be kept by hand, and an edit of a rule, a label or a figure in the
-study's file measures nothing again.
+That is the part of the study's own file that `trainings`, `watch` and `measure` reach, without comments and docstrings,
+and below it the digest of every other file of the project that this imports, directly or not. A study's stage of dvc.yaml
+depends on this text instead of on files. So the list of files need not be kept by hand, and an edit of a rule, a label or a
+figure in the study's file measures nothing again.
 
 pipeline/core, pipeline/reporting, pipeline/tracking, pipeline/runs.py and the packages' own __init__ files make no number
 and are left out.
@@ -25,7 +25,7 @@ from pipeline.core.record import CUDA_ONLY
 
 FOLDER = Path("paper_outputs/sources")
 MAKES_NO_NUMBER = ("pipeline/core/", "pipeline/reporting/", "pipeline/tracking/", "pipeline/runs.py", *CUDA_ONLY)
-ENTRY = ("Settings", "measure")
+ENTRY = ("Settings", "trainings", "watch", "measure")
 
 
 @entry_point

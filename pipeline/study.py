@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.study", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=studies.measuring(), help="a file under pipeline/studies that measures")
     parser.add_argument("--no-tracking", action="store_true", help="do not follow its trainings in MLflow")
+    parser.add_argument("--collect", action="store_true", help="train nothing: take the runs that are there")
     chosen = parser.parse_args(arguments)
     make_deterministic()
     settings = params.load()
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.name not in settings.studies:
         raise UserError(f"params.yaml leaves {chosen.name} out: give it a section there, as git has it.")
     section = settings.studies[chosen.name]
+    for training in [] if chosen.collect or studies.gathers(chosen.name) else studies.trainings(chosen.name, section, lab):
+        lab.train(*training)
     tables = studies.module(chosen.name).measure(section, lab)
     folder = FOLDER / chosen.name
     for name, table in tables.items():

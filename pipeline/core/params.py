@@ -268,17 +268,20 @@ class OpenChoice(Section):
 
 
 class Paper(Section):
-    """pipeline/paper.yaml. The studies that judge `claims` and `orders` read them with schemas of their own."""
+    """pipeline/paper.yaml. The studies that judge claims, orders and predictions read them with schemas of their own."""
 
     title: str
     authors: str
     link: str
     table_2: dict[Name, float]
+    deep_claims: dict[Name, dict[str, Any]]  # of He et al. 2023, and of ours
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
     rules_since: str  # ISO 8601: no rule has changed since, which a test holds against git's history
     claims: dict[Name, dict[str, Any]]
+    footnote_6: dict[str, Any]  # a claim, too
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
+    predictions: dict[Name, dict[Name, dict[str, Any]]]  # of studies beyond the paper, with the rules that judge them
 
     @model_validator(mode="after")
     def _keys_exist(self):

@@ -7,8 +7,10 @@ stage in dvc.yaml and of its folder under paper_outputs/studies. It has
     measure(settings, lab) -> {name: DataFrame}    what is expensive; `python -m pipeline.study NAME` writes it as CSV
     findings(settings, tables, lab) -> [Finding]   cheap, from those tables alone: what was found, judged and drawn
 
-and one that trains lists its `trainings(settings, lab)`, (variant, overrides, seed) each, which `pipeline.fan_out` can do
-side by side before `measure` asks the lab for them, one by one.
+and one that trains lists its `trainings(settings, lab)`, (variant, overrides, seed) each. `pipeline.fan_out` does them side
+by side, and its stage those that are missing then; `measure` reads what they left. Where `gathers` is true in its module
+they take so long that the stage trains none of them. With a `watch(training)` it sees its models at every point of their
+curves: the rows of numbers that this returns are the run's watched.csv.
 A study of what is measured elsewhere has `findings` alone, and is given None and {}. `place` in its module, if it has one,
 orders the report: studies stand by it, and by name where it is the same. Below 20 are the claims about the experiment, below
 90 theorems and costs, below 100 what is left open; all others are beyond the paper.
@@ -107,6 +109,7 @@ class Finding:
     models: tuple[str, ...] = ()  # the variants that it speaks of, where it does
     in_short: str = ""  # what came out, in one sentence, where the measures do not tell it best
     allowance: str = "what is allowed"  # of a check: what its limits are
+    headline: str = ""  # for the first screen of the report, where it belongs there
 
     def __post_init__(self) -> None:
         decides = {CLAIM: lambda m: m.verdict, CHECK: lambda m: m.side, OBSERVATION: lambda m: True}[self.kind]
@@ -152,6 +155,16 @@ def place(name: str) -> float:
 def measuring() -> list[str]:
     """The studies that have something to measure, in the order of the report."""
     return [name for name in in_order() if hasattr(module(name), "measure")]
+
+
+def trainings(name: str, settings, lab) -> list[tuple[str, dict, int]]:
+    """What a study trains, which is nothing for most: (variant, overrides, seed) each."""
+    return getattr(module(name), "trainings", lambda *_: [])(settings, lab)
+
+
+def gathers(name: str) -> bool:
+    """Whether the stage of a study leaves its trainings to `pipeline.fan_out --only`."""
+    return getattr(module(name), "gathers", False)
 
 
 Tables = dict[str, pd.DataFrame]

@@ -11,29 +11,30 @@ from typing import Any, NamedTuple
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
+from pydantic import Field
 
 from pipeline.core import record
-from pipeline.core.params import OpenChoice, Overrides, Paper, Section, Seed
+from pipeline.core.params import Name, OpenChoice, Overrides, Paper, Section, Seed
 from pipeline.lab import Lab
 from pipeline.reporting import charts, looks
 from pipeline.reporting.numbers import ABSENT, fixed, interval, plain, signed
 from pipeline.statistics import LEAST_RUNS, NOT_EVALUATED, combination, judge, judge_within, one_more_run, summarise
 from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies._runs import collect_runs
 from pipeline.studies.section_5 import Contrast, Results, account, read_claims
 
 place = 95
 MARGIN = 1.0  # points: what Section 5's comparisons are about; OSA and ViT differ by less, its ablations by more
 ROUNDING = 0.05  # points: Table 2 has one decimal
 SOURCES = ["paper_outputs/tables/runs.csv"]
-COLUMNS = ["run", "variant", "seed", "key", "value", "default", "status", "test_accuracy"]
-COLUMNS += ["codes", "git_dirty", "started_at", "seconds"]
 NOTHING_TRIED = Measure("Nothing is tried", math.nan, n=0, verdict=NOT_EVALUATED)
 
 
 class Settings(Section):
-    """Each alternative is trained once for each seed; none, and nothing is trained."""
+    """Each alternative is trained once for each seed, or for those of its model in `more_seeds`; none, and nothing is."""
 
     seeds: list[Seed]
+    more_seeds: dict[Name, list[Seed]] = Field(default_factory=dict)
 
 
 class Choice(NamedTuple):
@@ -49,6 +50,11 @@ class Choice(NamedTuple):
         section, *_, name = self.key.split(".")
         return {"variant" if section == "variants" else section: {name: self.value}}
 
+    def default(self, lab: Lab) -> Any:
+        """The recipe's value."""
+        ((section, values),) = self.overrides.items()
+        return lab.config(self.variant).model_dump()[section][next(iter(values))]
+
 
 def choices(paper: Paper) -> list[Choice]:
     """Every alternative on every model that it is to be tried on."""
@@ -61,39 +67,26 @@ def choices(paper: Paper) -> list[Choice]:
 
 
 def trainings(settings: Settings, lab: Lab) -> list[tuple[str, Overrides, int]]:
-    return [(choice.variant, choice.overrides, seed) for choice in choices(lab.paper) for seed in settings.seeds]
+    return [(choice.variant, choice.overrides, seed) for choice, seed in tries(settings, lab)]
+
+
+def tries(settings: Settings, lab: Lab) -> list[tuple[Choice, int]]:
+    """Every choice with each of its seeds, those of all before those of few."""
+    more = settings.more_seeds if settings.seeds else {}
+    found = [(choice, seed) for choice in choices(lab.paper) for seed in more.get(choice.variant, settings.seeds)]
+    return sorted(found, key=lambda each: each[1] not in settings.seeds)
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    for training in trainings(settings, lab):
-        lab.train(*training)
-    return {"runs": collect(settings, lab)}
+    return {"runs": collect(tries(settings, lab), lab)}
 
 
-def collect(settings: Settings, lab: Lab) -> pd.DataFrame:
-    """One row for each run as its files have it, the accuracy in per cent; `status` is missing where there are none.
-
-    `codes` are the digests of all codes that are known to give the run's numbers.
-    """
-    rows = [collect_run(choice, seed, lab) for choice in choices(lab.paper) for seed in settings.seeds]
-    return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def collect_run(choice: Choice, seed: int, lab: Lab) -> dict:
-    """The row of one run; what it lacks is empty."""
-    run = lab.run(choice.variant, choice.overrides, seed)
-    ((section, values),) = choice.overrides.items()
-    default = lab.config(choice.variant).model_dump()[section][next(iter(values))]
-    row = {"run": run.name, "variant": choice.variant, "seed": seed, "key": choice.key}
-    row |= {"value": plain(choice.value), "default": plain(default), "status": "missing"}
-    if not run.is_there():
-        return row
-    metrics, made = run.read("metrics"), run.read("record")
-    row |= {"codes": " ".join(sorted(record.made_by(made))), "git_dirty": made["environment"]["git_dirty"]}
-    row |= {key: made[key] for key in ("started_at", "seconds")}
-    if metrics["diverged"]:
-        return row | {"status": "diverged"}
-    return row | {"status": "finished", "test_accuracy": 100 * metrics["test_accuracy"]}
+def collect(tried: list[tuple[Choice, int]], lab: Lab) -> pd.DataFrame:
+    """One row for each choice and seed as the run's files have it, the accuracy in per cent."""
+    runs = collect_runs([(choice.variant, choice.overrides, seed) for choice, seed in tried], lab)["runs"]
+    told = [(choice.key, plain(choice.value), plain(choice.default(lab))) for choice, _ in tried]
+    table = runs.drop(columns=["train_loss", "test_loss"]).join(pd.DataFrame(told, columns=["key", "value", "default"]))
+    return table.assign(test_accuracy=100 * runs["test_accuracy"])
 
 
 class Tried(NamedTuple):

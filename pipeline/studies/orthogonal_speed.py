@@ -23,13 +23,6 @@ POST_TITLE = "“Orthogonal Linear Layers in PyTorch”"
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"
 LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
 MAPS = ("givens", "rotors", "exponential", "cayley", "householder")
-NAMES = {
-    "givens": "Givens",
-    "rotors": "Rotors",
-    "exponential": "Exponential",
-    "cayley": "Cayley",
-    "householder": "Householder",
-}
 TRAINING_TOKENS = 6400  # 128 images of 50
 GOAL, GOAL_SIZES = 1.3, (64, 256)  # of ours over dense, and between which n
 MUCH_SLOWER = 10.0  # what the post's “significantly” is taken to mean
@@ -78,7 +71,7 @@ def side(row: pd.Series, limit: float) -> str:
 
 
 def over_dense(what: str, row: pd.Series, note: str) -> Measure:
-    of = f"{NAMES[row['map']]} ({row['code']}), n = {row['n']}, {grouped(row['tokens'])} tokens, {row['pass']}"
+    of = f"{row['map'].capitalize()} ({row['code']}), n = {row['n']}, {grouped(row['tokens'])} tokens, {row['pass']}"
     ratio = {"value": row["seconds_over_dense"], "low": row["p10_over_dense"], "high": row["p90_over_dense"]}
     return Measure(f"{what}: time over dense", **ratio, note=f"{of}; {note}")
 
@@ -90,7 +83,7 @@ def goals(table: pd.DataFrame) -> list[Measure]:
     for name, own in table[chosen & (table["code"] == OURS)].groupby("map", sort=False):
         worst = own.loc[own["seconds_over_dense"].idxmax()]
         met = "met" if worst["seconds_over_dense"] <= GOAL else "missed"
-        measures.append(over_dense(f"{NAMES[name]}, ours, at its slowest", worst, f"our goal of {GOAL:g} is {met}"))
+        measures.append(over_dense(f"{name.capitalize()}, ours, at its slowest", worst, f"our goal of {GOAL:g} is {met}"))
     return measures
 
 
@@ -101,7 +94,7 @@ def rows(table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def title(pair: tuple[str, str]) -> str:
-    return "Dense" if pair == (DENSE, DENSE) else f"{NAMES[pair[0]]}, {pair[1]}"
+    return "Dense" if pair == (DENSE, DENSE) else f"{pair[0].capitalize()}, {pair[1]}"
 
 
 def ratio_table(table: pd.DataFrame) -> Table:
@@ -153,14 +146,14 @@ def draw(table: pd.DataFrame) -> Figure:
     for panel, (tokens, own) in zip(axes, chosen.groupby("tokens"), strict=True):
         for name, code in rows(own):
             line = own[(own["map"] == name) & (own["code"] == code)]
-            width = 2.2 if code == DENSE else 1.3
-            panel.plot(line["n"], line["seconds"], color=colours[name], linestyle=dashes[code], linewidth=width)
+            style = {"linewidth": 2.2 if code == DENSE else 1.3, "marker": "." if len(line) == 1 else ""}
+            panel.plot(line["n"], line["seconds"], color=colours[name], linestyle=dashes[code], **style)
         logarithmic(panel, "y")
         panel.set_xscale("log", base=2)
         sizes = sorted(own["n"].unique())[1::2]
         panel.set(title=f"{grouped(tokens)} token" + "s" * (tokens > 1), xlabel="n", xticks=sizes, xticklabels=sizes)
     axes[0].set_ylabel("Seconds")
-    maps = [Line2D([], [], color=colours[name], label=NAMES.get(name, "Dense")) for name in (DENSE, *MAPS)]
+    maps = [Line2D([], [], color=colours[name], label=name.capitalize()) for name in (DENSE, *MAPS)]
     legend(
         figure, [*maps, *(Line2D([], [], color=INK, linestyle=dashes[code], label=code) for code in (OURS, TORCH, POST))], 5
     )

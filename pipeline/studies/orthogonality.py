@@ -1,7 +1,7 @@
 """How orthogonal attention and weights are as initialised, layer by layer, and what penalties on that can do to a training.
 
-The penalties are those of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, of which no model of ours is
-trained with here. Beside them the one that is 0 where Section 4 begins.
+The penalties are those of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, with which the study penalties
+trains. Beside them the one that is 0 where Section 4 begins.
 """
 
 import itertools
@@ -151,16 +151,7 @@ def with_depth(table: pd.DataFrame, lab: Lab) -> Finding:
         mean = own.drop(columns=["variant", "seed", "layer"]).mean()
         measures.append(Measure(f"{lab.label(variant)}: ‖AᵀA − I‖_F² / (N − 1), mean over layers", mean["penalty"]))
         rows.append([lab.label(variant), *map(number, mean)])
-    columns = [
-        "Model",
-        "‖AᵀA − I‖²/(N − 1)",
-        "Row overlap",
-        "Rows at their own token",
-        "LA",
-        "LA, each matrix",
-        "Heads",
-        "LF",
-    ]
+    columns = ["‖AᵀA − I‖²/(N − 1)", "Row overlap", "Rows at their own token", "L_LA", "L_LA, each matrix", "Heads", "L_LF"]
     return Finding(
         id="orthogonality_with_depth",
         title="Orthogonality with depth, as initialised",
@@ -169,7 +160,7 @@ def with_depth(table: pd.DataFrame, lab: Lab) -> Finding:
         statement="How far attention matrices and weights are from orthogonal: 0 for a permutation and for exp(S), 1 for "
         "uniform attention. Means over layers and seeds.",
         measures=measures,
-        table=Table(columns, rows, variants=list(dict.fromkeys(table["variant"]))),
+        table=Table(["Model", *columns], rows, variants=list(dict.fromkeys(table["variant"]))),
         figure=draw(table, lab),
         caption="‖AᵀA − I‖_F² / (N − 1), and the mean product of two rows of A, by layer.",
         remark="At uniform attention the gradient of ‖AᵀA − I‖_F² is 0: near it the penalty hardly acts.",

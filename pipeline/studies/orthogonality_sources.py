@@ -1,5 +1,5 @@
-"""What is wrong, or not so as it stands, in two documents on orthogonality: Zhang et al. 2021 (*On Orthogonality Constraints
-for Transformers*) and the post *Orthogonal Linear Layers in PyTorch*; beside them a trap of torch's own parametrisation.
+"""What is wrong, or not so as it stands, in two documents on orthogonality: Zhang et al. 2021 (“On Orthogonality Constraints
+for Transformers”) and the post “Orthogonal Linear Layers in PyTorch”; beside them a trap of torch's own parametrisation.
 
 Every one of `STATEMENTS` has a number that shows it, from the smallest code that does what the statement is about.
 """
@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from osa.functional import orthogonal_attention_matrix
 from osa.init import stiefel_uniform
-from osa.orthogonal import givens, orthogonality_error, retract
+from osa.orthogonal import cayley, givens, orthogonality_error, retract
 from osa.penalties import attention_penalty, gram_penalty
 from pipeline.core.params import Section, Seeds
 from pipeline.cost import cost
@@ -30,7 +30,6 @@ place = 63
 ABOVE, BELOW = "above", "below"
 PAPER, POST, TORCH = "Zhang et al. 2021", "the post", "torch"
 SIZE = 6  # n, of matrices whose size does not matter
-TABLE_1 = {"En→Mk": (13.96, 14.74)}  # BLEU of the Transformer and of the best variant
 TABLE_4 = {  # the Transformer, VAR-I, II and III
     "PersonaChat VecE": (49.0, 48.2, 49.0, 48.6),
     "DailyDialog CIDEr": (79.3, 79.2, 79.6, 82.1),
@@ -45,11 +44,11 @@ class Settings(Section):
 def measure(settings: Settings, lab: Lab) -> Tables:
     """The number of each check for each seed; 1 and 0 stand for yes and no."""
     rows = []
-    for seed, statement in itertools.product(settings.seeds, STATEMENTS):
+    for seed, (name, statement) in itertools.product(settings.seeds, STATEMENTS.items()):
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of some of the mistakes
             torch.manual_seed(seed)
-            rows.append({"statement": statement.check.__name__, "seed": seed, "value": float(statement.check())})
+            rows.append({"statement": name, "seed": seed, "value": float(statement.check())})
     return {"checks": pd.DataFrame(rows)}
 
 
@@ -69,6 +68,11 @@ def rotation(n: int = SIZE) -> Tensor:
     return stiefel_uniform(n, n, dtype=torch.float64)
 
 
+def gap(w: Tensor) -> Tensor:
+    """‖WᵀW − I‖_F²."""
+    return (w.mT @ w - torch.eye(w.shape[-1])).square().sum()
+
+
 def skew(n: int = SIZE) -> Tensor:
     x = numbers(n, n)
     return x - x.mT
@@ -77,22 +81,26 @@ def skew(n: int = SIZE) -> Tensor:
 # Zhang et al. 2021
 
 
-def floor_of_a_wide_matrix() -> Tensor:
-    w = stiefel_uniform(256, 64, dtype=torch.float64).mT
-    return (w.mT @ w - torch.eye(256)).square().sum()
+def slope(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """‖∂f/∂x‖₂ for x of one dimension."""
+    return torch.linalg.matrix_norm(torch.func.jacrev(function)(x), 2)
 
 
-def penalty_of_a_contraction() -> Tensor:
-    return gram_penalty(0.5 * rotation()) / SIZE
+def slope_of_attention() -> Tensor:
+    """‖∂/∂X softmax(XXᵀ)X‖₂, which grows with the square of tokens beside one that is 0 (Kim et al. 2021)."""
+    x = 10 * numbers(SIZE, 3)
+    x[0] = 0
+    attention = lambda x: torch.softmax(x @ x.mT, -1) @ x  # noqa: E731
+    return slope(lambda x: attention(x.view(SIZE, 3)).flatten(), x.flatten())
 
 
-def norm_with_a_skip() -> Tensor:
-    return torch.linalg.matrix_norm(torch.eye(SIZE) + torch.eye(SIZE), 2)
-
-
-def slope_of_gelu() -> Tensor:
-    x = torch.linspace(-5, 5, 10_001, dtype=torch.float64, requires_grad=True)
-    return torch.autograd.grad(nn.functional.gelu(x).sum(), x)[0].max()
+def keys_move_too() -> Tensor:
+    """How far A moves with a token whose query stays."""
+    x, to_query = numbers(SIZE, 2), torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    y = x.clone()
+    y[0, 1] += 1
+    attention = lambda x: torch.softmax(x @ to_query @ (x @ torch.ones_like(to_query)).mT, -1)  # noqa: E731
+    return (attention(y) - attention(x)).norm()
 
 
 def penalties_at_one_bound() -> float:
@@ -100,30 +108,6 @@ def penalties_at_one_bound() -> float:
     key = nn.functional.normalize(numbers(1, 1, 50, 16), dim=-1)
     sharp, flat = (attention_penalty(torch.softmax(s * key @ key.mT / 4, -1)) for s in (1e4, 1e-2))
     return (sharp / flat).item()
-
-
-def uniform_attention_is_stationary() -> Tensor:
-    a = torch.full((1, 1, 50, 50), 1 / 50, dtype=torch.float64)
-    return torch.func.grad(attention_penalty)(a).abs().max()
-
-
-def hard_constraint() -> Tensor:
-    query, key = numbers(2, 1, 1, 50, 16)
-    return attention_penalty(orthogonal_attention_matrix(query, key, scale=0.1))
-
-
-def relative_gain() -> float:
-    before, after = TABLE_1["En→Mk"]
-    return 100 * (after / before - 1)
-
-
-def measures_not_boosted() -> int:
-    return sum(variant < before for before, *variants in TABLE_4.values() for variant in variants)
-
-
-def best_variant_of_emba() -> int:
-    variants = TABLE_4["DailyDialog EmbA"][1:]
-    return 1 + variants.index(max(variants))
 
 
 # The post: Givens rotations and rotors
@@ -142,10 +126,6 @@ def writing_into_the_input() -> bool:
     leaf = raises(lambda: turn(torch.ones(2, 3, requires_grad=True)))
     saved = raises(lambda: turn(torch.ones(2, 3, requires_grad=True).tanh()).sum().backward())
     return leaf and saved
-
-
-def tokens_in_three_dimensions() -> bool:
-    return raises(lambda: torch.ones(2, 4, 3)[:, [0, 1]] @ torch.eye(2))
 
 
 def applied(x: Tensor, angles: Tensor) -> Tensor:
@@ -182,14 +162,6 @@ def order_of_building() -> float:
     return math.log2(times[1] / times[0])
 
 
-def operations_of_givens() -> float:
-    return 6 * math.comb(64, 2) / (2 * 64**2)
-
-
-def share_of_parameters() -> float:
-    return 100 * math.comb(64, 2) / 64**2
-
-
 def another_schedule() -> Tensor:
     """Round robin: n − 1 steps of n/2 planes, with the same angle for each plane."""
     angles = numbers(SIZE * (SIZE - 1) // 2)
@@ -206,25 +178,7 @@ def another_schedule() -> Tensor:
     return (w - built(angles)).norm()
 
 
-def grades_of_the_algebra() -> int:
-    return 2**SIZE - (1 + SIZE + math.comb(SIZE, 2))
-
-
-def shear() -> Tensor:
-    w = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
-    return torch.linalg.matrix_norm(w, 2) * torch.linalg.det(w)
-
-
-def vectors_fixed_by_minus_one() -> int:
-    """Dimension of the plane that −I in 3-D, of determinant −1, would fix were it a reflection."""
-    return 3 - torch.linalg.matrix_rank(-torch.eye(3) - torch.eye(3)).item()
-
-
 # The post: exponential map and Cayley
-
-
-def cayley_assertion() -> int:
-    return sum(len(torch.triu_indices(n, n, 1)) == n * (n - 1) // 2 for n in range(1, 100))
 
 
 def condition_of_i_minus_a() -> Tensor:
@@ -259,10 +213,6 @@ def retrofit() -> float:
     for _ in range(20):
         w = update(w, numbers(SIZE, SIZE), 0.01)
     return orthogonality_error(w)
-
-
-def bias_raises() -> bool:
-    return raises(lambda: update(numbers(SIZE), numbers(SIZE), 0.01))
 
 
 def wide_leaves_the_manifold() -> float:
@@ -300,14 +250,19 @@ def reflections(vectors: Tensor) -> Tensor:
     return w
 
 
-def determinant_of_odd_size() -> Tensor:
-    return torch.linalg.det(reflections(numbers(5, 5)))
-
-
 def rank_of_half_the_reflections() -> int:
     """Dimensions that n/2 reflections reach near a point; SO(6) has 15."""
     derivative = torch.func.jacrev(reflections)(numbers(SIZE // 2, SIZE)).flatten(2).flatten(0, 1)
     return torch.linalg.matrix_rank(derivative, rtol=1e-10).item()
+
+
+def two_reflections() -> Tensor:
+    """Distance from a rotation in 3-D by θ of the reflections of any u across its axis and of what bisects u and Wu."""
+    w = rotation(3)
+    w = w * torch.linalg.det(w)
+    axis = torch.linalg.svd(w - torch.eye(3)).Vh[-1]
+    u = torch.linalg.cross(axis, numbers(3))
+    return (reflections(torch.stack([u + w @ u, u])) - w).norm()
 
 
 def tau_of_two() -> Tensor:
@@ -327,20 +282,7 @@ def cost_of_tokens() -> float:
     return many.multiply_adds / one.multiply_adds
 
 
-def stored_beyond_stated() -> int:
-    return torch.ones(SIZE, SIZE).numel() - SIZE * (SIZE - 1)
-
-
-def zero_vector() -> Tensor:
-    v = torch.zeros(SIZE)
-    return (v / v.norm()).isnan().all()
-
-
 # The post on Muon, and torch
-
-
-def orthogonal_updates() -> float:
-    return orthogonality_error(rotation() - 0.1 * rotation())
 
 
 def torchs_householder_under_decay() -> Tensor:
@@ -367,88 +309,120 @@ class Statement:
 
 
 # fmt: off
-STATEMENTS = (
-    Statement(floor_of_a_wide_matrix, PAPER, "§2.1", "L_LF drives ‖M₂ᵀM₂ − I‖² to 0",
+STATEMENTS = {
+    "floor_of_a_wide_matrix": Statement(lambda: gap(stiefel_uniform(256, 64, dtype=torch.float64).mT),
+        PAPER, "§2.1", "L_LF drives ‖M₂ᵀM₂ − I‖² to 0",
         "M₂ (64×256) leaves 192 at least", ABOVE, 191.99, "at orthonormal rows"),
-    Statement(penalty_of_a_contraction, PAPER, "§2.1", "‖W‖₂ ≤ 1 requires WᵀW ≈ I",
+    "penalty_of_a_contraction": Statement(lambda: gram_penalty(0.5 * rotation()) / SIZE,
+        PAPER, "§2.1", "‖W‖₂ ≤ 1 requires WᵀW ≈ I",
         "½Q has ‖W‖₂ = ½ and is penalised", ABOVE, 0.56, "penalty of ½Q, over n"),
-    Statement(norm_with_a_skip, PAPER, "§2.1", "constants ≤ 1 multiply to ≤ 1",
+    "norm_with_a_skip": Statement(lambda: torch.linalg.matrix_norm(torch.eye(SIZE) + torch.eye(SIZE), 2),
+        PAPER, "§2.1", "constants ≤ 1 multiply to ≤ 1",
         "a skip adds 1, whatever W is", ABOVE, 1.99, "‖I + W‖₂ of an orthogonal W"),
-    Statement(slope_of_gelu, PAPER, "§2.1", "constants ≤ 1 multiply to ≤ 1",
+    "slope_of_gelu": Statement(lambda: slope(nn.functional.gelu, torch.linspace(0, 3, 301, dtype=torch.float64)),
+        PAPER, "§2.1", "constants ≤ 1 multiply to ≤ 1",
         "GELU’s is not 1", ABOVE, 1.128, "GELU’s steepest slope"),
-    Statement(penalties_at_one_bound, PAPER, "§2.2", "Theorem 2.1 is a reason for L_AM",
+    "slope_of_layer_norm": Statement(lambda: slope(nn.LayerNorm(SIZE, dtype=torch.float64), 1e-3 * numbers(SIZE)),
+        PAPER, "§2.1",
+        "constants ≤ 1 multiply to ≤ 1", "LN has none: it divides by the spread", ABOVE, 100, "‖∂LN/∂x‖₂, spread 0.001"),
+    "slope_of_attention": Statement(slope_of_attention, PAPER, "§2.1", "constants ≤ 1 multiply to ≤ 1",
+        "dot-product attention has none", ABOVE, 10, "‖∂attention/∂X‖₂ of tokens some 10 long"),
+    "keys_move_too": Statement(keys_move_too, PAPER, "§2.2", "Theorem 2.1 bounds what an input’s noise does",
+        "of Q alone: K moves with the token", ABOVE, 0.001, "change of A with Q unmoved"),
+    "penalties_at_one_bound": Statement(penalties_at_one_bound, PAPER, "§2.2", "Theorem 2.1 is a reason for L_AM",
         "its bound has ‖K‖₂ in it, not AᵀA: Q is free", BELOW, 0.1, "L_AM with two Q, one over the other"),
-    Statement(uniform_attention_is_stationary, PAPER, "§2.2", "L_AM makes attention diverse",
+    "uniform_attention": Statement(lambda: torch.func.grad(attention_penalty)(0 * numbers(1, 1, 50, 50) + 0.02).abs().max(),
+        PAPER, "§2.2", "L_AM makes attention diverse",
         "not from uniform attention, a saddle", BELOW, 1e-12, "gradient there"),
-    Statement(hard_constraint, PAPER, "§2.2", "A is made orthogonal by a penalty",
+    "hard_constraint": Statement(lambda: attention_penalty(orthogonal_attention_matrix(*numbers(2, 1, 1, 50, 16), scale=1)),
+        PAPER, "§2.2", "A is made orthogonal by a penalty",
         "exp(S) is so for any Q and K", BELOW, 1e-20, "L_AM of orthogonal attention"),
-    Statement(relative_gain, PAPER, "Table 1", "En→Mk gains 5.3%",
+    "relative_gain": Statement(lambda: 100 * (14.74 / 13.96 - 1), PAPER, "Table 1", "En→Mk gains 5.3%",
         "14.74 over 13.96 is more", ABOVE, 5.5, "gain in per cent"),
-    Statement(measures_not_boosted, PAPER, "§3.2, Table 4", "all variants boost performance",
+    "not_boosted": Statement(lambda: sum(each < before for before, *variants in TABLE_4.values() for each in variants),
+        PAPER, "§3.2, Table 4", "all variants boost performance",
         "VecE of PersonaChat and CIDEr of DailyDialog fall", ABOVE, 2.5, "entries below the Transformer’s"),
-    Statement(best_variant_of_emba, PAPER, "§3.2, Table 4", "VAR-II or VAR-III is always best",
+    "best_variant_of_emba": Statement(lambda: 1 + max(range(3), key=TABLE_4["DailyDialog EmbA"][1:].__getitem__),
+        PAPER, "§3.2, Table 4", "VAR-II or VAR-III is always best",
         "VAR-I is for EmbA of DailyDialog", BELOW, 1.5, "number of the best variant"),
-    Statement(angles_that_learn, POST, "GivensLinear", "the layer learns its angles",
+    "angles_that_learn": Statement(angles_that_learn, POST, "GivensLinear", "the layer learns its angles",
         "torch.tensor of them detaches", BELOW, 0.5, "1 if it had a gradient"),
-    Statement(writing_into_the_input, POST, "GivensLinear", "replaces nn.Linear",
+    "writing_into_the_input": Statement(writing_into_the_input, POST, "GivensLinear", "replaces nn.Linear",
         "writes into x: fails for a leaf and after tanh", ABOVE, 0.5, "1: both raise"),
-    Statement(tokens_in_three_dimensions, POST, "GivensLinear", "replaces nn.Linear",
+    "tokens_in_three_dimensions": Statement(lambda: raises(lambda: torch.ones(2, 4, 3)[:, [0, 1]] @ torch.eye(2)),
+        POST, "GivensLinear", "replaces nn.Linear",
         "of x (B, N, n) it indexes tokens", ABOVE, 0.5, "1: it raises"),
-    Statement(layer_and_matrix, POST, "GivensLinear", "applies weight_matrix(θ)",
+    "layer_and_matrix": Statement(layer_and_matrix, POST, "GivensLinear", "applies weight_matrix(θ)",
         "applies weight_matrix(−θ)", ABOVE, 0.1, "distance from the former, if it is the latter"),
-    Statement(order_of_building, POST, "Table, Givens", "O(n²)",
+    "order_of_building": Statement(order_of_building, POST, "Table, Givens", "O(n²)",
         "building W is O(n³)", ABOVE, 2.9, "exponent of products, n = 8 to 16"),
-    Statement(operations_of_givens, POST, "Givens", "the same operations as a dense layer",
+    "operations_of_givens": Statement(lambda: 6 * math.comb(64, 2) / (2 * 64**2),
+        POST, "Givens", "the same operations as a dense layer",
         "half as many again", ABOVE, 1.4, "ratio at n = 64"),
-    Statement(share_of_parameters, POST, "Givens", "49.9% of the parameters",
+    "share_of_parameters": Statement(lambda: 100 * math.comb(64, 2) / 64**2, POST, "Givens", "49.9% of the parameters",
         "(n − 1)/2n is that at n = 512 alone", BELOW, 49.5, "per cent at n = 64"),
-    Statement(another_schedule, POST, "Givens", "disjoint rotations go in parallel",
+    "another_schedule": Statement(another_schedule, POST, "Givens", "disjoint rotations go in parallel",
         "in another order (round robin) they make another W; by i + j they do not", ABOVE, 0.1, "distance of the two"),
-    Statement(grades_of_the_algebra, POST, "Clifford", "Cl(n) is scalars, vectors and bivectors",
+    "grades_of_the_algebra": Statement(lambda: 2**SIZE - (1 + SIZE + math.comb(SIZE, 2)),
+        POST, "Clifford", "Cl(n) is scalars, vectors and bivectors",
         "it has all grades, 2ⁿ", ABOVE, 0.5, "components left out at n = 6"),
-    Statement(shear, POST, "Definitions", "det ±1 keeps the norm",
+    "shear": Statement(lambda: torch.linalg.matrix_norm(torch.tensor([[1.0, 1.0], [0.0, 1.0]]), 2),
+        POST, "Definitions", "det ±1 keeps the norm",
         "a shear has det 1", ABOVE, 1.6, "its ‖W‖₂"),
-    Statement(vectors_fixed_by_minus_one, POST, "Definitions", "det −1 is a reflection",
+    "vectors_fixed_by_minus_one": Statement(lambda: 3 - torch.linalg.matrix_rank(-torch.eye(3) - torch.eye(3)).item(),
+        POST, "Definitions", "det −1 is a reflection",
         "−I in 3-D fixes no plane", BELOW, 0.5, "dimension that it fixes"),
-    Statement(cayley_assertion, POST, "CayleyLinear", "asserts len(upper_indices) = n(n − 1)/2",
+    "cayley_assertion": Statement(lambda: sum(len(torch.triu_indices(n, n, 1)) == math.comb(n, 2) for n in range(1, 100)),
+        POST, "CayleyLinear", "asserts len(upper_indices) = n(n − 1)/2",
         "len is 2, the rows: it never constructs", BELOW, 0.5, "n up to 99 that pass"),
-    Statement(condition_of_i_minus_a, POST, "Cayley", "needs that −1 is no eigenvalue of A",
+    "condition_of_i_minus_a": Statement(condition_of_i_minus_a, POST, "Cayley", "needs that −1 is no eigenvalue of A",
         "I − A is invertible for every skew A", BELOW, 1.000000001, "κ(I − A) over √(1 + ‖A‖²)"),
-    Statement(eigenvalues_of_matrix_exp, POST, "Cayley", "the exponential takes eigenvalues",
+    "half_turns": Statement(lambda: torch.linalg.svdvals(cayley(100 * numbers(SIZE, SIZE)) + torch.eye(SIZE)).min(),
+        POST, "Cayley",
+        "parametrises SO(n)", "W never has the eigenvalue −1", ABOVE, 1e-5, "least ‖(W + I)v‖ at ‖A‖ of some 100"),
+    "eigenvalues_of_matrix_exp": Statement(eigenvalues_of_matrix_exp, POST, "Cayley", "the exponential takes eigenvalues",
         "torch’s takes products of matrices", BELOW, 0.5, "operators that find eigenvalues"),
-    Statement(ascent, POST, "ExponentialOptimizer", "W exp(+βG) descends",
+    "ascent": Statement(ascent, POST, "ExponentialOptimizer", "W exp(+βG) descends",
         "it ascends", ABOVE, 1.0, "loss after 20 steps over before"),
-    Statement(retrofit, POST, "ExponentialOptimizer", "makes an existing layer orthogonal",
+    "retrofit": Statement(retrofit, POST, "ExponentialOptimizer", "makes an existing layer orthogonal",
         "keeps what it finds: nn.Linear’s start is not", ABOVE, 0.1, "‖WᵀW − I‖_F after 20 steps"),
-    Statement(bias_raises, POST, "ExponentialOptimizer", "steps all parameters",
+    "bias_raises": Statement(lambda: raises(lambda: update(numbers(SIZE), numbers(SIZE), 0.01)),
+        POST, "ExponentialOptimizer", "steps all parameters",
         "a bias has no matrix product", ABOVE, 0.5, "1: it raises"),
-    Statement(wide_leaves_the_manifold, POST, "ExponentialOptimizer", "W stays orthogonal",
+    "wide_leaves_the_manifold": Statement(wide_leaves_the_manifold, POST, "ExponentialOptimizer", "W stays orthogonal",
         "a wide W does not", ABOVE, 0.0001, "‖WWᵀ − I‖_F after a step"),
-    Statement(tall_keeps_its_columns, POST, "ExponentialOptimizer", "W moves along its manifold",
+    "tall_keeps_its_columns": Statement(tall_keeps_its_columns, POST, "ExponentialOptimizer", "W moves along its manifold",
         "a tall W keeps its column space for ever", BELOW, 1e-09, "movement out of it over a retraction’s"),
-    Statement(moved_in_memory, POST, "ExponentialOptimizer", "an optimiser",
+    "moved_in_memory": Statement(moved_in_memory, POST, "ExponentialOptimizer", "an optimiser",
         "replaces param.data: no CUDA graph can hold it", ABOVE, 0.5, "1: the address changes"),
-    Statement(buffers_of_indices, POST, "ExponentialLinear, CayleyLinear", "a module for any device",
+    "buffers_of_indices": Statement(buffers_of_indices, POST, "ExponentialLinear, CayleyLinear", "a module for any device",
         "its indices are no buffer and stay on the CPU", BELOW, 0.5, "buffers"),
-    Statement(determinant_of_odd_size, POST, "Householder", "m = n covers SO(n)",
+    "determinant_of_odd_size": Statement(lambda: torch.linalg.det(reflections(numbers(5, 5))),
+        POST, "Householder", "m = n covers SO(n)",
         "for odd n it misses all of it", BELOW, 0.0, "determinant at n = 5"),
-    Statement(rank_of_half_the_reflections, POST, "Householder", "m ≥ n/2 spans SO(n)",
+    "rank_of_half_the_reflections": Statement(rank_of_half_the_reflections, POST, "Householder", "m ≥ n/2 spans SO(n)",
         "n − 1 are needed", BELOW, 14.5, "dimensions of 15 that 3 reach at n = 6"),
-    Statement(tau_of_two, POST, "Table, Householder", "householder_product with τ = 2",
+    "two_reflections": Statement(two_reflections, POST, "Householder", "in 3-D two reflections often do",
+        "they always do", BELOW, 1e-9, "distance of a rotation from two"),
+    "tau_of_two": Statement(tau_of_two, POST, "Table, Householder", "householder_product with τ = 2",
         "that expects 2/(1 + ‖a‖²) and a unit diagonal", ABOVE, 1.0, "distance from the reflections"),
-    Statement(order_of_reflections, POST, "Table, Householder", "O(n²) preparation",
+    "order_of_reflections": Statement(order_of_reflections, POST, "Table, Householder", "O(n²) preparation",
         "m = n reflections build W in O(n³)", ABOVE, 2.9, "exponent of products, n = 16 to 32"),
-    Statement(cost_of_tokens, POST, "Table", "dense is O(n²), others O(bn²)",
+    "cost_of_tokens": Statement(cost_of_tokens, POST, "Table", "dense is O(n²), others O(bn²)",
         "dense is O(bn²) too", ABOVE, 127.5, "cost of 128 tokens over that of one"),
-    Statement(stored_beyond_stated, POST, "Householder", "m(n − 1) parameters",
+    "stored_beyond_stated": Statement(lambda: torch.ones(SIZE, SIZE).numel() - SIZE * (SIZE - 1),
+        POST, "Householder", "m(n − 1) parameters",
         "the code stores mn", ABOVE, 0.5, "more at m = n = 6"),
-    Statement(zero_vector, POST, "Householder", "any vector",
+    "zero_vector": Statement(lambda: (torch.zeros(SIZE) / torch.zeros(SIZE).norm()).isnan().all(),
+        POST, "Householder", "any vector",
         "0 is divided by its norm", ABOVE, 0.5, "1: NaN"),
-    Statement(orthogonal_updates, POST, "Introduction", "Muon suggests that rotation is enough",
+    "orthogonal_updates": Statement(lambda: orthogonality_error(rotation() - 0.1 * rotation()),
+        POST, "Introduction", "Muon suggests that rotation is enough",
         "Muon’s updates are orthogonal, its weights are not", ABOVE, 0.1, "‖WᵀW − I‖_F after one"),
-    Statement(torchs_householder_under_decay, TORCH, "parametrizations.orthogonal", "householder under AdamW with decay",
+    "torchs_householder_under_decay": Statement(torchs_householder_under_decay,
+        TORCH, "parametrizations.orthogonal", "householder under AdamW with decay",
         "the diagonal of ±1 decays and is truncated: W is 0 after a step", BELOW, 1e-30, "‖W‖_F"),
-)
+}
 # fmt: on
 
 
@@ -456,8 +430,8 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     """One line for each statement: of its numbers over the seeds the one that shows it least."""
     values = tables["checks"].groupby("statement")["value"]
     measures, rows = [], []
-    for it in STATEMENTS:
-        value = (values.min() if it.side == ABOVE else values.max())[it.check.__name__]
+    for name, it in STATEMENTS.items():
+        value = (values.min() if it.side == ABOVE else values.max())[name]
         place = f"{it.source}, {it.place}"
         measures.append(Measure(f"{place}: {it.shown_by}", value, side=it.side, limit=it.limit, note=it.is_so))
         rows.append([place, it.stated, it.is_so, f"{number(value)}\n{it.shown_by}"])

@@ -1,4 +1,4 @@
-"""Theorem 2.1 of Zhang et al. 2021 (*On Orthogonality Constraints for Transformers*): how far a row of softmax attention
+"""Theorem 2.1 of Zhang et al. 2021 (“On Orthogonality Constraints for Transformers”): how far a row of softmax attention
 moves when its query does, against the paper's bound and against a quarter of it; and the same of orthogonal attention.
 
 One row of Q moves by δ, ‖δ‖ = ε, and K stays. What is measured is the change over the bound.
@@ -79,12 +79,18 @@ def softmax_rows(query: Tensor, key: Tensor, generator: Generator) -> Iterator[d
     """‖A'ᵢ − Aᵢ‖ over 2α‖K‖₂ε for a random δ of each row, and, of ε = 0, for the worst: ‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂)."""
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
-    f = rows(query)  # (..., N, N)
-    jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # of each row times K, (..., N, N, d_v)
     centred = (norm(key - key.mean(-2, keepdim=True))[..., None] / size).min()
-    slopes = {0.0: norm(jacobians)} | {e: moved(rows, query, e, generator) / (scale * e) for e in EPSILONS}
-    for epsilon, change in slopes.items():
-        yield {"epsilon": epsilon, **extremes(change / (2 * size)), "centred_keys": centred.item()}
+    ratios = {0.0: worst_ratios(query, key)}
+    ratios |= {e: moved(rows, query, e, generator) / (2 * scale * e * size) for e in EPSILONS}
+    for epsilon, ratio in ratios.items():
+        yield {"epsilon": epsilon, **extremes(ratio), "centred_keys": centred.item()}
+
+
+def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
+    """‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂) for each row f of softmax attention, (..., N)."""
+    f = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)  # (..., N, N)
+    jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # of each row times K, (..., N, N, d_v)
+    return norm(jacobians) / (2 * norm(key)[..., None])
 
 
 def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:

@@ -35,11 +35,11 @@ def account(statuses: pd.Series) -> str:
 
 
 class Results:
-    """The runs of Table 2 as the rules ask for them."""
+    """Runs as the rules ask for them: those of Table 2, or others with the same two tables."""
 
-    def __init__(self, lab: Lab) -> None:
-        self.label = lab.label
-        self.runs, self.histories = lab.tables.get("runs", NO_RUNS), lab.tables.get("histories", NO_HISTORIES)
+    def __init__(self, lab: Lab, tables: Tables | None = None) -> None:
+        self.label, tables = lab.label, lab.tables if tables is None else tables
+        self.runs, self.histories = tables.get("runs", NO_RUNS), tables.get("histories", NO_HISTORIES)
 
     def rows(self, model: str, status: str) -> pd.DataFrame:
         """The runs of a model with this status."""
@@ -213,21 +213,27 @@ def read_claims(paper: Paper) -> dict[str, Claim]:
 
 
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
-    results = Results(lab)
+    claims, results = read_claims(lab.paper), Results(lab)
     return [
-        Finding(
-            id=name,
-            title=claim.title,
-            place=claim.place,
-            kind=CLAIM,
-            statement=f"“{claim.sentence}”",
-            measures=claim.measures(results),
-            rule=claim.rule(),
-            sources=SOURCES,
-            models=tuple(claim.models),
-        )
-        for name, claim in read_claims(lab.paper).items()
+        judged_claim(name, claim, results, SOURCES)
+        for name, claim in claims.items()
+        if not isinstance(claim, StabilityClaim)
     ]
+
+
+def judged_claim(name: str, claim: Claim, results: Results, sources: list[str]) -> Finding:
+    """A claim with what its rule says of these runs."""
+    return Finding(
+        id=name,
+        title=claim.title,
+        place=claim.place,
+        kind=CLAIM,
+        statement=f"“{claim.sentence}”",
+        measures=claim.measures(results),
+        rule=claim.rule(),
+        sources=sources,
+        models=tuple(claim.models),
+    )
 
 
 def judge_means(samples: list[list[float]], weights: Sequence[float], *, diverged: int, **asked) -> Judgement:

@@ -18,7 +18,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 @dataclass
 class Times:
-    """When a run was what, and how long; no number of its results depends on it."""
+    """When a run was what, how long, and what was seen of it; no number of its results depends on it."""
 
     started_at: str = field(default_factory=record.now)
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
@@ -26,6 +26,7 @@ class Times:
     training_seconds: float = 0.0  # without the evaluations
     images: int = 0
     resumptions: int = 0
+    watched: list[dict[str, float]] = field(default_factory=list)  # what the run's study sees at each point
 
 
 def save(path: Path, training: Training, times: Times) -> None:
@@ -46,8 +47,6 @@ def restore(path: Path, training: Training) -> Times | None:
     Raises:
         UserError: the checkpoint cannot be read, or holds other bytes than were written.
     """
-    if not path.exists():
-        return None
     try:
         digest, content = (written := path.read_bytes())[:DIGEST_BYTES], written[DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:
@@ -57,6 +56,8 @@ def restore(path: Path, training: Training) -> Times | None:
         training.optimizer.load_state_dict(state["optimizer"])
         training.progress = Progress(**state["progress"])
         return Times(**state["times"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except UNREADABLE:
         raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
 

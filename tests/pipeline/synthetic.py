@@ -33,6 +33,9 @@ STUDIES = {  # sizes at which each takes seconds
     | {"tokens_per_width": 16, "most_tokens_matrix": 512, "most_tokens_exponential": 128}
     | {"repeats": 2, "sample_seconds": 1e-4},
     "verdicts": {"repetitions": 20},
+    "depth": {"models": []},  # none to train
+    "six_blocks": {"models": []},
+    "long_sequences": {"models": [], "patches": [14, 7], "initial_seeds": [0], "power_iterations": 3},
 }
 EVERY_STUDY = {"seeds": [0], "images": 1}
 EPOCHS, POINTS = 10, 4

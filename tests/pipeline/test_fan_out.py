@@ -27,6 +27,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(studies, "measuring", lambda: ["left_open"])
     write_params(run={"variants": ["vit", "osa_exact"], "seeds": [0]})
+    edit_params(
+        **{name: False for name in studies.names() if hasattr(studies.module(name), "trainings") and name != "left_open"}
+    )
     paper = yaml.safe_load(Path("pipeline/paper.yaml").read_text())
     paper["recipe"] = params.deep_merge(paper["recipe"], {"train": {"epochs": 1, "batch_size": 13}})
     for choice in paper["left_open"]:
@@ -48,11 +51,17 @@ def all_runs() -> list[Run]:
     return [run for run, _ in fan_out.missing(params.load())]
 
 
+def test_only_what_is_named_in_the_order_of_its_names():
+    wanted = [(Run("vit", seed, study), None) for study in ("table_2", "depth") for seed in (0, 1)]
+    found = [str(run) for run, _ in fan_out.only(wanted, ["depth/*", "*/vit/1", "depth/vit/0", "gone"])]
+    assert found == ["depth/vit/0", "depth/vit/1", "table_2/vit/1"]
+
+
 def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(project, monkeypatch, capfd):
     assert all_runs() == [Run("vit", 0), Run("osa_exact", 0), CHOICE]
     fan_out.main(["--jobs", "2", "--no-tracking"])
     shown = capfd.readouterr().err
-    assert "3/3 trainings" in shown and "image" not in shown
+    assert "0/3 trainings, time left unknown [" in shown and "3/3 trainings" in shown and "image" not in shown
     together = {run.variant: outputs(run) for run in (Run("vit", 0), Run("osa_exact", 0))}
     assert CHOICE.is_there() and all_runs() == []
     fan_out.main(["--jobs", "2", "--no-tracking"])
@@ -99,9 +108,6 @@ def test_what_is_left_is_told_from_the_records():
     assert fan_out.remaining({"a": 3600.0, "b": 7200.0}, jobs=2) == "1.5 h left"
     assert fan_out.remaining({"a": 3600.0}, jobs=2) == "1.0 h left"
     assert fan_out.remaining({"a": None, "b": 1.0}, jobs=2) == "time left unknown"
-    assert fan_out.seconds_before(Run("vit", 5)) is None
-    run = trained("vit")
-    assert fan_out.seconds_before(Run("vit", 5)) == run.read("record")["seconds"]
 
 
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch):

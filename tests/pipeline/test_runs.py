@@ -43,14 +43,7 @@ from tests.pipeline.trainings import (
     write_params,
 )
 
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    """A working directory of its own, with parameters and data."""
-    monkeypatch.chdir(tmp_path)
-    write_params()
-    write_data()
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def recorded(run: Run) -> dict:
@@ -121,6 +114,17 @@ def test_outputs_and_record():
     }
     assert found["environment"]["device"] == record.default_device().type
     assert not list(Path(".checkpoints").rglob("*.*"))
+
+
+@pytest.mark.parametrize(
+    "blocked, options", [(".checkpoints", []), (".checkpoints", ["--no-tracking"]), ("runs", ["--no-tracking"])]
+)
+def test_a_file_in_the_place_of_a_folder_is_told_on_a_line_of_its_own(monkeypatch, capfd, blocked, options):
+    Path(blocked).write_text("")
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "osa_exact", "0", *options)
+    *_, line = capfd.readouterr().err.replace("\r", "\n").splitlines()
+    assert line.startswith(f"error: {blocked}") and "cannot be " in line
 
 
 def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
@@ -227,6 +231,25 @@ def test_a_diverged_run_that_was_killed_before_its_outputs_stays_diverged(monkey
     assert outputs(trained("vit_noskip_nonorm")) == expected
 
 
+# how long it will take
+
+
+def test_the_time_of_a_run_is_that_of_its_own_name_before_that_of_its_variant():
+    for run, seconds, status in (
+        (Run("vit", 0), 10, "finished"),
+        (Run("vit", 1), 30, "finished"),
+        (Run("vit", 2), 1, "diverged"),
+        (Run("vit", 0, "depth", {"model": {"depth": 36}}), 700, "finished"),
+    ):
+        files.write_json(run.folder / "record.json", vars(run) | {"name": run.name, "seconds": seconds, "status": status})
+    made = runs.finished()
+    assert len(made) == 3
+    assert runs.seconds_of(Run("vit", 5), made) == 20
+    assert runs.seconds_of(Run("vit", 5, "depth", {"model": {"depth": 36}}), made) == 700
+    assert runs.seconds_of(Run("vit", 5, "depth", {"model": {"depth": 2}}), made) == 30  # of all
+    assert runs.seconds_of(Run("osa_qr", 0), made) is None
+
+
 # kill and resume
 
 
@@ -309,7 +332,7 @@ def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch):
 
 
 def test_the_command_killed_from_outside_ends_with_the_same_bytes():
-    write_params(train={"epochs": 6, "batch_size": 6})
+    write_params(train={"epochs": 3, "batch_size": 6})
     write_data(train=299)
     process = subprocess.Popen(command(), env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     try:
@@ -346,38 +369,43 @@ def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
     assert recorded(trained())["resumptions"] == 0
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: b"",
-        lambda content: content[:7],
-        lambda content: content[: len(content) // 2],
-        lambda content: content[:-20],
-        lambda content: b"\0" * len(content),
-        lambda content: b"not a checkpoint\n",
-        lambda content: flipped(content),
-        lambda content: content[checkpoint.DIGEST_BYTES :],
-        lambda content: sealed([1, 2]),
-        lambda content: sealed({"model": {}, "optimizer": {}, "progress": {}}),
-        lambda content: sealed({"model": None}),
-        lambda content: sealed(None),
-        lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
-        lambda content: sealed(load(content) | {"progress": None}),
-        lambda content: sealed(load(content) | {"optimizer": {"state": {}, "param_groups": []}}),
-        lambda content: sealed(load(content) | {"times": None}),
-        lambda content: sealed(load(content) | {"times": {"hours": 1}}),
-    ],
-)
-def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch, capsys, damage):
+DAMAGES = [
+    lambda content: b"",
+    lambda content: content[:7],
+    lambda content: content[: len(content) // 2],
+    lambda content: content[:-20],
+    lambda content: b"\0" * len(content),
+    lambda content: b"not a checkpoint\n",
+    lambda content: flipped(content),
+    lambda content: content[checkpoint.DIGEST_BYTES :],
+    lambda content: sealed([1, 2]),
+    lambda content: sealed({"model": {}, "optimizer": {}, "progress": {}}),
+    lambda content: sealed({"model": None}),
+    lambda content: sealed(None),
+    lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
+    lambda content: sealed(load(content) | {"progress": None}),
+    lambda content: sealed(load(content) | {"optimizer": {"state": {}, "param_groups": []}}),
+    lambda content: sealed(load(content) | {"times": None}),
+    lambda content: sealed(load(content) | {"times": {"hours": 1}}),
+]
+
+
+def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch, capsys):
     earlier = outputs(trained())
     path = interrupted("osa_exact", monkeypatch, before="write_outputs") / "checkpoint.pt"
-    path.write_bytes(damage(path.read_bytes()))
+    content = path.read_bytes()
     capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
+    for number, damage in enumerate(DAMAGES):
+        path.write_bytes(damage(content))
+        with pytest.raises(UserError) as caught:
+            trained()
+        sentence = f"the checkpoint {path} cannot be read: delete it to train from the start."
+        assert str(caught.value) == sentence, number
+        assert outputs(Run("osa_exact", 0)) == earlier
+    with pytest.raises(SystemExit) as ended:
         run_main(monkeypatch, "osa_exact", "0", "--no-tracking")
-    assert caught.value.code == 1
-    assert capsys.readouterr().err == f"error: the checkpoint {path} cannot be read: delete it to train from the start.\n"
-    assert outputs(Run("osa_exact", 0)) == earlier
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"error: {sentence}\n"
     path.unlink()
     run_main(monkeypatch, "osa_exact", "0", "--no-tracking")
     assert outputs(Run("osa_exact", 0)) == earlier

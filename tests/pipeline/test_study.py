@@ -18,11 +18,14 @@ from tests.pipeline.trainings import write_data, write_params
 
 FOLDER = Path("paper_outputs/studies", NAME)
 TRAINS = """
-def measure(settings: Settings, lab: Lab) -> Tables:
-    import pandas as pd
+def trainings(settings: Settings, lab: Lab):
+    return [("vit", {"train": {"epochs": 1}}, seed) for seed in settings.seeds]
 
-    trained = [lab.train("vit", {"train": {"epochs": 1}}, seed) for seed in settings.seeds]
-    return {"runs": pd.DataFrame({"test_loss": [run.read("metrics")["test_loss"] for run in trained]})}
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    from pipeline.studies._runs import collect_runs
+
+    return collect_runs(trainings(settings, lab), lab)
 """
 
 
@@ -115,6 +118,9 @@ def test_a_study_trains_once(project, counted):
     path = project / f"pipeline/studies/{NAME}.py"
     path.write_text(TEXT.replace("\ndef norm(", TRAINS + "\ndef norm("))
     forget()
+    study.main([NAME, "--collect"])
+    assert counted == [] and pd.read_csv(FOLDER / "runs.csv")["status"].tolist() == ["missing"] * 2
+    assert pd.read_csv(FOLDER / "histories.csv").empty
     for _ in range(2):
         study.main([NAME, "--no-tracking"])
         assert counted == [1, 1]
@@ -126,7 +132,10 @@ def test_a_study_trains_once(project, counted):
     expected = [
         run.read("metrics")["test_loss"] for run in (bench().run("vit", {"train": {"epochs": 1}}, s) for s in (0, 1))
     ]
-    assert pd.read_csv(FOLDER / "runs.csv")["test_loss"].tolist() == pytest.approx(expected, rel=1e-5)
+    table, histories = pd.read_csv(FOLDER / "runs.csv"), pd.read_csv(FOLDER / "histories.csv")
+    assert table["test_loss"].tolist() == pytest.approx(expected, rel=1e-5)
+    assert table["status"].tolist() == ["finished"] * 2 and set(table["codes"]) == {record.code_sha256()}
+    assert histories.groupby("seed")["test_loss"].last().tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def quickly(variant="vit", seed=0, **overrides) -> runs.Run:

@@ -6,13 +6,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from pipeline import runs, train
 from pipeline.core import params
+from pipeline.lab import Lab
 from pipeline.runs import Run
+from pipeline.studies import Tables
 from pipeline.training.loop import Observer, Training
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
@@ -58,6 +61,13 @@ def trained(variant: str = "osa_exact", seed: int = 0) -> Run:
     run = Run(variant, seed)
     runs.train(run, config(variant), track=False)
     return run
+
+
+def measured(study: ModuleType, settings, lab: Lab) -> Tables:
+    """What a study's stage measures, after its trainings."""
+    for each in study.trainings(settings, lab):
+        lab.train(*each)
+    return study.measure(settings, lab)
 
 
 def outputs(run: Run) -> dict[str, bytes]:

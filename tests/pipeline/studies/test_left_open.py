@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 
 from pipeline.core import files, params
-from pipeline.runs import Run
+from pipeline.runs import Run, history_csv
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import left_open
-from pipeline.studies.left_open import Settings, collect, findings
+from pipeline.studies.left_open import Settings, findings
 from tests.pipeline import synthetic
 
 DEFAULTS = {  # test accuracy by seed
@@ -20,6 +20,7 @@ DEFAULTS = {  # test accuracy by seed
     "vit_noskip": [0.948, 0.950, 0.952],
     "vit_noskip_nonorm": [0.60, 0.65, 0.70],
 }
+COLUMNS = ["run", "variant", "seed", "key", "value", "default", "status", "codes", "started_at", "test_accuracy"]
 PIXELS = {"data": {"pixel_scaling": "standard"}}
 
 
@@ -45,7 +46,7 @@ def runs_of(*choices: tuple[str, str, list[float | None]]) -> dict[str, pd.DataF
         for variant, key, accuracies in choices
         for seed, accuracy in enumerate(accuracies)
     ]
-    return {"runs": pd.DataFrame(rows, columns=left_open.COLUMNS).astype({"test_accuracy": float})}
+    return {"runs": pd.DataFrame(rows, columns=COLUMNS).astype({"test_accuracy": float})}
 
 
 def found(lab, *choices):
@@ -176,17 +177,7 @@ def test_with_nothing_tried_or_nothing_trained_there_is_nothing_to_judge(lab):
     assert found(lab, ("vit", "train.eps", [97.0]))["left_open_accuracy"].verdict == NOT_EVALUATED
 
 
-def test_measuring_trains_every_alternative_on_each_model_and_collects_what_it_left(lab, monkeypatch):
-    trained = []
-
-    def train(variant, overrides, seed):
-        trained.append((variant, overrides, seed))
-        run = Run(variant, seed, "left_open", overrides)
-        files.write_text(run.folder / "history.csv", "")
-        files.write_json(run.folder / "metrics.json", {"diverged": seed == 1, "test_accuracy": 0.961})
-        files.write_json(run.folder / "record.json", synthetic.record(lab.config(variant, overrides), run, "da7a"))
-
-    monkeypatch.setattr(lab, "train", train)
+def test_every_alternative_is_trained_on_each_model_and_measuring_takes_what_it_left(lab, monkeypatch):
     topics = [
         params.OpenChoice(
             topic="a", paper="b", why="c", key="data.pixel_scaling", alternatives=["standard"], try_on=["vit"]
@@ -196,31 +187,36 @@ def test_measuring_trains_every_alternative_on_each_model_and_collects_what_it_l
         ),
     ]
     monkeypatch.setattr(lab, "paper", lab.paper.model_copy(update={"left_open": topics}))
-    runs = left_open.measure(Settings(seeds=[0, 1]), lab)["runs"]
-    epsilon = {"variant": {"epsilon": 1e-3}}
-    assert trained == [("vit", PIXELS, 0), ("vit", PIXELS, 1), ("osa_ns", epsilon, 0), ("osa_ns", epsilon, 1)]
-    assert list(runs.columns) == left_open.COLUMNS
+    settings, epsilon = Settings(seeds=[0], more_seeds={"osa_ns": [0, 1]}), {"variant": {"epsilon": 1e-3}}
+    trainings = left_open.trainings(settings, lab)
+    assert trainings == [("vit", PIXELS, 0), ("osa_ns", epsilon, 0), ("osa_ns", epsilon, 1)]
+    for variant, overrides, seed in trainings:
+        run = Run(variant, seed, "left_open", overrides)
+        files.write_text(run.folder / "history.csv", history_csv([]))
+        losses = {"train_loss": 0.1, "test_loss": 0.1, "test_accuracy": 0.961}
+        files.write_json(run.folder / "metrics.json", {"diverged": seed == 1} | losses)
+        files.write_json(run.folder / "record.json", synthetic.record(lab.config(variant, overrides), run, "da7a"))
+    runs = left_open.measure(settings, lab)["runs"]
     assert runs["run"].unique().tolist() == ["vit+data.pixel_scaling=standard", "osa_ns+variant.epsilon=0.001"]
-    assert runs["status"].tolist() == ["finished", "diverged"] * 2
+    assert runs["status"].tolist() == ["finished", "finished", "diverged"]
     assert runs[["value", "default"]].drop_duplicates().values.tolist() == [["standard", "unit"], ["0.001", "1e-07"]]
-    assert runs["test_accuracy"].tolist() == pytest.approx([96.1, math.nan] * 2, nan_ok=True)
+    assert runs["test_accuracy"].tolist() == pytest.approx([96.1, 96.1, math.nan], nan_ok=True)
     assert runs["codes"].iloc[0] == "c0de" * 16 and not runs["git_dirty"].iloc[0]
     files.write_csv("runs.csv", runs)
-    read = findings(Settings(seeds=[0, 1]), {"runs": files.read_csv("runs.csv")}, lab)
-    assert [measure.note.split(";")[0] for measure in read[0].measures] == ["n = 1, 1 diverged"] * 2
+    read = findings(settings, {"runs": files.read_csv("runs.csv")}, lab)
+    assert [measure.note.split(";")[0] for measure in read[0].measures] == ["n = 1", "n = 1, 1 diverged"]
 
 
-def test_collecting_trains_nothing_and_says_what_is_missing(lab, monkeypatch):
-    monkeypatch.setattr(lab, "train", lambda *_: pytest.fail("trains"))
-    runs = collect(Settings(seeds=[0]), lab)
+def test_what_is_not_trained_is_missing(lab):
+    runs = left_open.measure(Settings(seeds=[0]), lab)["runs"]
     assert set(runs["status"]) == {"missing"} and len(runs) == len(left_open.choices(lab.paper)) == 17
     finding = findings(Settings(seeds=[0]), {"runs": runs}, lab)[0]
     assert finding.verdict == NOT_EVALUATED and finding.figure is None
     assert finding.measures[0].note == "n = 0, 1 missing; default n = 3; no run"
 
 
-def test_without_seeds_nothing_is_trained(lab, monkeypatch):
-    monkeypatch.setattr(lab, "train", lambda *_: pytest.fail("trains"))
+def test_without_seeds_nothing_is_trained(lab):
+    assert left_open.trainings(Settings(seeds=[], more_seeds={"vit": [0]}), lab) == []
     assert left_open.measure(Settings(seeds=[]), lab)["runs"].empty
 
 

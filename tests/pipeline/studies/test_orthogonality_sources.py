@@ -15,7 +15,7 @@ def tables():
 def test_every_statement_is_shown_for_every_seed(tables):
     (finding,) = findings(Settings(seeds=[0, 1, 2]), tables, None)
     assert [each.what for each in finding.measures if not each.is_met] == []
-    assert finding.verdict == "passes" and len(finding.table.rows) == len(STATEMENTS) == len({s.check for s in STATEMENTS})
+    assert finding.verdict == "passes" and len(finding.table.rows) == len(STATEMENTS)
 
 
 def test_one_seed_that_does_not_show_it_is_enough(tables):

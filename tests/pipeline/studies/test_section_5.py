@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
-from pipeline.studies import section_5
+from pipeline.studies import section_5, stability
 
 ROOT = Path(__file__).parents[3]
 PAPER = "pipeline/paper.yaml"
@@ -41,8 +41,10 @@ def lab_of(claims, accuracies=None, curves=None, diverged=(), missing=()):
 
 
 def judge(claim, *runs, **more):
-    """The finding of one claim."""
-    (finding,) = section_5.findings(None, {}, lab_of({"a_claim": claim}, *runs, **more))
+    """The finding of one claim, of which some are judged on Table 2's runs and some on runs of their own."""
+    lab = lab_of({"a_claim": claim}, *runs, **more)
+    tables, lab.tables = (lab.tables, {}) if claim["kind"] == "stability" else ({}, lab.tables)
+    (finding,) = section_5.findings(None, tables, lab) + stability.findings(None, tables, lab)
     return finding
 
 

@@ -1,0 +1,116 @@
+"""Finds the learning rates of deep models, and α of OSA shaped for depth, in short trainings: `python -m pipeline.pilot`.
+
+They have a seed that no study has, and come before any: the study `depth` takes its rates and α L of OSA from the table that
+is written here. Killed, the same command goes on with the training that it was at.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+from tqdm import tqdm
+
+from pipeline.core import files, params, record
+from pipeline.core.errors import entry_point
+from pipeline.core.params import Overrides, RunConfig
+from pipeline.lab import Lab
+from pipeline.training import data
+from pipeline.training.loop import Training, make_deterministic
+
+TABLE = Path("paper_outputs/pilot.csv")
+OSA = "osa_shaped"
+MODELS = (OSA, "vskipinit", "espa", "softmax_shaped", "vit", "osa_exact")  # what decides most first
+RATES, FIRST_RATE = (3e-5, 1e-4, 3e-4), 1e-4
+ALPHAS, FIRST_ALPHA = (0.1, 0.36, 1.0, 3.0), 0.36  # α L
+DEPTH, STEPS, LAST, SEED = 36, 200, 50, 100
+COLUMNS = ["model", "learning_rate", "alpha_times_depth", "depth", "steps", "seed", "loss", "seconds_per_step", "key"]
+
+Loss = Callable[[str, float, float], float]  # of a model, a rate and α L
+
+
+@entry_point
+def main() -> None:
+    make_deterministic()
+    pilot = Pilot(Lab("pilot", params.load(), params.load_paper()))
+    for model in MODELS:
+        search(model, pilot.loss)
+
+
+def search(model: str, loss: Loss) -> tuple[float, float]:
+    """The rate of a model, and of OSA α L with that rate; of the others it means nothing."""
+    rate = valley(RATES, FIRST_RATE, lambda rate: loss(model, rate, FIRST_ALPHA))
+    alpha = valley(ALPHAS, FIRST_ALPHA, lambda alpha: loss(model, rate, alpha)) if model == OSA else FIRST_ALPHA
+    return rate, alpha
+
+
+def valley(grid: Sequence[float], start: float, loss: Callable[[float], float]) -> float:
+    """Where an ascending grid has its least loss, if it has one valley: from `start` up, or else down, while it falls."""
+    best, least = grid.index(start), loss(start)
+    for step in (1, -1):
+        while 0 <= best + step < len(grid) and (found := loss(grid[best + step])) < least:
+            best, least = best + step, found
+    return grid[best]
+
+
+def found(model: str) -> tuple[float, float] | None:
+    """What the committed table says of a model: its rate, and α L; None where the search is not over."""
+    rows = read().fillna({"alpha_times_depth": FIRST_ALPHA})
+    rows = rows.set_index(["model", "learning_rate", "alpha_times_depth"])["loss"].to_dict()
+    try:
+        return search(model, lambda *cell: finite(rows[cell]))
+    except KeyError:
+        return None
+
+
+def read() -> pd.DataFrame:
+    return files.read_csv(TABLE) if TABLE.exists() else pd.DataFrame(columns=COLUMNS)
+
+
+def finite(loss: float) -> float:
+    """A loss that is not finite is worse than any other."""
+    return loss if math.isfinite(loss) else math.inf
+
+
+class Pilot:
+    """The trainings of the table, and new ones as a search asks for them."""
+
+    def __init__(self, lab: Lab, *, depth: int = DEPTH, steps: int = STEPS, last: int = LAST) -> None:
+        self.lab, self.depth, self.steps, self.last = lab, depth, steps, last
+        self.rows = read().to_dict("records")
+
+    def loss(self, model: str, rate: float, alpha: float) -> float:
+        """Mean train loss of the last steps of the training that is there, if it is of today's code, or of a new one."""
+        overrides: Overrides = {"model": {"depth": self.depth}, "train": {"learning_rate": rate}}
+        config = self.lab.config(model, overrides | ({"variant": {"alpha_times_depth": alpha}} if model == OSA else {}))
+        key = self.key(config)
+        if key not in (row["key"] for row in self.rows):
+            total = config.variant.alpha_times_depth  # None of what has no α
+            values = (model, rate, total, self.depth, self.steps, SEED, *self.train(config), key)
+            self.rows.append(dict(zip(COLUMNS, values, strict=True)))
+            files.write_csv(TABLE, pd.DataFrame(self.rows).drop_duplicates(COLUMNS[:6], keep="last"))
+        return finite(next(row["loss"] for row in self.rows if row["key"] == key))
+
+    def key(self, config: RunConfig) -> str:
+        """What a training is known by: configuration, data, code, machine and length."""
+        device = record.default_device()
+        data_sha256 = data.digest(data.folder(config.data.source))
+        key = record.run_key(config.model_dump(), SEED, data_sha256, record.code_sha256(device.type), device)
+        return f"{key[:12]}/{self.steps}/{self.last}"
+
+    def train(self, config: RunConfig) -> tuple[float, float]:
+        """Mean loss of the last steps, and seconds a step."""
+        training, losses = Training(config, SEED, record.default_device()), []
+        name = f"{config.variant.attention} {config.train.learning_rate:g} {config.variant.alpha_times_depth or ''}"
+        with tqdm(training.batches(0), total=self.steps, desc=name, unit="step", mininterval=5) as bar:
+            for images, labels in bar:
+                losses.append(training.step(images, labels)[0].item())
+                if len(losses) == self.steps or not math.isfinite(losses[-1]):
+                    break
+            seconds = bar.format_dict["elapsed"]
+        last = losses[-self.last :]
+        return sum(last) / len(last), seconds / len(losses)
+
+
+if __name__ == "__main__":
+    main()

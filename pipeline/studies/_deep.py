@@ -1,0 +1,148 @@
+"""What studies share whose runs take too long to be trained by a stage: `measure` gathers the runs that are there.
+
+`python -m pipeline.fan_out` trains them. A run that is missing, or of another configuration than is asked for now, is a cell
+that is not evaluated.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Annotated, Literal
+
+import pandas as pd
+from pydantic import Field
+
+from pipeline.core import params, record
+from pipeline.core.params import Name, Paper, PositiveInt, Section
+from pipeline.lab import Lab
+from pipeline.statistics import Judgement, judge
+from pipeline.studies import CLAIM, Finding, Measure, Tables
+from pipeline.studies._runs import Training, collect_runs
+from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim
+from pipeline.training.loop import COLUMNS
+
+GUESSING = math.log(10)  # the cross-entropy of ten digits that are as likely as one another
+TRAINS, DOES_NOT = 0.5, 0.9  # of it: a train loss below the one or above the other
+PAPER = "He et al. 2023"
+RUN = ["run", "status", "train_loss", "test_accuracy", "epochs", "learning_rate", "seconds_per_step", "codes"]
+Wanted = dict[tuple[str, int, int], Training]  # by what a reader knows it as: model, size and seed
+
+
+def gather(wanted: Wanted, lab: Lab, size: str = "depth") -> Tables:
+    """`collect_runs`, by what a reader knows each run as; with its epochs, rate and seconds a step."""
+    columns, trains = ["variant", size, "seed"], [lab.config(*training[:2]).train for training in wanted.values()]
+    tables, cells = collect_runs(wanted.values(), lab), pd.DataFrame(list(wanted), columns=columns)
+    table = cells.join(tables["runs"].drop(columns=["variant", "seed"]))
+    for name in ("epochs", "learning_rate", "batch_size"):
+        table[name] = [getattr(train, name) for train in trains]
+    table["seconds_per_step"] = table["batch_size"] / pd.to_numeric(table["images_per_second"])
+    histories = tables["histories"].drop(columns="variant").merge(table[["run", *columns]], on=["run", "seed"])
+    return {"runs": table[[*columns, *RUN]], "histories": histories[[*columns, *COLUMNS]]}
+
+
+def results_at(depth: int, tables: Tables, label: Callable[[str], str]) -> Results:
+    """The runs of one depth as the rules of Section 5 ask for them."""
+    return Results(SimpleNamespace(label=label, tables={name: own[own["depth"] == depth] for name, own in tables.items()}))
+
+
+def outcome(rows: pd.DataFrame) -> str:
+    """Of the runs of one cell: trains, does not, or undecided, by the mean of their last train losses."""
+    if (rows["status"] == "missing").all():
+        return "not evaluated"
+    if (rows["status"] == "diverged").any():
+        return "does not"
+    share = rows["train_loss"].mean() / GUESSING
+    return "trains" if share <= TRAINS else "does not" if share >= DOES_NOT else "undecided"
+
+
+# Claims of He et al. 2023, and two of ours, in pipeline/paper.yaml
+
+
+class AtDepth(Section):
+    """What every claim about deep models has besides."""
+
+    depth: PositiveInt
+
+
+class SpeedAtDepth(AtDepth, SpeedClaim):
+    """`SpeedClaim` of models of one depth."""
+
+
+class AccuracyAtDepth(AtDepth, AccuracyClaim):
+    """`AccuracyClaim` of models of one depth."""
+
+
+class LossAtDepth(AtDepth, Comparison):
+    """The first model's last train loss is below the second's."""
+
+    kind: Literal["loss"]
+
+    def measures(self, results: Results) -> list[Measure]:
+        return [measure_loss(pair, (1, -1), 0.0, "below", results, len(self.compare)) for pair in self.compare]
+
+
+class TrainsAtDepth(AtDepth, Claim):
+    """Every one of the models trains, or none does."""
+
+    kind: Literal["trains"]
+    models: Annotated[list[Name], Field(min_length=1)]
+    trains: bool
+    how = (
+        f"A model trains if its last recorded train loss is below {TRAINS:g} × ln 10, and does not if it is above "
+        f"{DOES_NOT:g} × ln 10. Judged by the t-interval of the mean over seeds."
+    )
+
+    def measures(self, results: Results) -> list[Measure]:
+        limit, side = (TRAINS, "below") if self.trains else (DOES_NOT, "above")
+        family = len(self.models)
+        return [measure_loss([model], (1,), limit * GUESSING, side, results, family) for model in self.models]
+
+
+def measure_loss(
+    models: Sequence[str], weights: Sequence[float], limit: float, side: str, results: Results, family: int
+) -> Measure:
+    """A combination of mean last train losses against its limit."""
+    samples = [results.rows(model, "finished")["train_loss"].dropna().tolist() for model in models]
+    judged: Judgement = judge(samples, weights, limit=limit, side=side, family=family, diverged=results.diverged(models))
+    what = f"{' − '.join(map(results.label, models))}: last train loss"
+    return Measure(what, **judged.as_measure(results.account(models)), side=side, limit=limit)
+
+
+AnyClaim = Annotated[SpeedAtDepth | AccuracyAtDepth | LossAtDepth | TrainsAtDepth, Field(discriminator="kind")]
+
+
+class Claims(Section):
+    """The section `deep_claims` of pipeline/paper.yaml."""
+
+    deep_claims: dict[Name, AnyClaim]
+
+
+def read_claims(paper: Paper) -> dict[str, AnyClaim]:
+    """The claims about deep models by their names. Raises UserError where one is not as its rule needs it."""
+    return params.validate(Claims, {"deep_claims": paper.deep_claims}, "pipeline/paper.yaml").deep_claims
+
+
+def judged_claims(depths: Iterable[int], tables: Tables, lab: Lab, label: Callable[[str], str], **fields) -> list[Finding]:
+    """The claims about models of these depths."""
+    return [
+        Finding(
+            id=name,
+            title=claim.title,
+            place=claim.place,
+            kind=CLAIM,
+            statement=f"“{claim.sentence}”" if claim.place.startswith(PAPER) else claim.sentence,
+            measures=claim.measures(results_at(claim.depth, tables, label)),
+            rule=claim.rule(),
+            models=tuple(claim.models),
+            **fields,
+        )
+        for name, claim in read_claims(lab.paper).items()
+        if claim.depth in depths
+    ]
+
+
+def of_other_code(rows: pd.DataFrame) -> str:
+    """A remark on runs that today's code is not known to give, where there are some."""
+    there = rows[rows["status"] != "missing"]
+    other = sum(record.code_sha256() not in codes.split() for codes in there["codes"])
+    return f"{other} of {len(there)} runs are of other code than is here." if other else ""

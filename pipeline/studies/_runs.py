@@ -1,0 +1,51 @@
+"""What the trainings of a study have left in files, as tables."""
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from pipeline.core import files, record
+from pipeline.core.params import Overrides, RunConfig
+from pipeline.lab import Lab
+from pipeline.runs import FOLDER, WEIGHTS, Run, same_config
+from pipeline.studies import Tables
+from pipeline.training.loop import COLUMNS
+
+IDENTITY, MEASURED = ["run", "variant", "seed"], ["train_loss", "test_loss", "test_accuracy"]
+MADE = ["codes", "git_dirty", "started_at", "seconds", "images_per_second"]
+Training = tuple[str, Overrides, int]  # variant, what is replaced of its configuration, seed
+
+
+def collect_runs(trainings: Iterable[Training], lab: Lab) -> Tables:
+    """As `runs` a row each, as `histories` the points of those that are there, and as `watched` what the study saw of them,
+    if it did."""
+    for folder in (FOLDER, WEIGHTS):  # of which DVC expects something even where nothing is trained
+        (folder / lab.study).mkdir(parents=True, exist_ok=True)
+    rows, found = [], {"history": [], "watched": []}
+    for variant, overrides, seed in trainings:
+        run = lab.run(variant, overrides, seed)
+        identity = {"run": run.name, "variant": variant, "seed": seed}
+        what = told(run, lab.config(variant, overrides))
+        rows.append(identity | what)
+        for name, tables in found.items():
+            if what["status"] != "missing" and (path := run.folder / f"{name}.csv").exists():
+                tables.append(files.read_csv(path).assign(**identity))
+    no_history = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
+    tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *MEASURED, *MADE])}
+    tables["histories"] = pd.concat(found["history"] or [no_history])[no_history.columns]
+    return tables | ({"watched": pd.concat(found["watched"])} if found["watched"] else {})
+
+
+def told(run: Run, config: RunConfig) -> dict:
+    """What a run's files say: finished, diverged, or missing, also where the run is of another configuration.
+
+    `codes` are the digests of all codes that are known to give its numbers.
+    """
+    if not (run.is_there() and same_config(run.read("record")["config"], config)):
+        return {"status": "missing"}
+    metrics, made = run.read("metrics"), run.read("record")
+    codes = {"codes": " ".join(sorted(record.made_by(made))), "git_dirty": made["environment"]["git_dirty"]}
+    row = codes | {key: made[key] for key in ("started_at", "seconds", "images_per_second")}
+    if metrics["diverged"]:
+        return row | {"status": "diverged"}
+    return row | {"status": "finished"} | {key: metrics[key] for key in MEASURED}

@@ -1,0 +1,165 @@
+"""What the studies that train models of their own have in common: their runs by name, and the rules of pipeline/paper.yaml,
+written with what was expected before the first run, that judge them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+from pydantic import Field
+
+from pipeline.core import params
+from pipeline.core.params import Name, NonNegativeFloat, Section
+from pipeline.lab import Lab
+from pipeline.reporting.numbers import ABSENT, mean_std
+from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, judge, judge_within, summarise
+from pipeline.studies import CLAIM, Finding, Measure, Tables
+from pipeline.studies._runs import Training as Identity
+from pipeline.studies._runs import collect_runs
+from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim
+
+
+class Training(NamedTuple):
+    """One training of a study: a variant with other options, by the name that rules and figures have for it."""
+
+    name: str
+    variant: str
+    options: dict[str, Any]
+    seed: int
+
+    @property
+    def run(self) -> Identity:
+        """What the lab knows it by."""
+        return self.variant, {"variant": self.options} if self.options else {}, self.seed
+
+
+def collect(trainings: Sequence[Training], lab: Lab) -> Tables:
+    """What they left as `collect_runs` has it, and what `watch` saw; `variant` is the training's name."""
+    tables = collect_runs([training.run for training in trainings], lab)
+    names = {lab.run(*training.run).name: training.name for training in trainings}
+    return {key: table.assign(variant=table["run"].map(names)) for key, table in tables.items()}
+
+
+class TrainedResults(Results):
+    """Table 2's runs and a study's own. `groups` name several, which for each seed count as one run, their mean."""
+
+    def __init__(self, tables: Tables, lab: Lab, labels: Mapping[str, str], groups: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(lab)
+        self.label = lambda name: labels.get(name) or lab.label(name)
+        own, self.watched = tables["runs"], tables.get("watched", pd.DataFrame(columns=["variant", "seed", "epoch"]))
+        means = at_end(self.watched).groupby(["variant", "seed"]).mean(numeric_only=True).add_prefix("watched_")
+        own = own.join(means, on=["variant", "seed"])
+        grouped = [mean_of_each_seed(own[own["variant"].isin(names)], group) for group, names in groups.items()]
+        self.runs = together(self.runs, own, *grouped)
+        self.histories = together(self.histories, tables.get("histories", self.histories[:0]))
+
+    def values(self, model: str, column: str) -> list[float]:
+        """What was seen at the end of each run that finished, on average over its layers."""
+        rows = self.rows(model, "finished")
+        return rows.get(f"watched_{column}", pd.Series(dtype=float)).dropna().tolist()
+
+    def cells(self, model: str) -> list[str]:
+        """Test accuracy in per cent, and of how many runs, for a table; what was not trained is not evaluated."""
+        found = summarise(self.accuracies(model))
+        others = f", {self.diverged([model])} diverged" if self.diverged([model]) else ""
+        return [mean_std(found.mean, found.std, 2), f"{found.n}{others}"] if found.n or others else [NOT_EVALUATED, ABSENT]
+
+
+def mean_of_each_seed(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """One row for each seed: what finished on average, as runs of one seed are no independent sample; else what happened."""
+    means = runs[runs["status"] == "finished"].groupby("seed").mean(numeric_only=True)
+    there = runs.groupby("seed")["status"].agg(
+        lambda each: next(s for s in ("diverged", "finished", "missing") if s in set(each))
+    )
+    return means.reindex(there.index).assign(variant=group, status=there).reset_index()
+
+
+def together(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Tables below one another; one without rows would make text of another's numbers."""
+    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
+
+
+def at_end(watched: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the last point of each run."""
+    return watched[watched["epoch"] == watched.groupby(["variant", "seed"])["epoch"].transform("max")]
+
+
+class WithinClaim(Comparison):
+    """The first model's accuracy differs from the second's by no more than a margin."""
+
+    kind: Literal["within"]
+    margin_points: NonNegativeFloat
+    how = "Judged by the t-interval of the difference with one spread for both."
+
+    def measures(self, results: TrainedResults) -> list[Measure]:
+        measures = []
+        for pair in self.compare:
+            asked = {"margin": self.margin_points, "family": len(self.compare), "diverged": results.diverged(pair)}
+            judged = judge_within([results.accuracies(model) for model in pair], (1, -1), **asked)
+            fields = judged.as_measure(results.account(pair))
+            measures.append(Measure(" − ".join(map(results.label, pair)), **fields, unit="points"))
+        return measures
+
+
+class MeasuredClaim(Comparison):
+    """Of the first model, something is less than a factor times what it is of the second."""
+
+    kind: Literal["measured"]
+    column: str
+    at_most_factor: Annotated[float, Field(gt=0)]
+    how = "Judged by Welch's interval of the difference of mean logarithms over seeds."
+
+    def measures(self, results: TrainedResults) -> list[Measure]:
+        measures, scale = [], {"side": "below", "limit": self.at_most_factor}
+        for pair in self.compare:
+            logs = [np.log(results.values(model, self.column)).tolist() for model in pair]
+            asked = {"limit": math.log(self.at_most_factor), "side": "below", "family": len(self.compare)}
+            judged = judge(logs, (1, -1), diverged=results.diverged(pair), **asked)
+            judged = replace(judged, **{end: math.exp(getattr(judged, end)) for end in ("value", "low", "high")})
+            fields = judged.as_measure(results.account(pair)) | scale
+            measures.append(Measure(" / ".join(map(results.label, pair)), **fields, unit="× as much"))
+        return measures
+
+
+class Prediction(Section):
+    """A rule, and what it was expected to say before the first run that it judges."""
+
+    expected: Literal[SUPPORTED, NOT_SUPPORTED, UNDECIDED]
+    why: str
+    rule: Annotated[AccuracyClaim | SpeedClaim | WithinClaim | MeasuredClaim, Field(discriminator="kind")]
+
+
+class Predictions(Section):
+    predictions: dict[Name, dict[Name, Prediction]]
+
+
+def predictions(lab: Lab, study: str) -> dict[str, Prediction]:
+    """Those of a study. Raises UserError where paper.yaml has something else than a rule needs."""
+    read = params.validate(Predictions, {"predictions": lab.paper.predictions}, "pipeline/paper.yaml")
+    return read.predictions.get(study, {})
+
+
+def judged(study: str, results: TrainedResults, lab: Lab) -> list[Finding]:
+    """A claim for each prediction of a study."""
+    return [finding(name, each, results) for name, each in predictions(lab, study).items()]
+
+
+def finding(name: str, prediction: Prediction, results: TrainedResults) -> Finding:
+    rule = prediction.rule
+    models = tuple(name for name in rule.models if name in set(results.runs["variant"]))
+    found = Finding(
+        id=name,
+        title=rule.title,
+        place=rule.place,
+        kind=CLAIM,
+        statement=rule.sentence,
+        measures=rule.measures(results),
+        rule=rule.rule(),
+        sources=SOURCES,
+        models=models,
+    )
+    came = {prediction.expected: "It came out so", UNDECIDED: "It is open yet", NOT_EVALUATED: "It is open yet"}
+    told = came.get(found.verdict, "It came out otherwise")
+    return replace(found, remark=f"Expected before the first run: {prediction.expected}. {prediction.why} {told}.")

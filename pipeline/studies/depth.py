@@ -1,0 +1,294 @@
+"""He et al. 2023, Section 4, and OSA beside it: which recipe trains at which depth?
+
+Models of 12, 36 and 72 blocks, all with the same budget, and each with the learning rate that a pilot found for its kind at
+36 blocks (pipeline/pilot.py). The stage gathers the runs that are there; `python -m pipeline.fan_out` trains the others.
+"""
+
+import math
+from typing import Annotated
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from pydantic import Field
+
+from pipeline import pilot
+from pipeline.core import files
+from pipeline.core.errors import UserError
+from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
+from pipeline.lab import Lab
+from pipeline.reporting import charts
+from pipeline.reporting.looks import STYLE, look
+from pipeline.reporting.numbers import fixed, number
+from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies._deep import (
+    DOES_NOT,
+    GUESSING,
+    TRAINS,
+    Training,
+    Wanted,
+    gather,
+    judged_claims,
+    of_other_code,
+    outcome,
+    read_claims,
+)
+from pipeline.studies.signals import SHAPED, label_of
+
+place = 53
+gathers = True
+OSA = "osa_shaped"
+MODELS = (OSA, "espa", "vskipinit", "softmax_shaped", "softmax_shaped_norm", "uspa", "vit", "osa_exact")  # in this order
+MODELS += ("alpha", "per_head", "gelu", "tokens", "vit_noskip_nonorm")  # OSA without one of its changes
+PILOTS = {  # whose rate a model without a pilot of its own has: that of the nearest kind
+    **dict.fromkeys(SHAPED, OSA),
+    "uspa": "espa",
+    "softmax_shaped_norm": "softmax_shaped",
+    "vit_noskip_nonorm": "softmax_shaped",
+}
+PARTS = {  # what each model says of OSA's parts
+    "osa_exact": "None of the changes",
+    "gelu": "MLP",
+    "tokens": "Tokens",
+    "per_head": "Attention: V and O",
+    "alpha": "Attention: α",
+    "softmax_shaped": "Attention: all of it",
+    "vskipinit": "Attention: all of it",
+    OSA: "All changes",
+}
+SIGNALS = "paper_outputs/studies/signals"
+
+Depth = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # blocks, epochs
+
+
+class Settings(Section):
+    """Each model at each depth once for each of `seeds`, and for `claim_seeds` where a claim asks about it."""
+
+    models: list[Name] = Field(list(MODELS))
+    depths: Annotated[list[Depth], Field(min_length=1)]  # in the order of training
+    seeds: list[Seed]
+    claim_seeds: Seeds
+
+
+def trainings(settings: Settings, lab: Lab) -> list[Training]:
+    return list(wanted(settings, lab).values())
+
+
+def wanted(settings: Settings, lab: Lab) -> Wanted:
+    """Every run whose rate the pilot has found: one of each model, depth by depth, then more of what claims are about."""
+    asked = {(model, claim.depth) for claim in read_claims(lab.paper).values() for model in claim.models}
+    cells = [(model, *depth, seed) for depth in settings.depths for seed in settings.seeds for model in settings.models]
+    cells += [
+        (model, *depth, seed)
+        for depth in settings.depths
+        for seed in settings.claim_seeds
+        for model in settings.models
+        if (model, depth[0]) in asked
+    ]
+    found = {}
+    for model, blocks, epochs, seed in dict.fromkeys(cells):
+        if chosen := pilot.found(PILOTS.get(model, model)):
+            found[model, blocks, seed] = training(model, blocks, epochs, seed, *chosen)
+    return found
+
+
+def training(model: str, blocks: int, epochs: int, seed: int, rate: float, alpha: float) -> Training:
+    """One run, of OSA with `alpha`/L unless just that is left out."""
+    variant = OSA if model in SHAPED else model
+    changes = ({"alpha_times_depth": alpha} if variant == OSA else {}) | (SHAPED[model][0] if model in SHAPED else {})
+    overrides = {"model": {"depth": blocks}, "train": {"epochs": epochs, "learning_rate": rate}}
+    return variant, overrides | ({"variant": changes} if changes else {}), seed
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    return gather(wanted(settings, lab), lab)
+
+
+def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+    depths = sorted(blocks for blocks, _ in settings.depths)
+    return [
+        who_trains(settings, depths, tables, lab),
+        parts(depths, tables["runs"], lab),
+        *judged_claims(depths, tables, lab, lambda model: label_of(model, lab)),
+        of_the_pilot(lab),
+    ]
+
+
+def cell(runs: pd.DataFrame, model: str, depth: int) -> pd.DataFrame:
+    return runs[(runs["variant"] == model) & (runs["depth"] == depth)]
+
+
+def told(runs: pd.DataFrame, model: str, depth: int) -> str:
+    """e.g. trains, with its loss, accuracy and cost on a smaller line."""
+    rows = cell(runs, model, depth)
+    word, there = outcome(rows), rows[rows["status"] == "finished"]
+    if len(there) == 0:
+        return word
+    loss, accuracy = fixed(there["train_loss"].mean(), 2), fixed(100 * there["test_accuracy"].mean(), 1)
+    return f"{word}\n{loss}; {accuracy}%; {fixed(there['seconds_per_step'].median(), 2)} s"
+
+
+def initial(model: str, depth: int, column: str) -> float:
+    """A number of the study `signals`, of the last block or, the gradient, of the first; NaN where it has none."""
+    path = f"{SIGNALS}/blocks.csv"
+    try:
+        rows = files.read_csv(path).query("model == @model and depth == @depth").sort_values("block")
+    except UserError:
+        return math.nan
+    return float(rows[column].iloc[0 if column == "gradient" else -1]) if len(rows) else math.nan
+
+
+def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) -> Finding:
+    """The answer: models by depths, and what a step costs."""
+    runs, budget = tables["runs"], dict(settings.depths)
+    rows, measures = [], []
+    for model in settings.models:
+        label = label_of(model, lab)
+        for depth in depths:
+            losses = cell(runs, model, depth)["train_loss"].dropna()
+            note = outcome(cell(runs, model, depth))
+            measures.append(Measure(f"{label}, {depth} blocks: last train loss", losses.mean(), n=len(losses), note=note))
+        gradient = number(initial(model, depths[-1], "gradient"))
+        rows.append([label, *(told(runs, model, depth) for depth in depths), gradient])
+    epochs = [f"{depth} blocks, {budget[depth]} epoch{'s' if budget[depth] > 1 else ''}" for depth in depths]
+    return Finding(
+        id="depth",
+        title="Which recipe trains at which depth",
+        place="He et al. 2023, Section 4",
+        kind=OBSERVATION,
+        statement=f"Whether each model trains: its last recorded train loss is below {TRAINS:g} × ln 10 = "
+        f"{TRAINS * GUESSING:.2f}; above {DOES_NOT:g} × ln 10 = {DOES_NOT * GUESSING:.2f}, or if it diverges, it does not.",
+        measures=measures,
+        table=Table(
+            ["Model", *epochs, f"‖∂loss/∂θ₁‖₂ at first, {depths[-1]}"],
+            rows,
+            "l" * (1 + len(depths)) + "r",
+            note="Below each answer: last train loss, test accuracy, means over seeds, and seconds a training step. The "
+            f"gradient of the first block as initialised is of the study signals (`{SIGNALS}/blocks.csv`).",
+        ),
+        figure=draw(tables["histories"], depths, settings.models, lab) if len(tables["histories"]) else None,
+        caption="Train loss, a line for each run; dashed: what trains is below the one, what does not above the other.",
+        in_short=answer(runs, settings.models, depths, lab),
+        headline=headline(runs, depths, lab),
+        remark=of_other_code(runs),
+        models=tuple(model for model in settings.models if model not in SHAPED),
+        sources=[f"{SIGNALS}/blocks.csv"],
+    )
+
+
+def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -> str:
+    """Which models train at each depth, as far as they were trained."""
+    sentences = []
+    for depth in depths:
+        words = {model: outcome(cell(runs, model, depth)) for model in models}
+        done = [model for model in models if words[model] != "not evaluated"]
+        trained = ", ".join(label_of(model, lab) for model in done if words[model] == "trains")
+        if done:
+            sentences.append(f"At {depth} blocks {trained or 'none'} of {len(done)} models trained.")
+    if sentences:
+        return " ".join(sentences)
+    deepest, labels = depths[-1], (label_of(OSA, lab), lab.label("osa_exact"))
+    first = [number(initial(model, deepest, "gradient")) for model in (OSA, "osa_exact")]
+    return (
+        f"None of {len(models)} models is trained yet. As initialised with {deepest} blocks, the first block’s gradient is "
+        f"{first[0]} in {labels[0]} and {first[1]} in {labels[1]}."
+    )
+
+
+def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
+    """For the report's first screen, once OSA was trained at the greatest depth: whether it trains, and where it stops."""
+    words = {depth: outcome(cell(runs, OSA, depth)) for depth in depths}
+    deepest, label = depths[-1], label_of(OSA, lab)
+    rows = cell(runs, OSA, deepest)
+    if words[deepest] == "not evaluated":
+        return ""
+    seeds = rows["status"].ne("missing").sum()
+    seeds = "one seed, which decides nothing" if seeds == 1 else f"{seeds} seeds"
+    without = f"{deepest} blocks without skips and LN"
+    if words[deepest] == "trains":
+        return f"{label} trains at {without} (train loss {fixed(rows['train_loss'].mean(), 2)}; {seeds})."
+    least = [depth for depth in depths if words[depth] == "trains"]
+    where = f"; it does at {least[-1]}" if least else ""
+    loss = rows["train_loss"].mean()
+    ended = "it diverges" if math.isnan(loss) else f"its train loss ends at {fixed(loss, 2)}"
+    return f"{label} is not shown to train at {without}: {ended} ({seeds}){where}."
+
+
+def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
+    """What of it is attention, and what MLP: as initialised, and trained."""
+    depth = depths[len(depths) // 2]
+    rows, measures = [], []
+    for model, part in PARTS.items():
+        numbers = {column: initial(model, depth, column) for column in ("gradient", "q", "rank")}
+        what = f"{label_of(model, lab)}, {depth} blocks: ‖∂loss/∂θ₁‖₂ as initialised"
+        measures.append(Measure(what, numbers["gradient"]))
+        rows.append([label_of(model, lab), part, *map(number, numbers.values()), told(runs, model, depth)])
+    gradient, rank = ({model: initial(model, depth, c) for model in PARTS} for c in ("gradient", "rank"))
+    return Finding(
+        id="depth_parts",
+        title="What is attention, and what is MLP",
+        place="Sections 2 and 4; He et al. 2023, Section 4",
+        kind=OBSERVATION,
+        statement=f"OSA of {depth} blocks with one of its changes left out, and the same frame around other attention: the "
+        "gradient that reaches the first block at initialisation, what the last one leaves of the tokens, and what trains.",
+        measures=measures,
+        table=Table(
+            ["Model", "What differs", "‖∂loss/∂θ₁‖₂", "q", "Effective rank", f"Trained, {depth}"],
+            rows,
+            "llrrrl",
+            note="As initialised, from the study signals: mean square q and effective rank of the last block’s tokens.",
+        ),
+        in_short=f"In the same frame the tokens’ effective rank is {number(rank[OSA])} after OSA and "
+        f"{number(rank['softmax_shaped'])} after softmax. The gradient of OSA’s first block is {number(gradient[OSA])}, and "
+        f"{number(gradient['gelu'])} where GELU is not shaped.",
+        remark="Whether signals and gradients keep their size is decided by the MLPs: in this frame they do around softmax "
+        "too. Whether tokens stay apart is decided by the attention, as Theorem 2.2 has it. It has to be gentle for that: V "
+        "and O joint, and α falling with depth, or it makes the gradient explode by itself.",
+        sources=[f"{SIGNALS}/blocks.csv"],
+        models=tuple(model for model in PARTS if model not in SHAPED),
+    )
+
+
+def of_the_pilot(lab: Lab) -> Finding:
+    """What the pilot tried, and what it chose."""
+    table, chosen = pilot.read(), {model: pilot.found(model) for model in pilot.MODELS}
+    rows, measures = [], []
+    for each in table.itertuples():
+        label, alpha = lab.label(each.model), number(each.alpha_times_depth)
+        is_chosen = chosen[each.model] in [(each.learning_rate, a) for a in (each.alpha_times_depth, pilot.FIRST_ALPHA)]
+        measures.append(Measure(f"{label}, rate {each.learning_rate:g}, α L {alpha}: loss", each.loss))
+        rows.append([label, f"{each.learning_rate:g}", alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
+    rates = "; ".join(f"{lab.label(model)} {found[0]:g}" for model, found in chosen.items() if found)
+    alpha = f" OSA (shaped) has α = {chosen[OSA][1]:g}/L." if chosen[OSA] else ""
+    return Finding(
+        id="depth_pilot",
+        title="How the rates were chosen",
+        place="He et al. 2023, Appendix H.2",
+        kind=OBSERVATION,
+        statement=f"Mean train loss of the last {pilot.LAST} of {pilot.STEPS} steps at {pilot.DEPTH} blocks, with the seed "
+        f"{pilot.SEED}, which no study has. The rate is the one with the least loss, sought from the middle of three up or "
+        "down; α L likewise, with that rate.",
+        measures=measures or [Measure("Trainings of the pilot", 0)],
+        table=Table(["Model", "Learning rate", "α L", "Train loss", ""], rows, "lrrrl") if rows else None,
+        in_short=f"Rates: {rates}.{alpha}" if rates else "No search is over yet.",
+        sources=[str(pilot.TABLE)],
+    )
+
+
+@matplotlib.rc_context(STYLE)
+def draw(histories: pd.DataFrame, depths: list[int], models: list[str], lab: Lab) -> Figure:
+    """A panel for each depth with runs."""
+    there = [depth for depth in depths if (histories["depth"] == depth).any()]
+    figure, panels = charts.panels(len(there), 4.2, sharey=True)
+    for axes, depth in zip(panels, there, strict=True):
+        own = histories[histories["depth"] == depth]
+        for (model, _), curve in own.groupby(["variant", "seed"], sort=False):
+            axes.plot(curve["epoch"], curve["train_loss"], **look(model).line(linewidth=1.3))
+        for share in (TRAINS, DOES_NOT):
+            axes.axhline(share * GUESSING, **charts.EXPECTED)
+        axes.set(title=f"{depth} blocks", xlabel="Epoch", ylim=(0, 1.5 * GUESSING))
+    panels[0].set_ylabel("Train loss")
+    drawn = [model for model in models if (histories["variant"] == model).any()]
+    charts.legend(figure, [Line2D([], [], label=label_of(model, lab), **look(model).line()) for model in drawn])
+    return figure

@@ -1,0 +1,264 @@
+"""Trainings with penalties on the orthogonality of attention and weights: what each dose of those of Zhang et al. 2021 (“On
+Orthogonality Constraints for Transformers”) does to a ViT, with skips and LN and without.
+
+VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cross-entropy is recorded alone.
+"""
+
+import copy
+import itertools
+from typing import NamedTuple
+
+import matplotlib
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from osa.penalties import attention_matrix
+from pipeline.core.params import Section, Seeds
+from pipeline.lab import Lab
+from pipeline.measures import attention_inputs, norm
+from pipeline.reporting import charts
+from pipeline.reporting.looks import PALETTE, STYLE
+from pipeline.reporting.numbers import ABSENT, number
+from pipeline.statistics import summarise
+from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies._findings import largest
+from pipeline.studies._trained import Identity, TrainedResults, Training, at_end, collect, judged
+from pipeline.studies.orthogonality import attention_row, weight_row
+from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
+from pipeline.training import loop
+
+place = 64
+gathers = True
+PAPER = "Zhang et al. 2021, Section 3"
+STATED, STRONG = 1e-6, 1e-2  # the largest λ of the paper, and the least that is called strong
+IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1's ratio
+ONE_SEED = 9  # of the cells, of which one run is done before three of all
+NOISE = 0.1  # standard deviation on the pixels
+VIT, BARE = "vit", "vit_noskip_nonorm"
+NAMES = {VIT: "vit", BARE: "nonorm"}
+VARIANTS = ("VAR-I", "VAR-II", "VAR-III")
+COLUMNS = {  # of what is watched, on average over the layers
+    "attention": "‖AᵀA − I‖²/(N − 1)",
+    "overlap": "Row overlap",
+    "own_token": "Rows at their own token",
+    "projections": "L_LA",
+    "mlp": "L_LF",
+    "keys": "‖K‖₂",
+    "moved": "Moved by noise",
+}
+
+
+class Cell(NamedTuple):
+    """A model with a penalty and its λ, or without, to be watched too."""
+
+    variant: str
+    penalty: str = ""
+    weight: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{NAMES[self.variant]} {self.penalty} {self.weight:g}" if self.penalty else f"{NAMES[self.variant]}_alone"
+
+    @property
+    def options(self) -> dict:
+        return {"penalty": self.penalty, "penalty_weight": self.weight} if self.penalty else {}
+
+    def label(self, lab: Lab) -> str:
+        with_penalty = f" + {self.penalty}, λ = {number(self.weight)}" if self.penalty else ""
+        return lab.label(self.variant) + with_penalty
+
+
+def cells(variant: str, penalties: tuple[str, ...], weights: tuple[float, ...]) -> list[Cell]:
+    return [Cell(*each) for each in itertools.product([variant], penalties, weights)]
+
+
+ENDS = (VARIANTS[0], VARIANTS[2])
+FIRST = (Cell(VIT, "VAR-III", STATED), Cell(VIT), Cell(VIT, "VAR-III", STRONG))  # of these three seeds decide a rule
+CELLS = tuple(
+    dict.fromkeys(
+        [
+            *FIRST,
+            *cells(VIT, ("VAR-I",), (STRONG, STATED)),
+            *cells(BARE, ENDS, (STRONG,)),
+            Cell(VIT, "VAR-III", 1.0),
+            Cell(VIT, "VAR-III", 1e-10),
+            Cell(BARE),
+            *cells(VIT, ENDS, (1.0, 1e-4)),
+            *cells(VIT, VARIANTS, (1e-10, 1e-8, STATED)),
+            *cells(BARE, ENDS, (1.0, 1e-4, 1e-6)),
+        ]
+    )
+)
+GROUPS = {  # of cells that a rule speaks of: their label, model, penalties, and λ from and to
+    "vit_stated": ("ViT + VAR-III, λ = 1e-6", VIT, ("VAR-III",), STATED, STATED),
+    "vit_strong": ("ViT + VAR-III, λ = 0.01", VIT, ("VAR-III",), STRONG, STRONG),
+    "vit_var_i": ("ViT + VAR-I, λ ≤ 1e-6", VIT, ("VAR-I",), 0, STATED),
+    "vit_var_ii": ("ViT + VAR-II, λ ≤ 1e-6", VIT, ("VAR-II",), 0, STATED),
+    "vit_var_iii": ("ViT + VAR-III, λ ≤ 1e-6", VIT, ("VAR-III",), 0, STATED),
+    "nonorm_var_i_strong": ("ViT (no skip, no LN) + VAR-I, λ = 0.01", BARE, ("VAR-I",), STRONG, STRONG),
+    "nonorm_var_iii_strong": ("ViT (no skip, no LN) + VAR-III, λ = 0.01", BARE, ("VAR-III",), STRONG, STRONG),
+}
+
+
+DRAWN = (*FIRST, Cell(VIT, "VAR-III", 1.0), Cell(BARE), Cell(BARE, "VAR-III", STRONG))  # by layer
+
+
+class Settings(Section):
+    """Every cell once for each seed, in the order of what decides most."""
+
+    seeds: Seeds
+
+
+def every(settings: Settings) -> list[Training]:
+    order = [(FIRST[0], seed) for seed in settings.seeds] + [(cell, settings.seeds[0]) for cell in CELLS[:ONE_SEED]]
+    order += [(cell, seed) for cells in (FIRST, CELLS) for seed in settings.seeds for cell in cells]
+    return [Training(cell.name, cell.variant, cell.options, seed) for cell, seed in dict.fromkeys(order)]
+
+
+def trainings(settings: Settings, lab: Lab) -> list[Identity]:
+    return [training.run for training in every(settings)]
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    return collect(every(settings), lab)
+
+
+@torch.no_grad()
+def watch(training: loop.Training) -> list[dict[str, float]]:
+    """Attention and weights of each layer, in float64, on the first test images."""
+    model, images = copy.deepcopy(training.model).cpu().double(), training.data.test_images[:IMAGES].cpu().double()
+    generator = loop.random_stream(0, "penalties/noise")
+    noisy = images + NOISE * torch.randn(images.shape, generator=generator, dtype=images.dtype)
+    inputs = zip(model.blocks, attention_inputs(model, images), attention_inputs(model, noisy), strict=True)
+    rows = []
+    for layer, (block, (attention, x), (_, y)) in enumerate(inputs, 1):
+        a = attention_matrix(attention, x)
+        change = (attention_matrix(attention, y) - a).norm(dim=-1)  # of each row
+        query, key, _ = attention.project(x)
+        of_attention = attention_row(a)
+        seen = {"layer": layer, "attention": of_attention.pop("penalty"), "moved": change.flatten().quantile(0.9).item()}
+        seen |= {"keys": norm(key).median().item(), "worst": worst_ratios(query[:FEW], key[:FEW]).max().item()}
+        rows.append(seen | of_attention | weight_row(block))
+    return rows
+
+
+def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+    labels = {cell.name: cell.label(lab) for cell in CELLS} | {group: label for group, (label, *_) in GROUPS.items()}
+    groups = {
+        group: [c.name for c in CELLS if c.variant == variant and c.penalty in penalties and least <= c.weight <= most]
+        for group, (_, variant, penalties, least, most) in GROUPS.items()
+    }
+    found = TrainedResults(tables, lab, labels, groups)
+    observed = [with_depth(found), bound(found)] if len(found.watched) else []
+    return [*judged("penalties", found, lab), dose(found, lab), *observed]
+
+
+def dose(found: TrainedResults, lab: Lab) -> Finding:
+    """Accuracy and orthogonality over λ, cell by cell."""
+    rows, measures = [], []
+    for cell in sorted(CELLS, key=lambda cell: (cell.variant != VIT, *cell[1:])):
+        accuracy = summarise(found.accuracies(cell.name if cell.penalty else cell.variant))
+        named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
+        means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
+        rows.append([*named, *found.cells(cell.name if cell.penalty else cell.variant), *means])
+        if cell.penalty and accuracy.n:
+            what = f"{cell.label(lab)}: test accuracy"
+            measures.append(Measure(what, accuracy.mean, "per cent", low=accuracy.low, high=accuracy.high, n=accuracy.n))
+    columns = ["Model", "Penalty", "λ", "Test accuracy", "Runs", *COLUMNS.values()]
+    return Finding(
+        id="penalties_dose",
+        title="Dose and response of the penalties",
+        place=PAPER,
+        kind=OBSERVATION,
+        statement="ViTs trained with λ from 1e-10, a negative control, to 1. Those up to 1e-6 are the paper’s.",
+        in_short=f"{len(measures)} of {sum(bool(cell.penalty) for cell in CELLS)} cells are trained.",
+        measures=measures or [Measure("Cells that are trained", 0)],
+        table=Table(
+            columns,
+            rows,
+            "lll" + "r" * (len(columns) - 3),
+            note="Test accuracy in per cent; without a penalty that of Table 2. The rest is after training, over layers "
+            f"and seeds on average; with noise of {NOISE:g} on the pixels 90 % of the rows of A move by less than is last.",
+        ),
+        figure=draw_dose(found) if measures else None,
+        caption="Over λ: test accuracy, ‖AᵀA − I‖_F² / (N − 1), and the projections’ penalty. Dashed: without a penalty.",
+        models=(VIT, BARE),
+    )
+
+
+def with_depth(found: TrainedResults) -> Finding:
+    """Each layer before and after training."""
+    ends = pd.concat(
+        [found.watched[found.watched["epoch"] == 0].assign(when="before"), at_end(found.watched).assign(when="after")]
+    )
+    means = ends.groupby(["variant", "when"], sort=False)[list(COLUMNS)].mean()
+    measures = [
+        Measure(f"{found.label(name)}, {when} training: {COLUMNS['attention']}, mean over layers", row["attention"])
+        for (name, when), row in means.iterrows()
+    ]
+    return Finding(
+        id="penalties_with_depth",
+        title="Orthogonality with depth, before and after training",
+        place=PAPER,
+        kind=OBSERVATION,
+        statement="How far attention matrices and projections are from orthogonal in each layer, on average over seeds.",
+        measures=measures,
+        figure=draw_depth(ends, found),
+        caption="‖AᵀA − I‖_F² / (N − 1) and the projections’ penalty by layer: after training, and before it thin.",
+    )
+
+
+def bound(found: TrainedResults) -> Finding:
+    """Theorem 2.1 in every model at every point of its training."""
+    return Finding(
+        id="penalties_perturbation",
+        title="Theorem 2.1 of Zhang et al. 2021 along training",
+        place="Zhang et al. 2021, Theorem 2.1",
+        kind=CHECK,
+        statement="The most that a row of A can move with its query stays within a quarter of the stated bound 2α‖K‖₂ε, at "
+        "every point of every training here.",
+        measures=[largest("‖(diag f − ffᵀ)K‖₂ over 2‖K‖₂", found.watched["worst"], QUARTER + ROUNDING)],
+        rule="In every layer, head and row: at most ¼.",
+    )
+
+
+@matplotlib.rc_context(STYLE)
+def draw_dose(found: TrainedResults) -> Figure:
+    """A panel for each number, a colour for each penalty, dots hollow for the model without skips and LN."""
+    figure, panels = charts.panels(3, 3.6)
+    colours = dict(zip(VARIANTS, (PALETTE[0], PALETTE[3], PALETTE[5]), strict=True))
+    numbers = {"Test accuracy (per cent)": found.accuracies}
+    numbers |= {
+        COLUMNS[column]: lambda name, column=column: found.values(name, column) for column in ("attention", "projections")
+    }
+    for axes, (title, values) in zip(panels, numbers.items(), strict=True):
+        for variant, penalty in itertools.product((VIT, BARE), VARIANTS):
+            doses = sorted(cell.weight for cell in CELLS if cell[:2] == (variant, penalty))
+            means = [summarise(values(Cell(variant, penalty, dose).name)).mean for dose in doses]
+            fill = colours[penalty] if variant == VIT else "#ffffff"
+            axes.plot(doses, means, "o-", color=colours[penalty], markerfacecolor=fill, markersize=4, linewidth=1.2)
+        for variant in (VIT, BARE):
+            reference = values(variant if title.startswith("Test") else Cell(variant).name)
+            if reference:
+                axes.axhline(summarise(reference).mean, **charts.EXPECTED)
+        charts.logarithmic(axes, "x")
+        axes.set(title=title, xlabel="λ", xlim=(3e-11, 3))
+    lines = [Line2D([], [], color=colour, label=penalty) for penalty, colour in colours.items()]
+    charts.legend(figure, [*lines, *charts.fills("ViT", "ViT (no skip, no LN)")], 5)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_depth(ends: pd.DataFrame, found: TrainedResults) -> Figure:
+    figure, panels = charts.panels(2, 3.9)
+    names = [cell.name for cell in DRAWN if cell.name in set(ends["variant"])]
+    for axes, column in zip(panels, ("attention", "projections"), strict=True):
+        for name, colour in zip(names, PALETTE, strict=False):
+            for when, width in (("before", 0.6), ("after", 1.6)):
+                own = ends[(ends["variant"] == name) & (ends["when"] == when)].groupby("layer")[column].mean()
+                axes.plot(own, color=colour, linewidth=width, label=found.label(name))
+        axes.set(title=COLUMNS[column], xlabel="Layer", xticks=sorted(set(ends["layer"])))
+    charts.legend(figure, panels[0].get_legend_handles_labels()[0][1::2], 2)
+    return figure

@@ -1,0 +1,103 @@
+"""He et al. 2023, side by side: what does each way to do without skips or LN come to in the paper's own setting?
+
+Six blocks, ten epochs and the paper's recipe, in the form of Table 2, whose runs stand beside them. The stage gathers the
+runs that are there; `python -m pipeline.fan_out` trains the others.
+"""
+
+import pandas as pd
+from pydantic import Field
+
+from pipeline import pilot
+from pipeline.core.params import Name, Section, Seed
+from pipeline.lab import Lab
+from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std
+from pipeline.statistics import summarise
+from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies._deep import Training, Wanted, gather, judged_claims, of_other_code, results_at
+from pipeline.studies.section_5 import account
+
+place = 54
+gathers = True
+MODELS = ("vskipinit", "uspa", "espa", "softmax_shaped", pilot.OSA, "espa_skip", "softmax_skip", "softmax_skip_nonorm")
+MODELS += ("softmax_shaped_norm", "uspa_causal", "espa_causal")  # in the order of training
+BESIDE = ("vit", "vit_noskip_nonorm", "osa_exact")  # of Table 2, for comparison
+RUNS = "paper_outputs/tables/runs.csv"
+
+
+class Settings(Section):
+    models: list[Name] = Field(list(MODELS))
+    seeds: list[Seed]
+
+
+def trainings(settings: Settings, lab: Lab) -> list[Training]:
+    return list(wanted(settings, lab).values())
+
+
+def wanted(settings: Settings, lab: Lab) -> Wanted:
+    """Every run, seed by seed; OSA shaped for depth has the α L of the pilot, and waits for it."""
+    found, depth = {}, lab.paper.recipe.model.depth
+    for seed in settings.seeds:
+        for model in settings.models:
+            if model != pilot.OSA:
+                found[model, depth, seed] = (model, {}, seed)
+            elif chosen := pilot.found(pilot.OSA):
+                found[model, depth, seed] = (model, {"variant": {"alpha_times_depth": chosen[1]}}, seed)
+    return found
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    return gather(wanted(settings, lab), lab)
+
+
+def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+    depth = lab.paper.recipe.model.depth
+    together = {}
+    for name, own in tables.items():
+        filled = [table for table in (own, table_2(lab, name, depth)) if len(table)]  # an empty one has no types
+        together[name] = pd.concat(filled or [own])
+    return [
+        side_by_side(settings, depth, together, of_other_code(tables["runs"]), lab),
+        *judged_claims([depth], together, lab, lab.label, sources=[RUNS]),
+    ]
+
+
+def table_2(lab: Lab, name: str, depth: int) -> pd.DataFrame:
+    """The runs or histories of Table 2's models, if there are any."""
+    table = lab.tables.get(name, pd.DataFrame(columns=["variant"]))
+    return table[table["variant"].isin(BESIDE)].assign(depth=depth)
+
+
+def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, lab: Lab) -> Finding:
+    results = results_at(depth, tables, lab.label)
+    measures, rows, models = [], [], [*settings.models, *BESIDE]
+    for model in models:
+        found, losses = summarise(results.accuracies(model)), results.rows(model, "finished")["train_loss"]
+        what = f"{lab.label(model)}: test accuracy"
+        measures.append(Measure(what, found.mean, "%", low=found.low, high=found.high, n=found.n))
+        status = results.runs.loc[results.runs["variant"] == model, "status"]
+        runs = account(status).removeprefix("n = ") if found.n else "not evaluated"
+        label = f"{lab.label(model)}\nTable 2" if model in BESIDE else lab.label(model)
+        accuracy = mean_std(found.mean, found.std, 2) if found.n else ABSENT
+        rows.append([label, accuracy, interval(found.low, found.high, 2), fixed(losses.mean(), 3), runs])
+    done = {model: measure.value for model, measure in zip(settings.models, measures, strict=False) if measure.n}
+    best = max(done, key=done.get, default=None)
+    return Finding(
+        id="six_blocks",
+        title="Without skips or LN, side by side",
+        place="He et al. 2023, Section 4; Table 2",
+        kind=OBSERVATION,
+        statement=f"Test accuracy in per cent with {depth} blocks, after the {lab.paper.recipe.train.epochs} epochs of the "
+        "paper’s recipe.",
+        measures=measures,
+        table=Table(
+            ["Model", "Accuracy", "95 % interval", "Train loss", "n"],
+            rows,
+            note="Mean ± standard deviation over the n seeds that finished. OSA (shaped) has the α L of the pilot.",
+            variants=models,
+        ),
+        in_short=f"{len(done) or 'None'} of {len(settings.models)} models trained"
+        + (f"; the most accurate is {lab.label(best)} with {fixed(done[best], 2)}%." if done else "."),
+        remark=remark,
+        models=tuple(models),
+        sources=[RUNS],
+    )

@@ -1,0 +1,35 @@
+"""Stability: whether OSA trains stably where each gradient goes through a QR decomposition, as Section 5 found it.
+
+`osa_qr` computes the same function and never differentiates a decomposition, so its runs say nothing of this. The models of
+the claim, with its rule in pipeline/paper.yaml, do: they are trained here, and are no rows of Table 2.
+"""
+
+from pipeline.core.params import Section, Seeds
+from pipeline.lab import Lab
+from pipeline.studies import Finding, Tables
+from pipeline.studies._runs import Training, collect_runs
+from pipeline.studies.section_5 import Results, StabilityClaim, judged_claim, read_claims
+
+place = 5
+
+
+class Settings(Section):
+    seeds: Seeds
+
+
+def claims(lab: Lab) -> dict[str, StabilityClaim]:
+    """The claims of paper.yaml that are about stability."""
+    return {name: claim for name, claim in read_claims(lab.paper).items() if isinstance(claim, StabilityClaim)}
+
+
+def trainings(settings: Settings, lab: Lab) -> list[Training]:
+    models = dict.fromkeys(model for claim in claims(lab).values() for model in claim.models)
+    return [(model, {}, seed) for seed in settings.seeds for model in models]
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    return collect_runs(trainings(settings, lab), lab)
+
+
+def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+    return [judged_claim(name, claim, Results(lab, tables), []) for name, claim in claims(lab).items()]

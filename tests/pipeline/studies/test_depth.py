@@ -1,0 +1,179 @@
+"""Which runs of deep models are wanted, in which order, what is gathered of them, and verdicts on both sides of a limit."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from pipeline import pilot
+from pipeline.core import files
+from pipeline.core.errors import UserError
+from pipeline.core.params import as_options, parse_overrides
+from pipeline.runs import Run
+from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
+from pipeline.studies import _deep, depth
+from pipeline.studies._deep import GUESSING, gather, judged_claims, read_claims
+from pipeline.studies.depth import Settings, findings, measure, wanted
+from tests.pipeline import synthetic
+
+MODELS = ["osa_shaped", "vit", "alpha"]
+SETTINGS = Settings(models=MODELS, depths=[[36, 2], [12, 1]], seeds=[0], claim_seeds=[0, 1])
+RATES = {"osa_shaped": (3e-5, 1.0), "vit": (1e-4, 0.36)}
+
+
+@pytest.fixture
+def lab(lab, monkeypatch):
+    """After a pilot of two kinds of models."""
+    lab.study = "depth"
+    monkeypatch.setattr(pilot, "found", RATES.get)
+    return lab
+
+
+def leave(lab, variant, overrides, seed, **metrics):
+    """The files of a finished run."""
+    run = Run(variant, seed, "depth", overrides)
+    history = pd.DataFrame(
+        [dict.fromkeys(["step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy"], 1)]
+    )
+    files.write_csv(run.folder / "history.csv", history)
+    last = {"diverged": False, "train_loss": 0.4, "test_loss": 0.5, "test_accuracy": 0.9} | metrics
+    files.write_json(run.folder / "metrics.json", last)
+    files.write_json(run.folder / "record.json", synthetic.record(lab.config(variant, overrides), run, "da7a"))
+
+
+def made_up(losses: dict[tuple[str, int], list[float | None]]) -> dict[str, pd.DataFrame]:
+    """The tables of runs with these last train losses, by model and depth; one without a loss diverged."""
+    rows = [
+        {"variant": model, "depth": blocks, "seed": seed, "status": "diverged" if loss is None else "finished"}
+        | {"train_loss": loss, "test_accuracy": 0.9, "seconds_per_step": 2.0, "codes": "c0de"}
+        for (model, blocks), each in losses.items()
+        for seed, loss in enumerate(each)
+    ]
+    histories = [
+        {"variant": model, "depth": blocks, "seed": seed, "epoch": epoch, "train_loss": loss, "test_loss": loss}
+        for (model, blocks), each in losses.items()
+        for seed in range(len(each))
+        for epoch, loss in enumerate((2.3, 1.0))
+    ]
+    columns = ["variant", "depth", "seed", *_deep.RUN]
+    runs = pd.DataFrame(rows, columns=columns).astype({"train_loss": float})
+    return {"runs": runs, "histories": pd.DataFrame(histories, columns=[*columns[:3], "epoch", "train_loss", "test_loss"])}
+
+
+def test_the_runs_that_are_wanted_in_the_order_of_training(lab):
+    """One of each model, depth by depth; then more of osa_shaped and vit at 36 blocks, which claims are about."""
+    settings = SETTINGS.model_copy(update={"models": [*MODELS, "espa"]})  # which the pilot has not come to
+    found = wanted(settings, lab)
+    cells = [(model, blocks, 0) for blocks in (36, 12) for model in MODELS]
+    assert list(found) == [*cells, ("osa_shaped", 36, 1), ("vit", 36, 1)]
+    shaped = {"train": {"epochs": 2, "learning_rate": 3e-5}, "model": {"depth": 36}, "variant": {"alpha_times_depth": 1.0}}
+    assert found["osa_shaped", 36, 1] == ("osa_shaped", shaped, 1)
+    assert found["alpha", 36, 0] == ("osa_shaped", shaped | {"variant": {"alpha_times_depth": None}}, 0)
+    vit = {"train": {"epochs": 1, "learning_rate": 1e-4}, "model": {"depth": 12}}
+    assert found["vit", 12, 0] == ("vit", vit, 0)
+    assert depth.trainings(settings, lab) == list(found.values())
+    options = [as_options(overrides)[1::2] for _, overrides, _ in found.values()]
+    assert [parse_overrides(each) for each in options] == [overrides for _, overrides, _ in found.values()]
+
+
+def test_gathering_trains_nothing_and_a_run_of_another_configuration_is_missing(lab, monkeypatch):
+    monkeypatch.setattr(lab, "train", lambda *_: pytest.fail("trains"))
+    asked = wanted(SETTINGS, lab)
+    leave(lab, *asked["osa_shaped", 36, 0])
+    leave(lab, *asked["vit", 36, 0], diverged=True, train_loss=None)
+    leave(lab, *asked["alpha", 36, 0])
+    record = Run("osa_shaped", 0, "depth", asked["alpha", 36, 0][1]).folder / "record.json"
+    files.write_json(record, files.read_json(record) | {"config": lab.config("vit").model_dump()})
+    tables = measure(SETTINGS, lab)
+    statuses = tables["runs"].set_index(["variant", "depth", "seed"])["status"]
+    assert statuses["osa_shaped", 36, 0] == "finished" and statuses["vit", 36, 0] == "diverged"
+    assert (statuses == "missing").sum() == len(asked) - 2
+    row = tables["runs"].iloc[0]
+    assert row["seconds_per_step"] == pytest.approx(8 / 1234.5) and row["learning_rate"] == 3e-5
+    assert tables["histories"][["variant", "depth"]].drop_duplicates().values.tolist() == [["osa_shaped", 36], ["vit", 36]]
+
+
+def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
+    files.write_csv("nothing/runs.csv", gather(wanted(SETTINGS, lab), lab)["runs"])
+    tables = {"runs": files.read_csv("nothing/runs.csv"), "histories": made_up({})["histories"]}
+    answer, _, *claims, of_pilot = findings(SETTINGS, tables, lab)
+    assert answer.figure is None and answer.headline == ""
+    assert all(cell == "not evaluated" for row in answer.table.rows for cell in row[1:3])
+    assert answer.in_short.startswith("None of 3 models is trained yet.")
+    assert {claim.verdict for claim in claims} == {NOT_EVALUATED} and len(claims) == 5
+    assert of_pilot.table is None
+
+
+@pytest.mark.parametrize(
+    "losses, word, headline",
+    [
+        ([0.4], "trains", "OSA (shaped) trains at 36 blocks without skips and LN (train loss 0.40; one seed"),
+        ([0.4, 0.5, 0.6], "trains", "OSA (shaped) trains at 36 blocks without skips and LN (train loss 0.50; 3 seeds)."),
+        ([1.5], "undecided", "not shown to train at 36 blocks without skips and LN: its train loss ends at 1.50 (one seed"),
+        ([2.1], "does not", "its train loss ends at 2.10 (one seed, which decides nothing); it does at 12."),
+        ([None], "does not", "it diverges"),
+    ],
+)
+def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
+    tables = made_up({("osa_shaped", 36): losses, ("osa_shaped", 12): [0.3], ("vit", 36): [0.2]})
+    answer, *_ = findings(SETTINGS, tables, lab)
+    assert headline in answer.headline
+    cells = answer.table.rows[0]
+    assert cells[1].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[2].split("\n")[0] == word
+    assert "seed" not in answer.in_short and ("OSA (shaped), ViT of 2" in answer.in_short) == (word == "trains")
+    assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
+
+
+NEAR = [0.49 * GUESSING, 0.495 * GUESSING, 0.49 * GUESSING]
+
+
+@pytest.mark.parametrize(
+    "losses, trains, does_not",
+    [
+        (NEAR, SUPPORTED, NOT_SUPPORTED),
+        ([loss + 0.02 * GUESSING for loss in NEAR], NOT_SUPPORTED, NOT_SUPPORTED),
+        ([0.3, 0.3, 2.3], UNDECIDED, UNDECIDED),
+        ([loss + 0.42 * GUESSING for loss in NEAR], NOT_SUPPORTED, SUPPORTED),
+        (NEAR[:2], UNDECIDED, UNDECIDED),
+        ([*NEAR, None], UNDECIDED, UNDECIDED),
+    ],
+)
+def test_training_is_judged_over_seeds_on_both_sides_of_its_limits(lab, losses, trains, does_not):
+    models = ("osa_shaped", "softmax_shaped", "softmax_shaped_norm")
+    tables = made_up({(model, 36): losses for model in models})
+    verdicts = {claim.id: claim.verdict for claim in judged_claims([36], tables, lab, lab.label)}
+    assert (verdicts["osa_trains_at_36"], verdicts["softmax_does_not_train"]) == (trains, does_not)
+    assert verdicts["espa_lowest_loss"] == NOT_EVALUATED and "osa_trains_at_72" not in verdicts
+
+
+def test_the_lower_loss_is_judged_at_its_depth(lab):
+    losses = {"espa": [0.30, 0.31, 0.32], "uspa": [0.50, 0.51, 0.52], "vskipinit": [0.60, 0.61, 0.62]}
+    tables = made_up({(model, 36): each for model, each in losses.items()} | {("espa", 12): [9.0, 9.1, 9.2]})
+    (claim,) = [each for each in judged_claims([36], tables, lab, lab.label) if each.id == "espa_lowest_loss"]
+    assert claim.verdict == SUPPORTED
+    assert [measure.value for measure in claim.measures] == pytest.approx([-0.2, -0.3])
+
+
+def test_the_claims_are_about_models_that_are_trained(lab):
+    """At each depth that a claim names, by the parameters of the repository."""
+    settings, claims = lab.params, read_claims(lab.paper)
+    raw = synthetic.ROOT / "params.yaml"
+    settings = pilot.params.load(raw)
+    trained = {(model, blocks) for model in settings.depth.models for blocks, _ in settings.depth.depths}
+    trained |= {(model, 6) for model in [*settings.six_blocks.models, "vit"]}
+    assert {(model, claim.depth) for claim in claims.values() for model in claim.models} <= trained
+    assert all("{" not in claim.rule() for claim in claims.values())
+
+
+def test_a_claim_that_is_not_as_its_rule_needs_it(lab):
+    wrong = lab.paper.deep_claims | {"a": lab.paper.deep_claims["osa_trains_at_36"] | {"depth": 0}}
+    with pytest.raises(UserError, match=r"deep_claims.a.depth should be greater than 0"):
+        read_claims(lab.paper.model_copy(update={"deep_claims": wrong}))
+
+
+def test_what_the_pilot_did_is_told(lab):
+    rows = [("osa_shaped", 3e-5, 1.0, 1.2), ("osa_shaped", 1e-4, 1.0, 1.4), ("vit", 1e-4, math.nan, 0.5)]
+    files.write_csv(pilot.TABLE, pd.DataFrame(rows, columns=["model", "learning_rate", "alpha_times_depth", "loss"]))
+    finding = depth.of_the_pilot(lab)
+    assert [row[-1] for row in finding.table.rows] == ["chosen", "", "chosen"]
+    assert finding.in_short == "Rates: OSA (shaped) 3e-05; ViT 0.0001. OSA (shaped) has α = 1/L."

@@ -1,0 +1,65 @@
+"""Runs of Table 2 that are trained once more, from made-up records."""
+
+import pandas as pd
+import pytest
+
+from pipeline.core import files
+from pipeline.runs import Run
+from pipeline.statistics import NOT_EVALUATED
+from pipeline.studies import FAILS, PASSES, repeats
+from pipeline.studies.repeats import Settings, findings, measure
+
+SETTINGS = Settings(variant="vit", seed=0)
+ENDS = {"history": "csv", "metrics": "json"}
+
+
+@pytest.fixture
+def lab(lab):
+    lab.study = "repeats"
+    write(Run("vit", 0, "table_2"), accuracy=0.97)
+    return lab
+
+
+def write(run: Run, accuracy: float, weights: str = "a", code: str = "c0de", machine: str = "A CPU") -> None:
+    """A finished run as its files tell of it."""
+    files.write_text(run.folder / "history.csv", f"step,epoch,test_accuracy\n1,1,{accuracy}\n")
+    files.write_json(run.folder / "metrics.json", {"diverged": False, "test_accuracy": accuracy})
+    environment = {"device": "cpu", "device_name": machine, "num_threads": 1, "torch": "2.11.0"}
+    digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
+    made = {"config": {}, "data_sha256": "da7a", "code_sha256": code, "environment": environment, "seconds": 1.0}
+    files.write_json(run.folder / "record.json", made | digests | {"weights_sha256": weights})
+
+
+def found(lab) -> list:
+    return findings(SETTINGS, measure(SETTINGS, lab), lab)
+
+
+def test_each_is_trained_in_the_study_and_compared_with_table_2(lab):
+    assert repeats.trainings(SETTINGS, lab) == [("vit", {}, 0)]
+    write(lab.run("vit"), accuracy=0.97)
+    (finding,) = found(lab)
+    assert finding.verdict == PASSES and len(finding.measures) == 2 and finding.remark == "Trained twice on A CPU, 1 thread."
+
+
+@pytest.mark.parametrize("other", [{"accuracy": 0.9701}, {"accuracy": 0.97, "weights": "b"}])
+def test_another_bit_on_the_same_kind_of_machine_fails(lab, other):
+    write(lab.run("vit"), **other)
+    assert found(lab)[0].verdict == FAILS
+
+
+def test_on_another_machine_the_accuracy_is_set_beside_one_more_seed(lab):
+    of_table_2 = {"variant": "vit", "seed": [0, 1, 2], "status": "finished", "test_accuracy": [0.969, 0.970, 0.971]}
+    lab.tables = {"runs": pd.DataFrame(of_table_2)}
+    write(lab.run("vit"), accuracy=0.971, weights="b", machine="Another CPU")
+    (elsewhere,) = found(lab)
+    assert elsewhere.measures[0].value == pytest.approx(0.1) and ", within 96.50 to" in elsewhere.in_short
+    write(lab.run("vit"), accuracy=0.991, weights="b", machine="Another CPU")
+    assert ", outside " in found(lab)[0].in_short
+
+
+@pytest.mark.parametrize("again", [None, {"accuracy": 0.99, "code": "other"}])
+def test_what_was_not_repeated_by_the_same_code_is_not_evaluated(lab, again):
+    if again:
+        write(lab.run("vit"), **again)
+    (finding,) = found(lab)
+    assert finding.verdict == NOT_EVALUATED

@@ -1,0 +1,77 @@
+"""The table beside Table 2's runs, and the claims about six blocks, from made-up runs."""
+
+import pandas as pd
+import pytest
+
+from pipeline import pilot
+from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED
+from pipeline.studies import six_blocks
+from pipeline.studies._deep import RUN
+from pipeline.studies.six_blocks import Settings, findings, measure, wanted
+from pipeline.training.loop import COLUMNS
+
+SETTINGS = Settings(models=["vskipinit", "osa_shaped", "espa_skip"], seeds=[0, 1])
+DEPTH = 6
+
+
+@pytest.fixture
+def lab(lab, monkeypatch):
+    lab.study = "six_blocks"
+    recipe = lab.paper.recipe.model_copy(update={"model": lab.paper.recipe.model.model_copy(update={"depth": DEPTH})})
+    monkeypatch.setattr(lab, "paper", lab.paper.model_copy(update={"recipe": recipe}))
+    return lab
+
+
+def runs_of(accuracies: dict[str, list[float]], rates: dict[str, float], columns: list[str]) -> dict[str, pd.DataFrame]:
+    """Runs with these accuracies, whose losses fall by a factor each epoch."""
+    cells = [(model, seed, accuracy) for model, each in accuracies.items() for seed, accuracy in enumerate(each)]
+    runs = [
+        {"variant": model, "seed": seed, "depth": DEPTH, "status": "finished", "test_accuracy": accuracy, "codes": "c0de"}
+        | {"train_loss": 0.1}
+        for model, seed, accuracy in cells
+    ]
+    histories = [
+        {"variant": model, "seed": seed, "depth": DEPTH, "epoch": epoch}
+        | dict.fromkeys(("train_loss", "test_loss"), (2.3 + 0.01 * seed) * rates.get(model, 0.5) ** epoch)
+        for model, seed, _ in cells
+        for epoch in range(11)
+    ]
+    return {
+        "runs": pd.DataFrame(runs, columns=[*columns, *RUN]),
+        "histories": pd.DataFrame(histories, columns=[*columns, *COLUMNS]),
+    }
+
+
+def test_runs_are_wanted_seed_by_seed_and_osa_waits_for_the_pilot(lab, monkeypatch):
+    assert list(wanted(SETTINGS, lab)) == [(m, DEPTH, seed) for seed in (0, 1) for m in ("vskipinit", "espa_skip")]
+    monkeypatch.setattr(pilot, "found", {"osa_shaped": (3e-5, 1.0)}.get)
+    found = wanted(SETTINGS, lab)
+    assert found["osa_shaped", DEPTH, 1] == ("osa_shaped", {"variant": {"alpha_times_depth": 1.0}}, 1)
+    assert found["vskipinit", DEPTH, 0] == ("vskipinit", {}, 0) and len(found) == 6
+    assert set(measure(SETTINGS, lab)["runs"]["status"]) == {"missing"}
+
+
+def test_side_by_side_with_the_runs_of_table_2(lab):
+    lab.tables = runs_of({"vit": [0.97, 0.971, 0.972]}, {}, ["variant", "seed"])
+    tables = runs_of({"espa_skip": [0.96, 0.962, 0.964]}, {"espa_skip": 0.45}, ["variant", "depth", "seed"])
+    table, *claims = findings(SETTINGS, tables, lab)
+    rows = {row[0].split("\n")[0]: row[1:] for row in table.table.rows}
+    assert rows["ViT"][0] == "97.10 ± 0.10" and rows["E-SPA (normalised skip)"][0] == "96.20 ± 0.20"
+    assert rows["V-SkipInit"] == ["–", "–", "–", "not evaluated"] and rows["ViT"][-1] == "3"
+    assert table.in_short == "1 of 3 models trained; the most accurate is E-SPA (normalised skip) with 96.20%."
+    verdicts = {claim.id: claim.verdict for claim in claims}
+    assert verdicts["espa_skip_matches_default"] == SUPPORTED
+    assert {verdicts[name] for name in ("espa_fastest", "osa_not_below_espa", "softmax_skip_needs_norm")} == {NOT_EVALUATED}
+
+
+@pytest.mark.parametrize("rate, matches, needs_norm", [(0.5, SUPPORTED, NOT_SUPPORTED), (0.7, NOT_SUPPORTED, SUPPORTED)])
+def test_softmax_with_normalised_skips_is_judged_both_ways(lab, rate, matches, needs_norm):
+    """As fast as ViT, or half as fast."""
+    lab.tables = runs_of({"vit": [0.97, 0.971, 0.972]}, {}, ["variant", "seed"])
+    models = ("softmax_skip", "softmax_skip_nonorm")
+    tables = runs_of(
+        {key: [0.96, 0.962, 0.964] for key in models}, dict.fromkeys(models, rate), ["variant", "depth", "seed"]
+    )
+    verdicts = {claim.id: claim.verdict for claim in six_blocks.findings(SETTINGS, tables, lab)[1:]}
+    assert verdicts["softmax_skip_matches_default"] == matches
+    assert verdicts["softmax_skip_needs_norm"] == needs_norm

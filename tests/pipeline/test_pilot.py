@@ -1,0 +1,81 @@
+"""The search finds the valley without a training too many, and a training is done once by the same code."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch.nn.functional as F
+
+from pipeline import pilot
+from pipeline.core import files, params, record
+from pipeline.lab import Lab
+from pipeline.training import data
+from pipeline.training.loop import build_model
+from tests.pipeline.mnist_files import write_mnist
+from tests.pipeline.synthetic import write_params
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    write_params(tmp_path)
+    write_mnist(tmp_path / "data/mnist", train=7, test=7)
+    monkeypatch.chdir(tmp_path)
+    return Lab("pilot", params.load(), params.load_paper())
+
+
+def write(rows):
+    """The table of (model, rate, α L, loss)."""
+    columns = ["model", "learning_rate", "alpha_times_depth", "loss"]
+    files.write_csv(pilot.TABLE, pd.DataFrame(rows, columns=columns).assign(key=range(len(rows))))
+
+
+@pytest.mark.parametrize(
+    "losses, best, asked",
+    [
+        ([3, 2, 1], 2, [1, 2]),
+        ([1, 2, 3], 0, [1, 2, 0]),
+        ([2, 1, 2], 1, [1, 2, 0]),
+        ([3, 2, 1, 0], 3, [1, 2, 3]),
+        ([5, 2, math.inf, 0], 1, [1, 2, 0]),
+    ],
+)
+def test_the_search_goes_on_while_the_loss_falls(losses, best, asked):
+    seen = []
+    loss = lambda i: seen.append(i) or losses[i]  # noqa: E731
+    assert pilot.valley(range(len(losses)), 1, loss) == best
+    assert list(dict.fromkeys(seen)) == asked
+
+
+def test_what_the_table_says_once_a_search_is_over(lab):
+    rows = [("vit", rate, None, loss) for rate, loss in ((1e-4, 1.5), (3e-4, math.nan), (3e-5, 1.6))]
+    osa = [(1e-4, 0.36, 2.0), (3e-4, 0.36, 2.1), (3e-5, 0.36, 1.9), (3e-5, 1.0, 1.8), (3e-5, 3.0, 2.5), (3e-5, 0.1, 2.2)]
+    rows += [("osa_shaped", *each) for each in osa]
+    assert pilot.found("vit") is None
+    write(rows)
+    assert pilot.found("vit") == (1e-4, pilot.FIRST_ALPHA)
+    assert pilot.found("osa_shaped") == (3e-5, 1.0)
+    assert pilot.found("espa") is None
+    write([row for row in rows if row[:3] != ("osa_shaped", 3e-5, 3.0)])
+    assert pilot.found("osa_shaped") is None, "whether 3 is better than 1 is not known"
+
+
+def test_a_training_is_done_once_and_again_by_other_code(lab, monkeypatch):
+    """Its loss at the first step is that of the model as initialised on the first batch."""
+    loss = pilot.Pilot(lab, depth=2, steps=1, last=1).loss("vit", 1e-4, 0.36)
+    config = lab.config("vit", {"model": {"depth": 2}})
+    mnist, model = data.load(data.folder("mnist"), "unit"), build_model(config, pilot.SEED)
+    assert loss == pytest.approx(F.cross_entropy(model(mnist.train_images), mnist.train_labels).item(), rel=1e-5)
+    longer = pilot.Pilot(lab, depth=2, steps=3, last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pilot.Pilot, "train", lambda *_: (9.0, 1.0))
+        assert pilot.Pilot(lab, depth=2, steps=1, last=1).loss("vit", 1e-4, 0.36) == pytest.approx(loss, rel=1e-5)
+        assert longer.loss("vit", 1e-4, 0.36) == 9
+        patch.setattr(record, "code_sha256", lambda *_: "c0de")
+        assert pilot.Pilot(lab, depth=2, steps=1, last=1).loss("vit", 1e-4, 0.36) == 9
+    assert pilot.read()[["steps", "loss"]].values.tolist() == [[3, 9], [1, 9]]
+
+
+def test_a_loss_that_is_not_finite_ends_a_training(lab):
+    config = lab.config("vit_noskip_nonorm", {"init": {"embedding_std": 1e30}, "train": {"batch_size": 2}})
+    loss, seconds = pilot.Pilot(lab, steps=3, last=3).train(config)
+    assert not math.isfinite(loss) and seconds > 0

@@ -70,6 +70,10 @@ tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
 	$(RUN) jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/tour.ipynb
 	$(RUN) jupyter nbconvert --to html notebooks/tour.ipynb
 
+.PHONY: doctor
+doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
+	@$(RUN) $(PYTHON) -m pipeline.doctor
+
 lint: setup  ## ruff
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .

@@ -231,7 +231,8 @@ def curves(before: Results, after: Results) -> Figure:
         for axes, variant in zip(panels, shown, strict=False):
             axes.plot(*_mean_curve(before.runs.get(variant, {})), color=INK, linestyle=(0, (4, 2)), linewidth=1)
             axes.plot(*_mean_curve(after.runs.get(variant, {})), **look(variant).line(linestyle="-"))
-            axes.set(title=label(variant, before, after), yscale="log")
+            axes.set(title=label(variant, before, after))
+            figures.of_losses(axes)
         for axes in panels[len(shown) :]:
             axes.set_visible(False)
         figure.supxlabel("Epoch", fontsize=9)

@@ -122,7 +122,7 @@ def _convert_cifar(archive: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as opened:
-            opened.extractall(folder, filter="data")
+            opened.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
         for split in ("train", "t10k"):
             read = CIFAR10(folder, train=split == "train")
             images = np.moveaxis(read.data, -1, 1)  # (n, 3, 32, 32)

@@ -8,7 +8,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import median
 
 from dvc.dependency import ParamsDependency
 from dvc.exceptions import DvcException
@@ -16,8 +15,8 @@ from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
 from dvc.stage import Stage
 
-from pipeline import runs, sources
-from pipeline.core import files, params, record
+from pipeline import runs, sources, studies
+from pipeline.core import params, record
 from pipeline.core.errors import UserError, entry_point
 
 WIDTH, SHOWN = 110, 4  # columns; files and parameters named in one reason
@@ -106,17 +105,18 @@ def replaced(before: dict, after: dict, above: str = "") -> Iterator[str]:
             yield f"{name} is {new}, was {old}"
 
 
-def seconds_of(stage: str) -> tuple[float | None, set[str]]:
-    """How long a stage takes by the records of the trainings in it, and the machines that these come from.
-
-    Of a run it is the median over the finished runs of its variant, of a study the sum over the runs that it trained.
-    """
-    variant = stage.removeprefix("train@").rpartition("-")[0]
-    pattern = f"{runs.TABLE_2}/{variant}/*" if stage.startswith("train@") else f"{stage}/*/*"
-    records = [files.read_json(path) for path in sorted(runs.FOLDER.glob(f"{pattern}/record.json"))]
-    taken = [made["seconds"] for made in records if made["status"] == "finished"]
-    total = (median if stage.startswith("train@") else sum)(taken) if taken else None
-    return total, {record.machine(made["environment"]) for made in records}
+def seconds_of(stage: str, made: list[dict]) -> tuple[float | None, set[str]]:
+    """How long a stage takes by these records of trainings, a study as long as all its runs, and the machines of these."""
+    if stage in studies.names() and studies.gathers(stage):
+        return None, set()
+    if stage.startswith("train@"):
+        variant, _, seed = stage.removeprefix("train@").rpartition("-")
+        run = runs.Run(variant, int(seed))
+        found, seconds = runs.alike(run, made), runs.seconds_of(run, made)
+    else:
+        found = [each for each in made if each["study"] == stage]
+        seconds = sum(each["seconds"] for each in found) or None
+    return seconds, {record.machine(each["environment"]) for each in found}
 
 
 def told(found: Plan) -> Iterator[str]:
@@ -124,6 +124,7 @@ def told(found: Plan) -> Iterator[str]:
     if not found.runs:
         yield "`dvc repro` would run nothing: data and pipelines are up to date."
         return
+    made = runs.finished()
     counts = f"{len(found.follows)} may follow, and {len(found.rests)} rest"
     yield f"`dvc repro` would run {plural(len(found.runs))}. Of the others {counts}."
     groups = defaultdict(list)
@@ -136,8 +137,8 @@ def told(found: Plan) -> Iterator[str]:
         yield from textwrap.wrap(
             f"because {why}", WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
         )
-        yield f"    {duration(stages)}"
-    yield f"\nIn all {duration([*found.runs, *found.follows])}."
+        yield f"    {duration(stages, made)}"
+    yield f"\nIn all {duration([*found.runs, *found.follows], made)}."
     if files_only := found.for_its_files():
         yield (
             f"{plural(len(files_only))} would run for missing files alone, which git does not keep. `dvc pull` gets them "
@@ -145,9 +146,9 @@ def told(found: Plan) -> Iterator[str]:
         )
 
 
-def duration(stages: list[str]) -> str:
-    """e.g. about 24 min (medians of the records, on AMD EPYC, 2 threads) and 3 stages of unknown length."""
-    known = {stage: seconds_of(stage) for stage in stages}
+def duration(stages: list[str], made: list[dict]) -> str:
+    """e.g. about 24 min by the records, on AMD EPYC, 2 threads; 3 stages of unknown length."""
+    known = {stage: seconds_of(stage, made) for stage in stages}
     times = [seconds for seconds, _ in known.values() if seconds is not None]
     machines = sorted(set().union(*(where for _, where in known.values())))
     unknown = len(stages) - len(times)

@@ -155,6 +155,7 @@ def test_snippets_run():
     torch.testing.assert_close(*norms)  # a rotation of the tokens
     assert not torch.allclose(names["rotated"], names["value"], atol=0.01)
     assert names["softmax"].equal(F.scaled_dot_product_attention(names["query"], names["key"], names["value"]))
+    assert len(names["deep"].blocks) == 36 and names["deep"](torch.zeros(1, 1, 28, 28)).isfinite().all()
     assert (names["logits"].shape, names["y"].shape, names["tokens"].shape) == ((8, 10), (2, 50, 64), (2, 50, 64))
 
 

@@ -34,6 +34,7 @@ PARTS = {  # of the report, by the `place` of the studies below
 OURS = "ours, not in the paper"
 MOST_SHOWN = {CLAIM: 8, CHECK: 3, OBSERVATION: 3}  # measures of one finding, where a table says the same
 MOST_TOLD = 2  # measures that the sentence of a claim names
+TITLE = re.compile(r"\*(\w[^*]*\w)\*")  # of a work
 UNITS = {"points": functools.partial(fixed, digits=2)} | dict.fromkeys(("tokens", "layers", "cases"), grouped)
 
 
@@ -114,9 +115,12 @@ def finding_text(finding: Finding, study: str) -> dict:
 
 
 def in_short(finding: Finding) -> str:
-    """One sentence: the finding's own, or of a check how close it came, of a claim what decides it, or the first number."""
+    """One sentence: the finding's own, or of a check how close it came, of a claim what decides it, of an observation its
+    extremes or its first number."""
     if finding.in_short or finding.kind == CHECK:
         return finding.in_short or closeness(finding)
+    if finding.kind == OBSERVATION and (told := extremes(finding.measures)):
+        return told
     deciding = [measure for measure in finding.measures if measure.verdict] or finding.measures[:1]
     if len(deciding) > MOST_TOLD:
         counts = Counter(measure.verdict for measure in deciding)
@@ -124,6 +128,18 @@ def in_short(finding: Finding) -> str:
     told = [f"{m.what} is {'not evaluated' if math.isnan(m.value) else value(m)}" for m in deciding]
     asked = {f"; {m.side} {number(m.limit)} is asked" for m in deciding if m.side}
     return f"{', '.join(told)}{asked.pop() if len(asked) == 1 else ''}."
+
+
+def extremes(measures: list[Measure]) -> str:
+    """The least and the largest of one quantity of several things, e.g. Rank: least 1 for ViT; largest 26.1 for OSA (QR)."""
+    named = [measure.what.rpartition(": ") for measure in measures]
+    quantity = named[0][2]
+    if len(measures) < 2 or any(not of or other != quantity for of, _, other in named):
+        return ""
+    told = [(measure.value, f"{amount(measure)} for {of}") for measure, (of, *_) in zip(measures, named, strict=True)]
+    if any(math.isnan(number) for number, _ in told):
+        return ""
+    return f"{quantity[0].upper()}{quantity[1:]}: least {min(told)[1]}; largest {max(told)[1]}."
 
 
 def value(measure: Measure) -> str:
@@ -175,7 +191,8 @@ def closeness(finding: Finding) -> str:
     if used(worst) < 0:  # the limit is no scale to measure by
         return "Holds."
     if worst.side == "above":
-        return f"Holds; the worst case is {number(worst.value / worst.limit)} × what is asked."
+        times = number(worst.value / worst.limit)
+        return f"Holds; the worst case is {'just above' if times == '1' else f'{times} ×'} what is asked."
     share = "under 0.1" if 0 < used(worst) < 1e-3 else f"{100 * used(worst):.2g}"
     return f"Holds; the worst case uses {share}% of {finding.allowance}."
 
@@ -287,10 +304,11 @@ def markdown(text: str, line_break: str = "<br>") -> str:
 
 
 def prose(text: str) -> Markup:
-    """Text for an HTML page, with formulas and `code`, which links to the file that it names, if it does."""
+    """Text for an HTML page, with formulas, *titles*, and `code`, which links to the file that it names, if it does."""
     parts = re.split("`([^`]*)`", text)
     return Markup("").join(
-        code(part) if place % 2 else Markup(scripted(str(escape(part)))) for place, part in enumerate(parts)
+        code(part) if place % 2 else Markup(TITLE.sub(r"<em>\1</em>", scripted(str(escape(part)))))
+        for place, part in enumerate(parts)
     )
 
 

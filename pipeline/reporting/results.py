@@ -113,10 +113,7 @@ def cost(results: Results) -> pd.DataFrame:
 
 
 def compute(results: Results) -> dict[str, dict]:
-    """What training took: of Table 2, and of each study that trains, the runs, hours and machines.
-
-    The stage that trains a study's runs writes its tables too, on which the report depends.
-    """
+    """What training took: of Table 2, and of each study that trains, the runs, hours and machines."""
     records = {"Table 2": list(results.records.values())}
     for name in studies.measuring():
         paths = sorted((runs.FOLDER / name).glob("*/*/record.json"))

@@ -32,13 +32,14 @@ def answer(of: Results) -> str:
 
 
 def tally(of: Results) -> str:
-    """How all claims and checks came out, and how many of the listed runs there are."""
+    """How all claims and checks came out, how many of the listed runs there are, and the headlines of findings."""
     verdict = results.verdict(of)
     checks, runs = verdict["checks"], verdict["runs"]
     trained = f"{runs['trained']} of {plural(runs['total'], 'run')} trained, {runs['diverged']} diverged"
     models = f"{plural(verdict['models'], 'model')}, {plural(verdict['seeds'], 'seed')}"
     passed = f"{checks['passes']} of {checks['total']} checks pass"
-    return f"{outcome(verdict['claims'], 'Of all {}')} {passed}. {models}: {trained}."
+    headlines = [finding.headline for found in of.found.values() for finding in found if finding.headline]
+    return " ".join([f"{outcome(verdict['claims'], 'Of all {}')} {passed}. {models}: {trained}.", *headlines])
 
 
 def rules(of: Results) -> str:

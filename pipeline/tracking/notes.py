@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from pipeline.core.params import Paper
+from pipeline.core.params import LABELS, Paper
 from pipeline.reporting.numbers import plain
 
 TABLE_2, TRIES = "table_2", "tries"  # as in pipeline.runs, whose torch a watcher can do without
@@ -24,9 +24,15 @@ class Notes:
     paper: Paper
     settings: dict
 
+    def place(self, of: tuple[str, str]) -> tuple:
+        """Where a study and a name stand among others: first the models, as params.yaml lists them."""
+        study, name = of
+        listed = [*((self.settings.get("run") or {}).get("variants") or []), name]
+        return study != TABLE_2, study, listed.index(name), name
+
     def title(self, run: dict) -> str:
         """OSA (QR), or ViT, init.head=zeros where something is replaced, or ViT, depth as a study trained it."""
-        labels, variant = self.settings.get("labels") or {}, run["variant"]
+        labels, variant = LABELS | (self.settings.get("labels") or {}), run["variant"]
         return ", ".join([labels.get(variant, variant), *(replaced(run) or [run["study"]] * (run["study"] != TABLE_2))])
 
     def changes(self, record: dict) -> str:

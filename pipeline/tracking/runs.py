@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -197,7 +198,11 @@ class Tracker:
         return self.client.get_run(run_id)
 
     def _create_parent(self, children: list) -> str:
-        """A parent run with what its children have in common: a heading, so never under way."""
+        """A parent run with what its children have in common: a heading, so never under way.
+
+        A model's begins now, when its mean is taken: MLflow lists the newest first, and so the models before their seeds
+        and studies.
+        """
         tags = {
             key: value if all(run.data.tags.get(key) == value for run in children) else "mixed"
             for key, value in children[0].data.tags.items()
@@ -205,10 +210,11 @@ class Tracker:
         }
         seeds = [int(run.data.tags["seed"]) for run in children]
         tags |= {"level": "mean", "seed": ",".join(map(str, seeds)), "mlflow.note.content": self.notes.note(tags, seeds)}
-        start = min(run.info.start_time for run in children)
-        run_id = self.client.create_run(self.experiment, start, tags, self.notes.title(tags)).info.run_id
+        of_children = [at for run in children for at in (run.info.start_time, run.info.end_time) if at]
+        times = [time.time_ns() // 1_000_000] if tags["study"] == TABLE_2 else of_children
+        run_id = self.client.create_run(self.experiment, min(times), tags, self.notes.title(tags)).info.run_id
         self._log(run_id, params={key: value for key, value in children[0].data.params.items() if key != "seed"})
-        self.client.set_terminated(run_id, "FINISHED", max(run.info.end_time or start for run in children))
+        self.client.set_terminated(run_id, "FINISHED", max(times))
         return run_id
 
     def _statistics(self, finished: list) -> Iterator[Point]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeline.core.errors import UserError
 from pipeline.core.files import read_json
 from pipeline.tracking.runs import Tracker, cause, root, tracking_uri, warn, without_password
-from pipeline.tracking.views import views
+from pipeline.tracking.views import opening_on, views
 
 
 def sync(base: Path) -> Tracker:
@@ -26,7 +26,7 @@ def sync(base: Path) -> Tracker:
         with tracker.lock:
             tracker.sweep()
             found = {(run.data.tags["study"], run.data.tags["name"]) for run in tracker.runs(level="single")}
-            for study, name in sorted(found):
+            for study, name in sorted(found, key=tracker.notes.place, reverse=True):  # the models last, and so the newest
                 tracker.refresh(study, name)
             for key, (_, view) in views(study for study, _ in found).items():
                 tracker.client.set_experiment_tag(tracker.experiment, f"mlflow.sharedViewState.{key}", view)
@@ -68,10 +68,10 @@ def ui() -> None:
         raise UserError(f"port {port} cannot be used ({error}): choose another, as in `PORT=5001 make ui`.") from None
     tracker = sync(Path("."))
     site = without_password(uri) if is_server else f"http://127.0.0.1:{port}"
-    runs = f"{site}/#/experiments/{tracker.experiment}/runs?workflowType=machine_learning&viewStateShareKey="
+    runs = f"#/experiments/{tracker.experiment}/runs?workflowType=machine_learning&viewStateShareKey="
     for key, (name, _) in views(run.data.tags["study"] for run in tracker.runs(level="mean")).items():
-        print(f"{name:<22}{runs}{key}")
-    print(f"{'Curves of the models':<22}{runs}models&compareRunsMode=CHART", flush=True)
+        print(f"{name:<22}{site}/{runs}{key}")
+    print(f"{'Curves of the models':<22}{site}/{runs}models&compareRunsMode=CHART", flush=True)
     if not is_server:
         import uvicorn
         from mlflow import server
@@ -79,6 +79,8 @@ def ui() -> None:
         # As `mlflow server` does in a process of its own, which outlives it where it is killed.
         os.environ[server.BACKEND_STORE_URI_ENV_VAR] = uri
         os.environ[server.ARTIFACT_ROOT_ENV_VAR] = (root() / "mlartifacts").as_uri()
+        page = Path(server.app.static_folder, "index.html").read_text()
+        server.app.view_functions["serve"] = lambda: opening_on(page, f"{runs}models")
         warnings.filterwarnings("ignore", module="mlflow")
         app, quiet = "mlflow.server.fastapi_app:app", "warning"
         uvicorn.run(app, host="127.0.0.1", port=int(port), log_level=quiet, timeout_graceful_shutdown=2)

@@ -456,6 +456,7 @@ def check_of(*measures: Measure) -> Finding:
             "Holds; the worst case uses 75% of what is allowed.",
         ),
         ([Measure("a", 15.0, side="above", limit=10.0)], "Holds; the worst case is 1.5 × what is asked."),
+        ([Measure("a", 10.01, side="above", limit=10.0)], "Holds; the worst case is just above what is asked."),
         ([Measure("a", -1.0, side="below", limit=0.0)], "Holds."),
         (
             [Measure("a", 1.0, side="below", limit=50.0), Measure("b", 5.0, "m", side="below", limit=4.0)],
@@ -466,6 +467,16 @@ def check_of(*measures: Measure) -> Finding:
 )
 def test_how_close_a_check_came(measures, sentence):
     assert pages.closeness(check_of(*measures)) == sentence
+
+
+def test_an_observation_of_one_quantity_tells_its_extremes():
+    def told(*measures):
+        return pages.in_short(Finding("o", "O", "Section 1", OBSERVATION, "s", list(measures)))
+
+    ranks = [Measure("ViT: a rank", 3.0), Measure("OSA: a rank", 26.123, "rows"), Measure("ViT, 6: a rank", -1.0)]
+    assert told(*ranks) == "A rank: least −1 for ViT, 6; largest 26.1 rows for OSA."
+    assert told(*ranks, Measure("ViT: a norm", 5.0)) == told(ranks[0]) == "ViT: a rank is 3."
+    assert told(*ranks, Measure("E-SPA: a rank", math.nan)) == "ViT: a rank is 3."
 
 
 # --- cautions
@@ -695,6 +706,11 @@ def test_a_formula_begins_as_it_is_written(fakes):
         ("one ` alone*", "one \\` alone\\*", "one ` alone*"),
         ("train.eps _y_ [z]\nend", "train.eps \\_y\\_ \\[z\\]<br>end", "train.eps _y_ [z]\nend"),
         ("‖J‖_F < `d_v`", "‖J‖<sub>F</sub> &lt; `d_v`", "‖J‖<sub>F</sub> &lt; <code>d_v</code>"),
+        (
+            "*On A* has L_LF, not OSA_XYZ",
+            "\\*On A\\* has L<sub>LF</sub>, not OSA_XYZ",
+            "<em>On A</em> has L<sub>LF</sub>, not OSA_XYZ",
+        ),
         ("see `params.yaml`", "see `params.yaml`", 'see <a href="../params.yaml"><code>params.yaml</code></a>'),
     ],
 )

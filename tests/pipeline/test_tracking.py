@@ -328,7 +328,7 @@ def test_views_show_the_models_first_and_each_study_beside_them(database):
     Run("vit", 0, [0.1, 0.5]).finish()
     Run("osa_qr", 0, [0.1, 0.6]).finish()
     Run("vit", 0, [0.1, 0.7], study="left_open", head="zeros").finish()
-    Run("vit", 0, [0.1, 0.8], study="depth").finish()
+    Run("vit", 0, [0.1, 0.8], minutes=10, study="depth").finish()
     tracker_ = sync(Path("."))
     saved = tracker_.client.get_experiment(tracker_.experiment).tags
     shown, ages = {}, {}
@@ -348,6 +348,8 @@ def test_views_show_the_models_first_and_each_study_beside_them(database):
         "Left open": ["OSA (QR)", "ViT", "ViT, init.head=zeros"],
     }
     assert sorted(ages, key=ages.get, reverse=True) == list(shown)  # as MLflow's menu sorts them
+    unsorted = [run.info.run_name for run in tracker_.runs(level="mean")]  # the newest first, as without any view
+    assert unsorted[:2] == ["OSA (QR)", "ViT"] and len(unsorted) == 4
 
 
 def test_notes_say_what_is_changed_and_name_commands_that_exist(database):
@@ -565,6 +567,10 @@ def test_the_ui_imports_serves_on_this_machine_alone_and_ends_whole(folder, data
         assert said[1].split()[-1] == f"{page}models"
         until(lambda: is_served(port))
         if ending == signal.SIGINT:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as answer:
+                opening, rest = answer.read().decode().split("</script>", 1)
+            address = said[1].split()[-1].removeprefix(f"http://127.0.0.1:{port}/")
+            assert f'location.replace("{address}")' in opening and "static-files/" in rest  # MLflow's own page follows
             query = json.dumps({"experiment_ids": ["1"]}).encode()
             search = f"http://127.0.0.1:{port}/api/2.0/mlflow/runs/search"
             request = urllib.request.Request(search, query, {"Content-Type": "application/json"})

@@ -24,18 +24,10 @@ from tests.pipeline.trainings import (
     finished,
     run_main,
     training,
-    write_data,
     write_params,
 )
 
-
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    """A working directory of its own, with parameters and data."""
-    monkeypatch.chdir(tmp_path)
-    write_params()
-    write_data()
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("project")
 
 
 # the models

@@ -27,7 +27,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 PAGES = ("table_2.md", "result.md", "report.md", "report.html")
 PARTS = {  # of the report, by the `place` of the studies below
     20: "Claims about the experiment",
-    90: "Theorems and costs",
+    50: "Theorems and costs",
+    60: "Deep models",
+    70: "Orthogonal weights",
     100: "Robustness to unstated choices",
     math.inf: "Beyond the paper",
 }

@@ -13,7 +13,8 @@ they take so long that the stage trains none of them. With a `watch(training)` i
 curves: the rows of numbers that this returns are the run's watched.csv.
 A study of what is measured elsewhere has `findings` alone, and is given None and {}. `place` in its module, if it has one,
 orders the report: studies stand by it, and by name where it is the same. Below 20 are the claims about the experiment, below
-90 theorems and costs, below 100 what is left open; all others are beyond the paper.
+50 theorems and costs, below 60 deep models, below 70 orthogonal weights, below 100 what is left open; all others are beyond
+the paper.
 """
 
 import functools

@@ -21,7 +21,7 @@ from pipeline.reporting.numbers import ABSENT, fixed, grouped, number, per_cent,
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies.complexity import BOTH, FORWARD
 
-place = 80
+place = 47
 
 FOLDER = Path("paper_outputs/benchmarks")
 Label = Callable[[str], str]

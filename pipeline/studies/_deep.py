@@ -1,36 +1,34 @@
 """What studies share whose runs take too long to be trained by a stage: `measure` gathers the runs that are there.
 
-`python -m pipeline.fan_out` trains them. A run that is missing, or of another configuration than is asked for now, is a cell
-that is not evaluated.
+`python -m pipeline.fan_out --only` trains them. A run that is missing, or of another configuration than is asked for now, is
+a cell that is not evaluated.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import pandas as pd
 from pydantic import Field
 
-from pipeline.core import params, record
+from pipeline.core import params
 from pipeline.core.params import Name, Paper, PositiveInt, Section
 from pipeline.lab import Lab
 from pipeline.statistics import Judgement, judge
-from pipeline.studies import CLAIM, Finding, Measure, Tables
-from pipeline.studies._runs import Training, collect_runs
-from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim
+from pipeline.studies import Finding, Measure, Tables
+from pipeline.studies._runs import Request, collect_runs
+from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim, judged_claim
 from pipeline.training.loop import COLUMNS
 
 GUESSING = math.log(10)  # the cross-entropy of ten digits that are as likely as one another
 TRAINS, DOES_NOT = 0.5, 0.9  # of it: a train loss below the one or above the other
-PAPER = "He et al. 2023"
-RUN = ["run", "status", "train_loss", "test_accuracy", "epochs", "learning_rate", "seconds_per_step", "codes"]
-Wanted = dict[tuple[str, int, int], Training]  # by what a reader knows it as: model, size and seed
+RUN = ["run", "status", "train_loss", "test_accuracy", "epochs", "learning_rate", "seconds_per_step", "codes", "device"]
+Wanted = dict[tuple[str, int, int], Request]  # by what a reader knows it as: model, size and seed
 
 
 def gather(wanted: Wanted, lab: Lab, size: str = "depth") -> Tables:
     """`collect_runs`, by what a reader knows each run as; with its epochs, rate and seconds a step."""
-    columns, trains = ["variant", size, "seed"], [lab.config(*training[:2]).train for training in wanted.values()]
+    columns, trains = ["variant", size, "seed"], [lab.config(*request[:2]).train for request in wanted.values()]
     tables, cells = collect_runs(wanted.values(), lab), pd.DataFrame(list(wanted), columns=columns)
     table = cells.join(tables["runs"].drop(columns=["variant", "seed"]))
     for name in ("epochs", "learning_rate", "batch_size"):
@@ -40,9 +38,9 @@ def gather(wanted: Wanted, lab: Lab, size: str = "depth") -> Tables:
     return {"runs": table[[*columns, *RUN]], "histories": histories[[*columns, *COLUMNS]]}
 
 
-def results_at(depth: int, tables: Tables, label: Callable[[str], str]) -> Results:
+def results_at(depth: int, tables: Tables, lab: Lab, label: Callable[[str], str]) -> Results:
     """The runs of one depth as the rules of Section 5 ask for them."""
-    return Results(SimpleNamespace(label=label, tables={name: own[own["depth"] == depth] for name, own in tables.items()}))
+    return Results(lab, {name: own[own["depth"] == depth] for name, own in tables.items()}, label)
 
 
 def outcome(rows: pd.DataFrame) -> str:
@@ -125,24 +123,7 @@ def read_claims(paper: Paper) -> dict[str, AnyClaim]:
 def judged_claims(depths: Iterable[int], tables: Tables, lab: Lab, label: Callable[[str], str], **fields) -> list[Finding]:
     """The claims about models of these depths."""
     return [
-        Finding(
-            id=name,
-            title=claim.title,
-            place=claim.place,
-            kind=CLAIM,
-            statement=f"“{claim.sentence}”" if claim.place.startswith(PAPER) else claim.sentence,
-            measures=claim.measures(results_at(claim.depth, tables, label)),
-            rule=claim.rule(),
-            models=tuple(claim.models),
-            **fields,
-        )
+        judged_claim(name, claim, results_at(claim.depth, tables, lab, label), **fields)
         for name, claim in read_claims(lab.paper).items()
         if claim.depth in depths
     ]
-
-
-def of_other_code(rows: pd.DataFrame) -> str:
-    """A remark on runs that today's code is not known to give, where there are some."""
-    there = rows[rows["status"] != "missing"]
-    other = sum(record.code_sha256() not in codes.split() for codes in there["codes"])
-    return f"{other} of {len(there)} runs are of other code than is here." if other else ""

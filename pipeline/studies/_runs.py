@@ -12,11 +12,11 @@ from pipeline.studies import Tables
 from pipeline.training.loop import COLUMNS
 
 IDENTITY, MEASURED = ["run", "variant", "seed"], ["train_loss", "test_loss", "test_accuracy"]
-MADE = ["codes", "git_dirty", "started_at", "seconds", "images_per_second"]
-Training = tuple[str, Overrides, int]  # variant, what is replaced of its configuration, seed
+MADE = ["codes", "device", "git_dirty", "started_at", "seconds", "images_per_second"]
+Request = tuple[str, Overrides, int]  # of a training: variant, what is replaced of its configuration, seed
 
 
-def collect_runs(trainings: Iterable[Training], lab: Lab) -> Tables:
+def collect_runs(trainings: Iterable[Request], lab: Lab) -> Tables:
     """As `runs` a row each, as `histories` the points of those that are there, and as `watched` what the study saw of them,
     if it did."""
     for folder in (FOLDER, WEIGHTS):  # of which DVC expects something even where nothing is trained
@@ -44,8 +44,17 @@ def told(run: Run, config: RunConfig) -> dict:
     if not (run.is_there() and same_config(run.read("record")["config"], config)):
         return {"status": "missing"}
     metrics, made = run.read("metrics"), run.read("record")
-    codes = {"codes": " ".join(sorted(record.made_by(made))), "git_dirty": made["environment"]["git_dirty"]}
-    row = codes | {key: made[key] for key in ("started_at", "seconds", "images_per_second")}
+    row = {"codes": " ".join(sorted(record.made_by(made)))}
+    row |= {key: made["environment"][key] for key in ("device", "git_dirty")}
+    row |= {key: made[key] for key in ("started_at", "seconds", "images_per_second")}
     if metrics["diverged"]:
         return row | {"status": "diverged"}
     return row | {"status": "finished"} | {key: metrics[key] for key in MEASURED}
+
+
+def of_other_code(runs: pd.DataFrame) -> str:
+    """A remark on the runs that today's code is not known to give, where there are some."""
+    there = runs[runs["status"] != "missing"]
+    made = zip(there["device"], there["codes"], strict=True)
+    other = sum(record.code_sha256(device) not in codes.split() for device, codes in made)
+    return f"{other} of {len(there)} runs are of other code than is here." if other else ""

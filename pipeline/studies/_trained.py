@@ -15,14 +15,13 @@ from pipeline.core.params import Name, NonNegativeFloat, Section
 from pipeline.lab import Lab
 from pipeline.reporting.numbers import ABSENT, mean_std
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, judge, judge_within, summarise
-from pipeline.studies import CLAIM, Finding, Measure, Tables
-from pipeline.studies._runs import Training as Identity
-from pipeline.studies._runs import collect_runs
-from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim
+from pipeline.studies import Finding, Measure, Tables
+from pipeline.studies._runs import Request, collect_runs
+from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim, judged_claim
 
 
-class Training(NamedTuple):
-    """One training of a study: a variant with other options, by the name that rules and figures have for it."""
+class NamedRequest(NamedTuple):
+    """Of a training of a variant with other options, by the name that rules and figures have for it."""
 
     name: str
     variant: str
@@ -30,15 +29,14 @@ class Training(NamedTuple):
     seed: int
 
     @property
-    def run(self) -> Identity:
-        """What the lab knows it by."""
+    def request(self) -> Request:
         return self.variant, {"variant": self.options} if self.options else {}, self.seed
 
 
-def collect(trainings: Sequence[Training], lab: Lab) -> Tables:
-    """What they left as `collect_runs` has it, and what `watch` saw; `variant` is the training's name."""
-    tables = collect_runs([training.run for training in trainings], lab)
-    names = {lab.run(*training.run).name: training.name for training in trainings}
+def collect(wanted: Sequence[NamedRequest], lab: Lab) -> Tables:
+    """What the trainings left as `collect_runs` has it, and what `watch` saw; `variant` is the name."""
+    tables = collect_runs([named.request for named in wanted], lab)
+    names = {lab.run(*named.request).name: named.name for named in wanted}
     return {key: table.assign(variant=table["run"].map(names)) for key, table in tables.items()}
 
 
@@ -149,17 +147,7 @@ def judged(study: str, results: TrainedResults, lab: Lab) -> list[Finding]:
 def finding(name: str, prediction: Prediction, results: TrainedResults) -> Finding:
     rule = prediction.rule
     models = tuple(name for name in rule.models if name in set(results.runs["variant"]))
-    found = Finding(
-        id=name,
-        title=rule.title,
-        place=rule.place,
-        kind=CLAIM,
-        statement=rule.sentence,
-        measures=rule.measures(results),
-        rule=rule.rule(),
-        sources=SOURCES,
-        models=models,
-    )
+    found = judged_claim(name, rule, results, statement=rule.sentence, sources=SOURCES, models=models)
     came = {prediction.expected: "It came out so", UNDECIDED: "It is open yet", NOT_EVALUATED: "It is open yet"}
     told = came.get(found.verdict, "It came out otherwise")
     return replace(found, remark=f"Expected before the first run: {prediction.expected}. {prediction.why} {told}.")

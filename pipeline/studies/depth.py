@@ -26,14 +26,13 @@ from pipeline.studies._deep import (
     DOES_NOT,
     GUESSING,
     TRAINS,
-    Training,
     Wanted,
     gather,
     judged_claims,
-    of_other_code,
     outcome,
     read_claims,
 )
+from pipeline.studies._runs import Request, of_other_code
 from pipeline.studies.signals import SHAPED, label_of
 
 place = 53
@@ -71,7 +70,7 @@ class Settings(Section):
     claim_seeds: Seeds
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Training]:
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
     return list(wanted(settings, lab).values())
 
 
@@ -93,7 +92,7 @@ def wanted(settings: Settings, lab: Lab) -> Wanted:
     return found
 
 
-def training(model: str, blocks: int, epochs: int, seed: int, rate: float, alpha: float) -> Training:
+def training(model: str, blocks: int, epochs: int, seed: int, rate: float, alpha: float) -> Request:
     """One run, of OSA with `alpha`/L unless just that is left out."""
     variant = OSA if model in SHAPED else model
     changes = ({"alpha_times_depth": alpha} if variant == OSA else {}) | (SHAPED[model][0] if model in SHAPED else {})

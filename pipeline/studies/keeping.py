@@ -20,7 +20,8 @@ from pipeline.reporting.numbers import number
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
-from pipeline.studies._trained import Identity, TrainedResults, Training, at_end, collect, judged
+from pipeline.studies._runs import Request
+from pipeline.studies._trained import NamedRequest, TrainedResults, at_end, collect, judged
 from pipeline.studies.section_5 import epochs_to_reach, target_loss
 from pipeline.training import loop
 
@@ -63,14 +64,14 @@ class Settings(Section):
     seeds: Seeds
 
 
-def every(settings: Settings) -> list[Training]:
+def every(settings: Settings) -> list[NamedRequest]:
     order = [(name, seed) for name in THREE_SEEDS for seed in settings.seeds]
     order += [(name, seed) for seed in settings.seeds for name in RUNS]
-    return [Training(name, *RUNS[name][:2], seed) for name, seed in dict.fromkeys(order)]
+    return [NamedRequest(name, *RUNS[name][:2], seed) for name, seed in dict.fromkeys(order)]
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Identity]:
-    return [training.run for training in every(settings)]
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
+    return [named.request for named in every(settings)]
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

@@ -13,14 +13,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from pipeline.core import record
 from pipeline.core.params import Name, OpenChoice, Overrides, Paper, Section, Seed
 from pipeline.lab import Lab
 from pipeline.reporting import charts, looks
 from pipeline.reporting.numbers import ABSENT, fixed, interval, plain, signed
 from pipeline.statistics import LEAST_RUNS, NOT_EVALUATED, combination, judge, judge_within, one_more_run, summarise
 from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._runs import collect_runs
+from pipeline.studies._runs import collect_runs, of_other_code
 from pipeline.studies.section_5 import Contrast, Results, account, read_claims
 
 place = 95
@@ -132,9 +131,8 @@ def variants(found: list[Tried]) -> tuple[str, ...]:
 def provenance(runs: pd.DataFrame, paper: Paper) -> str:
     """How many runs are of other code than today's, and how many are older than the rules, where some are."""
     there = runs[runs["status"] != "missing"]
-    other = sum(record.code_sha256() not in codes.split() for codes in there["codes"])
     older = sum(pd.to_datetime(there["started_at"], utc=True) < pd.Timestamp(paper.rules_since))
-    parts = [f"{other} of {len(there)} runs are of other code than is here."] * bool(other)
+    parts = [of_other_code(runs)] if of_other_code(runs) else []
     parts += [f"{older} of {len(there)} runs are older than the rules, which date from {paper.rules_since[:10]}."] * bool(
         older
     )

@@ -30,7 +30,8 @@ from pipeline.reporting.looks import STYLE, look
 from pipeline.reporting.numbers import fixed, number
 from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._deep import Training, Wanted, gather, of_other_code
+from pipeline.studies._deep import Wanted, gather
+from pipeline.studies._runs import Request, of_other_code
 
 place = 55
 gathers = True
@@ -53,7 +54,7 @@ class Settings(Section):
     power_iterations: PositiveInt = 20  # which leave an error of 1 %
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Training]:
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
     return list(wanted(settings, lab).values())
 
 

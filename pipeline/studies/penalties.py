@@ -24,7 +24,8 @@ from pipeline.reporting.numbers import ABSENT, number
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
-from pipeline.studies._trained import Identity, TrainedResults, Training, at_end, collect, judged
+from pipeline.studies._runs import Request
+from pipeline.studies._trained import NamedRequest, TrainedResults, at_end, collect, judged
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
 from pipeline.training import loop
@@ -111,14 +112,14 @@ class Settings(Section):
     seeds: Seeds
 
 
-def every(settings: Settings) -> list[Training]:
+def every(settings: Settings) -> list[NamedRequest]:
     order = [(FIRST[0], seed) for seed in settings.seeds] + [(cell, settings.seeds[0]) for cell in CELLS[:ONE_SEED]]
     order += [(cell, seed) for cells in (FIRST, CELLS) for seed in settings.seeds for cell in cells]
-    return [Training(cell.name, cell.variant, cell.options, seed) for cell, seed in dict.fromkeys(order)]
+    return [NamedRequest(cell.name, cell.variant, cell.options, seed) for cell, seed in dict.fromkeys(order)]
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Identity]:
-    return [training.run for training in every(settings)]
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
+    return [named.request for named in every(settings)]
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

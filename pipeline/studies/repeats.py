@@ -15,7 +15,7 @@ from pipeline.reporting.numbers import fixed, interval
 from pipeline.runs import Run
 from pipeline.statistics import one_more_run
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Tables
-from pipeline.studies._runs import Training
+from pipeline.studies._runs import Request
 from pipeline.studies.section_5 import Results
 
 place = 98
@@ -31,7 +31,7 @@ class Settings(Section):
     seed: Seed
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Training]:
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
     return [(settings.variant, {}, settings.seed)]
 
 

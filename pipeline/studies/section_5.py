@@ -22,6 +22,7 @@ from pipeline.statistics import NOT_EVALUATED, UNDECIDED, Judgement, judge, judg
 from pipeline.studies import CLAIM, Finding, Measure, Tables
 
 place = 0
+OURS = "our own"  # the place of a sentence that no document has
 SOURCES = ["paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv"]
 NO_RUNS = pd.DataFrame(columns=["variant", "seed", "status", "test_accuracy"])
 NO_HISTORIES = pd.DataFrame(columns=["variant", "seed", "epoch", "train_loss", "test_loss"])
@@ -37,8 +38,8 @@ def account(statuses: pd.Series) -> str:
 class Results:
     """Runs as the rules ask for them: those of Table 2, or others with the same two tables."""
 
-    def __init__(self, lab: Lab, tables: Tables | None = None) -> None:
-        self.label, tables = lab.label, lab.tables if tables is None else tables
+    def __init__(self, lab: Lab, tables: Tables | None = None, label: Callable[[str], str] | None = None) -> None:
+        self.label, tables = label or lab.label, lab.tables if tables is None else tables
         self.runs, self.histories = tables.get("runs", NO_RUNS), tables.get("histories", NO_HISTORIES)
 
     def rows(self, model: str, status: str) -> pd.DataFrame:
@@ -215,24 +216,23 @@ def read_claims(paper: Paper) -> dict[str, Claim]:
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
     claims, results = read_claims(lab.paper), Results(lab)
     return [
-        judged_claim(name, claim, results, SOURCES)
+        judged_claim(name, claim, results, sources=SOURCES)
         for name, claim in claims.items()
         if not isinstance(claim, StabilityClaim)
     ]
 
 
-def judged_claim(name: str, claim: Claim, results: Results, sources: list[str]) -> Finding:
-    """A claim with what its rule says of these runs."""
+def judged_claim(name: str, claim: Claim, results: Results, **others) -> Finding:
+    """A claim with what its rule says of these runs, and other fields of the finding."""
+    fields = {"statement": claim.sentence if claim.place == OURS else f"“{claim.sentence}”", "models": tuple(claim.models)}
     return Finding(
         id=name,
         title=claim.title,
         place=claim.place,
         kind=CLAIM,
-        statement=f"“{claim.sentence}”",
         measures=claim.measures(results),
         rule=claim.rule(),
-        sources=sources,
-        models=tuple(claim.models),
+        **(fields | others),
     )
 
 

@@ -13,7 +13,8 @@ from pipeline.lab import Lab
 from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std
 from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._deep import Training, Wanted, gather, judged_claims, of_other_code, results_at
+from pipeline.studies._deep import Wanted, gather, judged_claims, results_at
+from pipeline.studies._runs import Request, of_other_code
 from pipeline.studies.section_5 import account
 
 place = 54
@@ -29,7 +30,7 @@ class Settings(Section):
     seeds: list[Seed]
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Training]:
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
     return list(wanted(settings, lab).values())
 
 
@@ -68,7 +69,7 @@ def table_2(lab: Lab, name: str, depth: int) -> pd.DataFrame:
 
 
 def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, lab: Lab) -> Finding:
-    results = results_at(depth, tables, lab.label)
+    results = results_at(depth, tables, lab, lab.label)
     measures, rows, models = [], [], [*settings.models, *BESIDE]
     for model in models:
         found, losses = summarise(results.accuracies(model)), results.rows(model, "finished")["train_loss"]

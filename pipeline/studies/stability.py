@@ -7,7 +7,7 @@ the claim, with its rule in pipeline/paper.yaml, do: they are trained here, and 
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
 from pipeline.studies import Finding, Tables
-from pipeline.studies._runs import Training, collect_runs
+from pipeline.studies._runs import Request, collect_runs
 from pipeline.studies.section_5 import Results, StabilityClaim, judged_claim, read_claims
 
 place = 5
@@ -22,7 +22,7 @@ def claims(lab: Lab) -> dict[str, StabilityClaim]:
     return {name: claim for name, claim in read_claims(lab.paper).items() if isinstance(claim, StabilityClaim)}
 
 
-def trainings(settings: Settings, lab: Lab) -> list[Training]:
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
     models = dict.fromkeys(model for claim in claims(lab).values() for model in claim.models)
     return [(model, {}, seed) for seed in settings.seeds for model in models]
 
@@ -32,4 +32,4 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    return [judged_claim(name, claim, Results(lab, tables), []) for name, claim in claims(lab).items()]
+    return [judged_claim(name, claim, Results(lab, tables)) for name, claim in claims(lab).items()]

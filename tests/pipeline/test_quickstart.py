@@ -1,9 +1,10 @@
-"""The quickstart is a workspace of DVC, which does the work there and finds nothing to do afterwards."""
+"""The quickstart is a workspace of DVC, where the trainings run side by side and nothing is left to do afterwards."""
 
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -36,7 +37,7 @@ def dvc(*arguments):
     return subprocess.run(command, cwd="quickstart", capture_output=True, text=True, check=True).stdout
 
 
-def test_dvc_does_the_work_and_has_nothing_to_do_afterwards(root, monkeypatch, capsys):
+def test_all_is_done_and_dvc_has_nothing_to_do_afterwards(root, monkeypatch, capsys):
     monkeypatch.setattr(quickstart, "CHANGES", root / "tiny.yaml")
     monkeypatch.setattr(quickstart, "MEASURED", root / "measured.json")
     quickstart.CHANGES.write_text(yaml.safe_dump(TINY))
@@ -45,15 +46,14 @@ def test_dvc_does_the_work_and_has_nothing_to_do_afterwards(root, monkeypatch, c
 
     told = capsys.readouterr().out
     assert str(root / "quickstart/paper_outputs/report.html") in told
-    assert re.search(r": train@\w+-0, train@\w+-0; ", told)  # at the same time
-    stages = {"fetch", "tables", "sources", "theorem_4_1", "report"}
-    stages |= {f"{stage}@{run}-0" for stage in ("train", "evaluate") for run in ("osa_exact", "vit")}
+    assert re.search(r"^quickstart: stage 2 of 8: trainings; \d:\d\d gone, about \d:\d\d left$", told, re.MULTILINE)
+    dvcs = {"fetch", "tables", "sources", "theorem_4_1", "report", "evaluate@osa_exact-0", "evaluate@vit-0"}
     measured = files.read_json(quickstart.MEASURED)
-    assert measured["seconds"].keys() == stages | {"total"}
+    assert measured["seconds"].keys() == dvcs | {"trainings", "total"}
     assert measured["took"].startswith(f"{measured['seconds']['total']:.0f} s on ")
 
     assert dvc("repro").endswith("Data and pipelines are up to date.\n")
-    assert set(dvc("stage", "list", "--name-only").split()) == stages
+    assert set(dvc("stage", "list", "--name-only").split()) == dvcs | {"train@osa_exact-0", "train@vit-0"}
     columns, row = (root / "quickstart/paper_outputs/table_2.md").read_text().splitlines()[2:5:2]
     assert columns == "| Model | Ours | n |" and row.startswith("| OSA (exact)")  # no comparison with the paper
     assert {path.name for path in root.iterdir()} == {"params.yaml", "tiny.yaml", "measured.json", "quickstart"}
@@ -79,28 +79,39 @@ def test_an_edit_of_its_parameters_stays_and_a_mistake_in_it_is_named(root, caps
 
 
 @pytest.fixture
-def repro(root, monkeypatch):
-    """A Repro whose processes are what a test says in the shell."""
+def work(root, monkeypatch):
+    """Work whose modules are what a test says in the shell."""
 
-    def start(log, arguments):
+    def start(log, module):
         with open(log, "w") as output:
-            return subprocess.Popen(["sh", "-c", *arguments], stdout=output, start_new_session=True)
+            return subprocess.Popen(["sh", "-c", module[1]], stdout=output, start_new_session=True)
 
-    files.write_json(root / "measured.json", {"seconds": {"fetch": 2, "train@vit-0": 40, "tables": 8}})
+    files.write_json(root / "measured.json", {"seconds": {"fetch": 2, "trainings": 40, "tables": 8}})
     monkeypatch.setattr(quickstart, "MEASURED", root / "measured.json")
     monkeypatch.setattr(quickstart, "start", start)
     monkeypatch.setattr(quickstart, "POLL_SECONDS", 0.02)
     (root / "quickstart").mkdir()
-    return quickstart.Repro(["fetch", "train@vit-0", "tables"])
+    return quickstart.Work(["fetch", "trainings", "tables"])
 
 
-def test_the_time_left_is_that_of_the_stages_which_run(repro, capsys):
-    repro.run(["echo \"Stage 'fetch' didn't change, skipping\"; echo \"Running stage 'train@vit-0':\"; sleep 0.3"])
-    assert capsys.readouterr().out == "quickstart: stage 1 of 2: train@vit-0; 0:00 gone, about 0:28 left\n"  # 40 / 2 + 8
-    assert repro.seconds.keys() == {"train@vit-0"} and 0.2 < repro.seconds["train@vit-0"] < 5
+def test_the_time_left_is_that_of_the_stages_which_run(work, capsys):
+    work.do(["dvc", "echo \"Stage 'fetch' didn't change, skipping\"; echo \"Running stage 'tables':\"; sleep 0.3"])
+    work.do(["pipeline.fan_out", "sleep 0.3"], "trainings")
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "quickstart: stage 1 of 2: tables; 0:00 gone, about 0:48 left"  # 40 + 8
+    assert re.fullmatch(r"quickstart: stage 2 of 2: trainings; 0:00 gone, about 0:\d\d left", told[1]) and len(told) == 2
+    assert work.seconds.keys() == {"tables", "trainings"} and all(0.2 < took < 5 for took in work.seconds.values())
 
 
-def test_a_stage_that_fails_is_told_in_one_sentence_and_ends_the_others(repro):
+def test_a_stage_that_fails_is_told_in_one_sentence(work):
     fails = "echo \"Running stage 'tables':\"; echo 'error: runs/ is empty: train.'; echo 'ERROR: failed'; exit 3"
-    with pytest.raises(UserError, match=r"runs/ is empty: train: see quickstart/dvc-1\.log; `make quickstart` goes on"):
-        repro.run([fails], ["sleep 60"])
+    with pytest.raises(UserError, match=r"runs/ is empty: train: see quickstart/dvc\.log; `make quickstart` goes on"):
+        work.do(["dvc", fails])
+
+
+def test_what_runs_is_ended_with_the_quickstart(work, monkeypatch):
+    monkeypatch.setattr(work, "_tell", quickstart.stop)
+    before = time.monotonic()
+    with pytest.raises(UserError, match="^stopped; `make quickstart` goes on from there.$"):
+        work.do(["dvc", "sleep 60"])
+    assert time.monotonic() - before < 30

@@ -45,7 +45,7 @@ def made_up(losses: dict[tuple[str, int], list[float | None]]) -> dict[str, pd.D
     """The tables of runs with these last train losses, by model and depth; one without a loss diverged."""
     rows = [
         {"variant": model, "depth": blocks, "seed": seed, "status": "diverged" if loss is None else "finished"}
-        | {"train_loss": loss, "test_accuracy": 0.9, "seconds_per_step": 2.0, "codes": "c0de"}
+        | {"train_loss": loss, "test_accuracy": 0.9, "seconds_per_step": 2.0, "codes": "c0de", "device": "cpu"}
         for (model, blocks), each in losses.items()
         for seed, loss in enumerate(each)
     ]

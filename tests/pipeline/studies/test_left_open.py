@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from pipeline.core import files, params
+from pipeline.core import files, params, record
 from pipeline.runs import Run, history_csv
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import left_open
@@ -20,7 +20,7 @@ DEFAULTS = {  # test accuracy by seed
     "vit_noskip": [0.948, 0.950, 0.952],
     "vit_noskip_nonorm": [0.60, 0.65, 0.70],
 }
-COLUMNS = ["run", "variant", "seed", "key", "value", "default", "status", "codes", "started_at", "test_accuracy"]
+COLUMNS = ["run", "variant", "seed", "key", "value", "default", "status", "codes", "device", "started_at", "test_accuracy"]
 PIXELS = {"data": {"pixel_scaling": "standard"}}
 
 
@@ -41,7 +41,7 @@ def runs_of(*choices: tuple[str, str, list[float | None]]) -> dict[str, pd.DataF
     """The table of choices (variant, key, accuracies in per cent by seed); a run without one diverged."""
     rows = [
         dict(run=f"{variant}+{key}", variant=variant, seed=seed, key=key, value="other", default="ours")
-        | {"codes": "c0de c0ffee", "started_at": "2025-11-20T18:00:00+00:00"}
+        | {"codes": "c0de c0ffee", "device": "cpu", "started_at": "2025-11-20T18:00:00+00:00"}
         | {"status": "diverged" if accuracy is None else "finished", "test_accuracy": accuracy}
         for variant, key, accuracies in choices
         for seed, accuracy in enumerate(accuracies)
@@ -75,7 +75,7 @@ def test_a_change_is_judged_over_seeds_against_its_margin(lab, accuracies, verdi
 
 def test_runs_of_other_code_and_runs_older_than_the_rules_are_counted(lab, monkeypatch):
     def remark(code: str, rules_since: str) -> str:
-        monkeypatch.setattr(left_open.record, "code_sha256", lambda *_: code)
+        monkeypatch.setattr(record, "code_sha256", lambda *_: code)
         monkeypatch.setattr(lab, "paper", lab.paper.model_copy(update={"rules_since": rules_since}))
         return found(lab, ("vit", "train.eps", [97.0, 97.2]))["left_open_accuracy"].remark
 

@@ -75,7 +75,7 @@ def test_time_and_accuracy_on_the_same_axes(lab):
     rows = [("vit", 50, 0, "finished", 0.95, 0.4), ("osa_exact", 50, 0, "finished", 0.94, 0.5)]
     rows += [("vit", 785, 0, "missing", math.nan, math.nan)]
     columns = ["variant", "tokens", "seed", "status", "test_accuracy", "seconds_per_step"]
-    runs = pd.DataFrame(rows, columns=columns).assign(codes="c0de").reindex(columns=[*columns[:3], *RUN])
+    runs = pd.DataFrame(rows, columns=columns).assign(codes="c0de", device="cpu").reindex(columns=[*columns[:3], *RUN])
     finding = costs(SETTINGS, runs, lab)
     assert finding.table.rows[0] == ["ViT", "50", "0.40", "95.00", "n = 1"]
     assert finding.table.rows[-1] == ["ViT", "785", "–", "–", "not evaluated"]

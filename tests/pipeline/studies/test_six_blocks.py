@@ -26,8 +26,8 @@ def runs_of(accuracies: dict[str, list[float]], rates: dict[str, float], columns
     """Runs with these accuracies, whose losses fall by a factor each epoch."""
     cells = [(model, seed, accuracy) for model, each in accuracies.items() for seed, accuracy in enumerate(each)]
     runs = [
-        {"variant": model, "seed": seed, "depth": DEPTH, "status": "finished", "test_accuracy": accuracy, "codes": "c0de"}
-        | {"train_loss": 0.1}
+        {"variant": model, "seed": seed, "depth": DEPTH, "status": "finished", "test_accuracy": accuracy}
+        | {"train_loss": 0.1, "codes": "c0de", "device": "cpu"}
         for model, seed, accuracy in cells
     ]
     histories = [

@@ -78,8 +78,8 @@ def test_what_is_trained_is_watched_at_every_point(bench, study):
 def test_a_resumed_training_is_watched_as_one_that_was_not(bench, monkeypatch):
     lab = bench("keeping")
     run, config = (
-        lab.run(*keeping.every(keeping.Settings(seeds=[0]))[0].run),
-        lab.config(*keeping.every(keeping.Settings(seeds=[0]))[0].run[:2]),
+        lab.run(*keeping.every(keeping.Settings(seeds=[0]))[0].request),
+        lab.config(*keeping.every(keeping.Settings(seeds=[0]))[0].request[:2]),
     )
     runs.train(run, config, track=False)
     whole = (run.folder / "watched.csv").read_bytes()
@@ -105,8 +105,8 @@ def test_a_resumed_training_is_watched_as_one_that_was_not(bench, monkeypatch):
 def test_every_training_is_a_configuration_and_every_rule_is_about_models_that_there_are(bench, study):
     lab, module = bench(study), MODULES[study]
     every = module.every(module.Settings(seeds=[0, 1, 2]))
-    assert len({lab.run(*each.run).folder for each in every}) == len(every)
-    for variant, overrides, _ in (each.run for each in every):
+    assert len({lab.run(*each.request).folder for each in every}) == len(every)
+    for variant, overrides, _ in (each.request for each in every):
         assert lab.config(variant, overrides) and params.parse_overrides(params.as_options(overrides)[1::2]) == overrides
     known = {each.name for each in every} | set(module.GROUPS) | set(lab.params.variants)
     for prediction in predictions(lab, study).values():

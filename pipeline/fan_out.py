@@ -130,7 +130,8 @@ def remaining(left: dict[str, float | None], jobs: int) -> str:
     """What is left, by the records' own times, for so many trainings side by side."""
     if None in left.values():
         return "time left unknown"
-    return f"{sum(left.values()) / max(1, min(jobs, len(left))) / 3600:.1f} h left"
+    minutes = sum(left.values()) / max(1, min(jobs, len(left))) / 60
+    return f"{minutes / 60:.1f} h left" if minutes >= 60 else f"{minutes:.0f} min left"
 
 
 def commit(done: list[Run]) -> None:

@@ -107,6 +107,7 @@ def test_two_at_once_do_not_train_the_same(capsys):
 def test_what_is_left_is_told_from_the_records():
     assert fan_out.remaining({"a": 3600.0, "b": 7200.0}, jobs=2) == "1.5 h left"
     assert fan_out.remaining({"a": 3600.0}, jobs=2) == "1.0 h left"
+    assert fan_out.remaining({"a": 3000.0, "b": 600.0}, jobs=2) == "30 min left" and fan_out.remaining({}, 2) == "0 min left"
     assert fan_out.remaining({"a": None, "b": 1.0}, jobs=2) == "time left unknown"
 
 

@@ -2,7 +2,7 @@
 
 Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
 paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of
-shared memory, and how many programs a multiprocessor holds at once.
+shared memory, and how many programs a multiprocessor holds at once, by that memory alone and altogether.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from osa.functional import ITERATIONS
 from pipeline.core import files
 from pipeline.core.errors import entry_point
 from pipeline.core.files import ROOT
+from pipeline.studies.benchmarks import CODE, KERNELS
 
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of either
@@ -49,12 +50,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=DTYPES, default=tuple(DTYPES))
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
-    parser.add_argument("--output", type=Path, default=ROOT / "paper_outputs/benchmarks/kernels.csv")
+    parser.add_argument("--output", type=Path, default=ROOT / KERNELS)
     chosen = parser.parse_args(arguments)
-    grid = itertools.product(chosen.methods, NAMES, chosen.widths, POINTERS, chosen.architectures)
-    grid = [(method, *case) for method, *case in grid if case[2] in DTYPES[method]]
-    rows = [resources(*case) for case in tqdm(grid, desc="kernels", unit="kernel", disable=None)]
-    files.write_csv(chosen.output, pd.DataFrame(rows))
+    cases = grid(chosen.methods, chosen.widths, chosen.architectures)
+    rows = [resources(*case) for case in tqdm(cases, desc="kernels", unit="kernel", disable=None)]
+    made_by = {"triton": triton.__version__, "code_sha256": files.sha256(ROOT / CODE)}
+    files.write_csv(chosen.output, pd.DataFrame(rows).assign(**made_by))
+
+
+def grid(methods=tuple(DTYPES), widths=WIDTHS, architectures=tuple(ARCHITECTURES)) -> list[tuple]:
+    """Method, kernel, width, type and architecture of each kernel that there is for these."""
+    cases = itertools.product(methods, NAMES, widths, POINTERS, architectures)
+    return [(method, *case) for method, *case in cases if case[2] in DTYPES[method]]
 
 
 def resources(method: str, name: str, width: int, dtype: torch.dtype, architecture: int) -> dict:
@@ -69,6 +76,7 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
     used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # of all its functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
+    by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
     return {
         "method": method,
         "kernel": name,
@@ -79,7 +87,8 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
         "registers": registers,
         "spilled_bytes": used["stored"] + used["loaded"],
         "shared_bytes": shared,
-        "programs": min(by_registers, WARPS // warps, ARCHITECTURES[architecture] // (shared + RESERVED)),
+        "programs_by_memory": by_memory,
+        "programs": min(by_registers, WARPS // warps, by_memory),
     }
 
 

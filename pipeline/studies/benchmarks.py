@@ -1,6 +1,7 @@
 """How fast the code is, machine by machine: what the scripts of benchmarks/ have left in paper_outputs/benchmarks.
 
-They are run by hand, and decide nothing. Here is what they and their tables call things, and what is made of the tables.
+They are run by hand, and what they time decides nothing. Here is what they and their tables call things, and what is made of
+the tables.
 """
 
 import itertools
@@ -18,22 +19,25 @@ from pipeline.lab import Lab
 from pipeline.reporting.charts import legend, logarithmic
 from pipeline.reporting.looks import METHOD_LABELS, PALETTE, STYLE, look
 from pipeline.reporting.numbers import ABSENT, fixed, grouped, number, per_cent, span
-from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies._findings import largest
 from pipeline.studies.complexity import BOTH, FORWARD
 
 place = 47
 
 FOLDER = Path("paper_outputs/benchmarks")
+KERNELS, CODE = FOLDER / "kernels.csv", "osa/kernels.py"
 Label = Callable[[str], str]
 
 
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
     kinds = {"targets": targets, "step": step, "profile": profile, "attention": attention, "attention_bfloat16": attention}
-    return [
+    measured = [
         make(Benchmark.read(folder, name), lab.label)
         for folder, (name, make) in itertools.product(sorted(FOLDER.glob("*/")), kinds.items())
         if (folder / f"{name}.json").exists()
     ]
+    return [*measured, *([compiled(files.read_csv(KERNELS))] if KERNELS.exists() else [])]
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,49 @@ def targets(benchmark: Benchmark, label: Label) -> Finding:
         table=Table(["Target", "Must", "Goal", "Measured", ""], rows, "lrrrl"),
         remark="This was a rehearsal, at a size that says nothing." if benchmark.facts["options"]["rehearse"] else "",
     )
+
+
+# The kernels as compiled for GPUs, on any machine
+
+
+def compiled(table: pd.DataFrame) -> Finding:
+    """What each kernel takes of a multiprocessor: a row for each method and direction."""
+    rows, architectures = [], sorted(table["architecture"].unique())
+    for (method, kernel), of_kernel in table.groupby(["method", "kernel"], sort=False):
+        cells = [METHOD_LABELS.get(method, "φ₁ alone"), kernel]
+        for architecture in architectures:
+            own = of_kernel[of_kernel["architecture"] == architecture]
+            cells += [extremes(own["registers"]), extremes(own["shared_bytes"] / 1024), extremes(own["programs"])]
+        rows.append(cells)
+    columns = itertools.product(architectures, ("registers", "shared, KiB", "programs"))
+    is_stale = set(table["code_sha256"]) != {files.sha256(files.ROOT / CODE)}
+    return Finding(
+        id="kernels",
+        title="No kernel runs out of registers",
+        place="not in the paper",
+        kind=CHECK,
+        statement=f"Every kernel of {CODE}, compiled for each architecture, width and type that it is made for.",
+        measures=[
+            largest("Bytes that a thread spills", table["spilled_bytes"], 1),
+            Measure("Programs whose shared memory fits", table["programs_by_memory"].min(), side="above", limit=1.5),
+        ],
+        rule="Nothing is spilled, and a multiprocessor has the shared memory of two programs, always.",
+        table=Table(
+            ["Method", "Kernel", *(f"{architecture}: {what}" for architecture, what in columns)],
+            rows,
+            "ll" + "r" * 3 * len(architectures),
+            note=f"Registers of a thread, shared memory of a program and programs of a multiprocessor, over {len(table)} "
+            f"kernels with query, key and value {extremes(table['width'])} wide.",
+        ),
+        remark=f"Compiled by Triton {', '.join(table['triton'].unique())}."
+        + (" The kernels have changed since." if is_stale else ""),
+        sources=[str(KERNELS)],
+    )
+
+
+def extremes(values: pd.Series) -> str:
+    """The least and the largest, or the one that there is, if any."""
+    return " to ".join(dict.fromkeys(number(value) for value in (values.min(), values.max())))
 
 
 # A training step

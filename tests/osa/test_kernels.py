@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 
+import pandas as pd
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -367,10 +368,22 @@ def test_without_triton_nothing_changes(compiled):
 
 
 def test_what_kernels_take_of_a_gpu(compiled):
-    """All of them: python -m benchmarks.kernels, of which this is the part that takes seconds."""
+    """The part of `python -m benchmarks.kernels` that takes seconds, and its table of all, as committed."""
+    from benchmarks.kernels import grid
+    from pipeline.core.files import ROOT, sha256
+    from pipeline.studies.benchmarks import CODE, KERNELS
+
+    table = pd.read_csv(ROOT / KERNELS)
+    assert set(table["code_sha256"]) == {sha256(ROOT / CODE)}, "run python -m benchmarks.kernels again"
+    identity = ["method", "kernel", "width", "dtype", "architecture"]
+    expected = {(*case, str(dtype).removeprefix("torch."), f"sm_{number}") for *case, dtype, number in grid()}
+    assert set(table[identity].itertuples(index=False, name=None)) == expected and len(table) == len(expected)
+    assert (table["spilled_bytes"] == 0).all() and (table["programs_by_memory"] >= 2).all()
+    committed = table.set_index(identity).to_dict("index")
     assert len(compiled[1]) == 2
     for found in compiled[1]:
-        assert found["spilled_bytes"] == 0 and found["programs"] >= 2, found
+        of = committed[*(found.pop(key) for key in identity)]
+        assert found.items() <= of.items()
 
 
 def test_the_products_of_an_operator_are_counted_as_those_of_the_plain_route(monkeypatch):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from benchmarks import results
@@ -140,6 +141,38 @@ def test_both_types_of_input_are_shown(findings):
     best = "Time of softmax, best SDPA / exact"
     assert "float32" in wide.title and values(wide)[best][0] == 12.34
     assert "bfloat16" in narrow.title and values(narrow)[best][0] == 2.5
+
+
+def write_kernels(**changes) -> None:
+    row = {"method": "exact", "kernel": "forward", "width": 8, "dtype": "float32", "warps": 4, "registers": 68}
+    row |= {"spilled_bytes": 0, "shared_bytes": 2048, "programs_by_memory": 53, "programs": 7, "triton": "3.6.0"}
+    rows = [
+        row | {"architecture": "sm_80", "width": 64, "registers": 128},
+        row | {"architecture": "sm_80"} | changes,
+        row | {"architecture": "sm_90", "method": "phi1"},
+    ]
+    code = files.sha256(files.ROOT / benchmarks.CODE)
+    files.write_csv(benchmarks.KERNELS, pd.DataFrame(rows).assign(**({"code_sha256": code} | changes)))
+
+
+def test_what_kernels_take(findings):
+    write_kernels()
+    (found,) = findings()
+    assert found.verdict == "passes" and found.remark == "Compiled by Triton 3.6.0."
+    assert found.table.columns[2:4] == ["sm_80: registers", "sm_80: shared, KiB"]
+    assert found.table.rows[0] == ["exact", "forward", "68 to 128", "2", "7", "–", "–", "–"]
+    assert found.table.rows[1] == ["φ₁ alone", "forward", "–", "–", "–", "68", "2", "7"]
+
+
+@pytest.mark.parametrize("changes", [{"spilled_bytes": 4}, {"programs_by_memory": 1}])
+def test_a_kernel_that_spills_or_takes_all_memory_fails(findings, changes):
+    write_kernels(**changes)
+    assert findings()[0].verdict == "fails"
+
+
+def test_kernels_that_were_compiled_from_other_code_say_so(findings):
+    write_kernels(code_sha256="0" * 64)
+    assert findings()[0].remark.endswith("The kernels have changed since.")
 
 
 def test_no_machine_no_observation(findings):

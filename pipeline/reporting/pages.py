@@ -103,7 +103,7 @@ def parts(of: Results) -> dict[str, list[dict]]:
 def finding_text(finding: Finding, study: str) -> dict:
     """A finding as text: `in_short`, one sentence of what came out, its measures as a table, and its figure for a page."""
     anchor, drawn = f"finding-{finding.id.replace('_', '-')}", finding.figure
-    data, count = ", ".join(f"`{path}`" for path in results.sources_of(finding, study)), len(finding.measures)
+    data, count = listed(results.sources_of(finding, study)), len(finding.measures)
     is_told = finding.table is not None and count > MOST_SHOWN[finding.kind]
     origin = [f"Code: `pipeline/studies/{study}.py`."] + [f"Data: {data}."] * bool(data)
     return vars(finding) | {
@@ -114,6 +114,17 @@ def finding_text(finding: Finding, study: str) -> dict:
         "drawing": drawn and figures.inline(figures.svg(drawn), anchor, finding.caption or finding.title),
         "origin": " ".join(origin + [f"Its {count} measures: `{FOLDER}/measures.csv`."] * is_told),
     }
+
+
+def listed(paths: list[str]) -> str:
+    """Files by their paths; of a folder with more than two of them, its path and their names."""
+    folders: dict[Path, list[str]] = {}
+    for path in map(Path, paths):
+        folders.setdefault(path.parent, []).append(path.name)
+    told = []
+    for folder, names in folders.items():
+        told += [f"`{folder}/` ({', '.join(names)})"] if len(names) > 2 else [f"`{folder / name}`" for name in names]
+    return ", ".join(told)
 
 
 def in_short(finding: Finding) -> str:
@@ -320,8 +331,9 @@ def code(text: str) -> Markup:
 
 
 def href(path: str) -> str:
-    """The link from the report to a file of the working directory or the repository; empty if there is none."""
+    """The link from the report to a file or folder/ of the working directory or the repository; empty if none is there."""
     if not re.fullmatch(r"[\w./+=-]{1,200}", path):
         return ""
-    found = next((base / path for base in (Path(), ROOT) if (base / path).is_file()), None)
+    is_there = Path.is_dir if path.endswith("/") else Path.is_file
+    found = next((base / path for base in (Path(), ROOT) if is_there(base / path)), None)
     return os.path.relpath(found.resolve(), FOLDER.resolve()) if found else ""

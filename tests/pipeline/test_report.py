@@ -282,6 +282,11 @@ def test_a_number_of_a_file_changes_the_page_at_its_place_alone(project, path, c
     assert {place for place in new if new[place] != old[place]} == places
 
 
+def test_many_files_of_one_folder_are_named_once_with_it():
+    assert pages.listed(["a/b.csv", "c/d.csv", "a/e.csv"]) == "`a/b.csv`, `a/e.csv`, `c/d.csv`"
+    assert pages.listed(["a/b.csv", "c/d.csv", "a/e.csv", "a/f.csv"]) == "`a/` (b.csv, e.csv, f.csv), `c/d.csv`"
+
+
 def test_a_finding_is_told_in_one_sentence_and_whole_where_it_unfolds(project):
     report.main([])
     page = Page(read_page("report.html"))

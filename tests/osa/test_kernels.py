@@ -369,6 +369,8 @@ def test_without_triton_nothing_changes(compiled):
 
 def test_what_kernels_take_of_a_gpu(compiled):
     """The part of `python -m benchmarks.kernels` that takes seconds, and its table of all, as committed."""
+    import triton
+
     from benchmarks.kernels import grid
     from pipeline.core.files import ROOT, sha256
     from pipeline.studies.benchmarks import CODE, KERNELS
@@ -382,8 +384,9 @@ def test_what_kernels_take_of_a_gpu(compiled):
     committed = table.set_index(identity).to_dict("index")
     assert len(compiled[1]) == 2
     for found in compiled[1]:
+        assert found["spilled_bytes"] == 0 and found["programs"] >= 2, found
         of = committed[*(found.pop(key) for key in identity)]
-        assert found.items() <= of.items()
+        assert of["triton"] != triton.__version__ or found.items() <= of.items()
 
 
 def test_the_products_of_an_operator_are_counted_as_those_of_the_plain_route(monkeypatch):

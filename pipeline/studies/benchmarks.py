@@ -163,6 +163,7 @@ def compiled(table: pd.DataFrame) -> Finding:
             note=f"Registers of a thread, shared memory of a program and programs of a multiprocessor, over {len(table)} "
             f"kernels with query, key and value {extremes(table['width'])} wide.",
         ),
+        in_short=f"{len(table)} kernels; {(table['spilled_bytes'] > 0).sum()} spill.",
         remark=f"Compiled by Triton {', '.join(table['triton'].unique())}."
         + (" The kernels have changed since." if is_stale else ""),
         sources=[str(KERNELS)],

@@ -182,9 +182,10 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
     for depth in depths:
         words = {model: outcome(cell(runs, model, depth)) for model in models}
         done = [model for model in models if words[model] != "not evaluated"]
-        trained = ", ".join(label_of(model, lab) for model in done if words[model] == "trains")
+        trained = [label_of(model, lab) for model in done if words[model] == "trains"]
         if done:
-            sentences.append(f"At {depth} blocks {trained or 'none'} of {len(done)} models trained.")
+            names = f": {', '.join(trained)}" if trained else ""
+            sentences.append(f"At {depth} blocks {len(trained)} of {len(done)} model{'s' * (len(done) > 1)} trained{names}.")
     if sentences:
         return " ".join(sentences)
     deepest, labels = depths[-1], (label_of(OSA, lab), lab.label("osa_exact"))
@@ -196,12 +197,13 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
 
 
 def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
-    """For the report's first screen, once OSA was trained at the greatest depth: whether it trains, and where it stops."""
+    """For the report's first screen: whether OSA trains at the greatest depth that was tried, and if not, where it stops."""
     words = {depth: outcome(cell(runs, OSA, depth)) for depth in depths}
-    deepest, label = depths[-1], label_of(OSA, lab)
-    rows = cell(runs, OSA, deepest)
-    if words[deepest] == "not evaluated":
+    tried = [depth for depth in depths if words[depth] != "not evaluated"]
+    if not tried:
         return ""
+    deepest, label = tried[-1], label_of(OSA, lab)
+    rows = cell(runs, OSA, deepest)
     seeds = rows["status"].ne("missing").sum()
     seeds = "one seed, which decides nothing" if seeds == 1 else f"{seeds} seeds"
     without = f"{deepest} blocks without skips and LN"
@@ -255,7 +257,8 @@ def of_the_pilot(lab: Lab) -> Finding:
     rows, measures = [], []
     for each in table.itertuples():
         label, alpha = lab.label(each.model), number(each.alpha_times_depth)
-        is_chosen = chosen[each.model] in [(each.learning_rate, a) for a in (each.alpha_times_depth, pilot.FIRST_ALPHA)]
+        of = pilot.FIRST_ALPHA if math.isnan(each.alpha_times_depth) else each.alpha_times_depth  # of others than OSA none
+        is_chosen = chosen[each.model] == (each.learning_rate, of)
         measures.append(Measure(f"{label}, rate {each.learning_rate:g}, α L {alpha}: loss", each.loss))
         rows.append([label, f"{each.learning_rate:g}", alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
     rates = "; ".join(f"{lab.label(model)} {found[0]:g}" for model, found in chosen.items() if found)

@@ -120,8 +120,15 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     assert headline in answer.headline
     cells = answer.table.rows[0]
     assert cells[1].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[2].split("\n")[0] == word
-    assert "seed" not in answer.in_short and ("OSA (shaped), ViT of 2" in answer.in_short) == (word == "trains")
+    trained = "2 of 2 models trained: OSA (shaped), ViT." in answer.in_short
+    assert "seed" not in answer.in_short and trained == (word == "trains")
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
+
+
+def test_the_first_screen_speaks_of_the_greatest_depth_that_was_tried(lab):
+    answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 12): [0.3], ("vit", 36): [0.2]}), lab)
+    assert answer.headline.startswith("OSA (shaped) trains at 12 blocks without skips and LN")
+    assert answer.in_short == "At 12 blocks 1 of 1 model trained: OSA (shaped). At 36 blocks 1 of 1 model trained: ViT."
 
 
 NEAR = [0.49 * GUESSING, 0.495 * GUESSING, 0.49 * GUESSING]
@@ -171,9 +178,11 @@ def test_a_claim_that_is_not_as_its_rule_needs_it(lab):
         read_claims(lab.paper.model_copy(update={"deep_claims": wrong}))
 
 
-def test_what_the_pilot_did_is_told(lab):
-    rows = [("osa_shaped", 3e-5, 1.0, 1.2), ("osa_shaped", 1e-4, 1.0, 1.4), ("vit", 1e-4, math.nan, 0.5)]
+def test_what_the_pilot_did_is_told(lab, monkeypatch):
+    monkeypatch.setattr(pilot, "found", (RATES | {"osa_shaped": (3e-5, pilot.FIRST_ALPHA)}).get)
+    cells = [(3e-5, pilot.FIRST_ALPHA, 1.2), (1e-4, pilot.FIRST_ALPHA, 1.4), (3e-5, 1.0, 1.3)]
+    rows = [*(("osa_shaped", *cell) for cell in cells), ("vit", 1e-4, math.nan, 0.5)]
     files.write_csv(pilot.TABLE, pd.DataFrame(rows, columns=["model", "learning_rate", "alpha_times_depth", "loss"]))
     finding = depth.of_the_pilot(lab)
-    assert [row[-1] for row in finding.table.rows] == ["chosen", "", "chosen"]
-    assert finding.in_short == "Rates: OSA (shaped) 3e-05; ViT 0.0001. OSA (shaped) has α = 1/L."
+    assert [row[-1] for row in finding.table.rows] == ["chosen", "", "", "chosen"]
+    assert finding.in_short == "Rates: OSA (shaped) 3e-05; ViT 0.0001. OSA (shaped) has α = 0.36/L."

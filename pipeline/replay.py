@@ -22,7 +22,6 @@ import torch
 from ruamel.yaml import YAML
 from tqdm import tqdm
 
-from pipeline import runs
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import ROOT
@@ -103,7 +102,7 @@ def state_sha256(training: Training) -> str:
 
 def recorded_config(run: Run) -> RunConfig:
     """The configuration that the run's record tells of, whatever params.yaml has now."""
-    return params.validate(RunConfig, runs.written_config(run.read("record")["config"]), f"{run.folder}/record.json")
+    return params.validate(RunConfig, params.written_config(run.read("record")["config"]), f"{run.folder}/record.json")
 
 
 def committed_runs() -> list[Run]:

@@ -138,19 +138,9 @@ def watch_of(study: str) -> Callable[[Training], list[dict[str, float]]] | None:
     return getattr(studies.module(study), "watch", None) if study in studies.names() else None
 
 
-def written_config(config: dict) -> dict:
-    """A record's configuration as one writes it: without keys that are None, which do not apply, and without those that
-    params.yaml no longer has, which follow from others now."""
-    known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
-    return {
-        section: {key: value for key, value in values.items() if value is not None and key in known[section]}
-        for section, values in config.items()
-    }
-
-
 def same_config(recorded: dict, config: RunConfig) -> bool:
     """Whether a record's configuration is this one."""
-    return written_config(recorded) == written_config(config.model_dump(mode="json"))
+    return params.written_config(recorded) == params.written_config(config.model_dump(mode="json"))
 
 
 def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:

@@ -212,6 +212,16 @@ class RunConfig(Shared):
         return self
 
 
+def written_config(config: dict) -> dict:
+    """A record's configuration as one writes it: without keys that are None, which do not apply, and without those that
+    params.yaml no longer has, which follow from others now."""
+    known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
+    return {
+        section: {key: value for key, value in values.items() if value is not None and key in known[section]}
+        for section, values in config.items()
+    }
+
+
 class Params(Shared):
     """params.yaml. `load` adds the section of each study under its name; one that is false leaves its study out."""
 

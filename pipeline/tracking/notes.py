@@ -63,8 +63,9 @@ class Notes:
     def _to_repeat(self, run: dict, seeds: list[int]) -> str:
         study, variant, listed = run["study"], run["variant"], self.settings.get("run") or {}
         if study not in (TABLE_2, TRIES):
-            folders = ", ".join(f"`runs/{study}/{run['name']}/{seed}`" for seed in seeds)
-            return f"To repeat it: delete {folders}, then `dvc repro {study}`."
+            names = [f"{study}/{run['name']}/{seed}" for seed in seeds]
+            folders, quoted = ", ".join(f"`runs/{name}`" for name in names), " ".join(f"'{name}'" for name in names)
+            return f"To repeat it: delete {folders}, then `python -m pipeline.fan_out --only {quoted}`."
         if study == TABLE_2 and variant in listed.get("variants", []) and {*seeds} <= {*listed.get("seeds", [])}:
             return f"To repeat it: `dvc repro -f {' '.join(f'train@{variant}-{seed}' for seed in seeds)}`."
         options = "".join(f" --set {change}" for change in replaced(run))

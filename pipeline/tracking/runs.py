@@ -174,7 +174,7 @@ class Tracker:
         """The tags of a child run; `configuration` is what the seeds under one parent have in common."""
         copied = ("study", "name", "variant", "seed", "run_key", "data_sha256", "code_sha256")
         tags = record["environment"] | {key: record[key] for key in copied} | {"changes": self.notes.changes(record)}
-        family = [record[key] for key in ("study", "name", "config", "data_sha256")]
+        family = [record[key] for key in ("study", "name", "data_sha256")] + [params.written_config(record["config"])]
         tags |= {"level": "single", "configuration": _digest(family), "current": True}
         tags |= {"mlflow.note.content": self.notes.note(tags, [record["seed"]])}
         return {key: plain(value) for key, value in tags.items()}

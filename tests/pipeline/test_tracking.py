@@ -284,6 +284,15 @@ def test_another_configuration_has_a_parent_of_its_own(database):
     assert current == {"key-vit-0": "false", "key-vit-1": "true", "explored": "true"}
 
 
+def test_a_configuration_of_fewer_or_former_keys_is_the_same(database):
+    older, newer = Run("vit", 0, [0.1, 0.5]), Run("vit", 1, [0.1, 0.7])
+    older.config["init"]["former"] = 1
+    newer.config["train"]["clip_grad_norm"] = None
+    older.finish(), newer.finish()
+    sync(Path("."))
+    assert named("ViT").data.metrics["test_accuracy"] == 60
+
+
 def test_the_mean_is_over_the_runs_that_table_2_counts(database):
     for seed, accuracy in ((0, 0.96), (2, 0.98)):
         Run("vit", seed, [0.1, 0.5, accuracy]).finish()
@@ -359,11 +368,17 @@ def test_notes_say_what_is_changed_and_name_commands_that_exist(database):
     committed = [
         record for path in ROOT.glob("runs/*/*/*/record.json") if (record := files.read_json(path))["study"] != TRIES
     ]
-    assert {record["study"] for record in committed} == {"table_2", "left_open"}
+    assert {record["study"] for record in committed} >= {"table_2", "left_open", "depth"}
     for record in committed:
         note = notes.note(record | {"changes": notes.changes(record)}, [record["seed"]])
-        (stage,) = re.findall(r"`dvc repro(?: -f)? ([^`]+)`", note)
-        assert stage in stages
+        if record["study"] == "table_2":
+            (stage,) = re.findall(r"`dvc repro -f ([^`]+)`", note)
+            assert stage in stages
+            continue
+        run = runs.Run(record["variant"], record["seed"], record["study"], record["overrides"])
+        assert f"delete `{run.folder}`, then `python -m pipeline.fan_out --only '{run}'`" in note
+        if record["study"] != "left_open":
+            continue
         for section, values in record["overrides"].items():
             for key, value in values.items():
                 before, after = re.search(

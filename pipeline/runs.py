@@ -79,14 +79,12 @@ class Run:
     @property
     def command(self) -> str:
         """What makes it."""
-        from pipeline import studies  # whose modules import this one
-
         if self.study == TRIES:
             options = [f"--set {change}" for change in self.name.split("+")[1:]]
             return " ".join(["python -m pipeline.train", self.variant, str(self.seed), *options])
-        if self.study in studies.names() and studies.gathers(self.study):
-            return f"python -m pipeline.fan_out --only '{self}'"
-        return f"dvc repro -f {f'train@{self.variant}-{self.seed}' if self.study == TABLE_2 else self.study}"
+        if self.study == TABLE_2:
+            return f"dvc repro -f train@{self.variant}-{self.seed}"
+        return f"python -m pipeline.fan_out --only '{self}'"
 
     def is_there(self) -> bool:
         """Whether its training has ended and left everything that git keeps, each file as its record knows it."""

@@ -132,7 +132,7 @@ def provenance(runs: pd.DataFrame, paper: Paper) -> str:
     """How many runs are of other code than today's, and how many are older than the rules, where some are."""
     there = runs[runs["status"] != "missing"]
     older = sum(pd.to_datetime(there["started_at"], utc=True) < pd.Timestamp(paper.rules_since))
-    parts = [of_other_code(runs)] if of_other_code(runs) else []
+    parts = list(filter(None, [of_other_code(runs)]))
     parts += [f"{older} of {len(there)} runs are older than the rules, which date from {paper.rules_since[:10]}."] * bool(
         older
     )

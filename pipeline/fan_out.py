@@ -45,7 +45,9 @@ Job = tuple[Run, RunConfig]
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.fan_out", description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, help="trainings at a time on this machine; default: one a GPU, or one a core")
+    parser.add_argument(
+        "--jobs", type=positive, help="trainings at a time on this machine; default: one a GPU, or one a core"
+    )
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
     parser.add_argument("--no-tracking", action="store_true", help="do not follow the runs in MLflow")
     only_help = "these alone, of whatever study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
@@ -54,27 +56,41 @@ def main(arguments: list[str] | None = None) -> None:
     LOCK.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(LOCK, timeout=0):
-            left = missing(params.load(), chosen.only)
-            if chosen.cluster:
-                follow(left, on_cluster(left, chosen.cluster), jobs=len(left))
-            else:
-                jobs = chosen.jobs or slots()
-                follow(left, here(left, jobs, ["--no-tracking"] if chosen.no_tracking else []), jobs)
+            asked = wanted(params.load(), chosen.only)
+            left, jobs = [job for job in asked if not is_there(*job)], chosen.jobs or slots()
+            try:
+                if chosen.cluster:
+                    follow(left, on_cluster(left, chosen.cluster), jobs=len(left))
+                else:
+                    follow(left, here(left, jobs, ["--no-tracking"] if chosen.no_tracking else []), jobs)
+            finally:
+                is_known = commit([run for run, config in asked if run.study == runs.TABLE_2 and is_there(run, config)])
+        if not is_known:
+            raise UserError(
+                "DVC could not be told of the trainings, which are there: mend what it says, and run this again."
+            )
     except Timeout:
         raise UserError(f"another process trains these runs already ({LOCK} is locked): wait for it, or end it.") from None
     except KeyboardInterrupt:
         raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
 
 
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
 def missing(settings: Params, patterns: list[str] | None = None) -> list[Job]:
-    """Of the runs `wanted` those that are not there, with weights, as today's code, data and parameters make them."""
+    """Of the runs `wanted` those that are not there."""
+    return [job for job in wanted(settings, patterns) if not is_there(*job)]
 
-    def is_there(run: Run, config: RunConfig) -> bool:
-        if not (run.weights.exists() and runs.is_current(run, config, None)):
-            return False
-        return runs.is_current(run, config, digest(config.data.source))
 
-    return [(run, config) for run, config in wanted(settings, patterns) if not is_there(run, config)]
+def is_there(run: Run, config: RunConfig) -> bool:
+    """Whether a run is, with weights, as today's code, data and parameters make it."""
+    if not (run.weights.exists() and runs.is_current(run, config, None)):  # without a look at data that may be missing
+        return False
+    return runs.is_current(run, config, digest(config.data.source))
 
 
 def wanted(settings: Params, patterns: list[str] | None = None) -> list[Job]:
@@ -93,7 +109,10 @@ def wanted(settings: Params, patterns: list[str] | None = None) -> list[Job]:
 
 
 def only(wanted: list[Job], patterns: list[str]) -> list[Job]:
-    """Those that match a pattern, once each, in the order of the patterns."""
+    """Those that match a pattern, once each, in the order of the patterns. Raises UserError if one matches none."""
+    for each in patterns:
+        if not fnmatch.filter((str(run) for run, _ in wanted), each):
+            raise UserError(f"--only {each} is no run that is asked for: give STUDY/NAME/SEED, where * stands for anything.")
     matching = {str(job[0]): job for each in patterns for job in wanted if fnmatch.fnmatchcase(str(job[0]), each)}
     return list(matching.values())
 
@@ -110,20 +129,16 @@ def slots() -> int:
 
 
 def follow(wanted: list[Job], finished: Iterator[Run], jobs: int) -> None:
-    """Shows one line for the whole, and tells DVC of the runs that have come."""
-    made, done = runs.finished(), []
+    """Shows one line for the whole."""
+    made = runs.finished()
     left = {str(run): runs.seconds_of(run, made) for run, _ in wanted}
     line = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    try:
-        with contextlib.closing(finished), tqdm(total=len(wanted), bar_format=line) as bar:
-            bar.set_postfix_str(remaining(left, jobs))
-            for run in finished:
-                done.append(run)
-                del left[str(run)]
-                bar.set_postfix_str(remaining(left, jobs), refresh=False)
-                bar.update()
-    finally:
-        commit([run for run in done if run.study == runs.TABLE_2])
+    with contextlib.closing(finished), tqdm(total=len(wanted), bar_format=line) as bar:
+        bar.set_postfix_str(remaining(left, jobs))
+        for run in finished:
+            del left[str(run)]
+            bar.set_postfix_str(remaining(left, jobs), refresh=False)
+            bar.update()
 
 
 def remaining(left: dict[str, float | None], jobs: int) -> str:
@@ -134,11 +149,15 @@ def remaining(left: dict[str, float | None], jobs: int) -> str:
     return f"{minutes / 60:.1f} h left" if minutes >= 60 else f"{minutes:.0f} min left"
 
 
-def commit(done: list[Run]) -> None:
-    """Tells DVC that the stages of these runs are done, where there is DVC."""
-    if done and shutil.which("dvc") and Path(".dvc").is_dir():
-        stages = [f"train@{run.variant}-{run.seed}" for run in done]
-        subprocess.run(["dvc", "commit", "--force", "--quiet", *stages], check=False)
+def commit(done: list[Run]) -> bool:
+    """Tells DVC, where it is, that the stages of these runs are done, or it would train them again. Whether it took that.
+
+    They are all that are there, and not those of this call alone: a call that was killed has told of none.
+    """
+    if not (done and shutil.which("dvc") and Path(".dvc").is_dir()):
+        return True
+    stages = [f"train@{run.variant}-{run.seed}" for run in done]
+    return subprocess.run(["dvc", "commit", "--force", "--quiet", *stages], check=False).returncode == 0
 
 
 def command(run: Run) -> list[str]:

@@ -82,19 +82,18 @@ class Pilot:
 
     def __init__(self, lab: Lab, *, depth: int = DEPTH, steps: int = STEPS, last: int = LAST) -> None:
         self.lab, self.depth, self.steps, self.last = lab, depth, steps, last
-        self.rows = read().to_dict("records")
 
     def loss(self, model: str, rate: float, alpha: float) -> float:
         """Mean train loss of the last steps of the training that is there, if it is of today's code, or of a new one."""
         overrides: Overrides = {"model": {"depth": self.depth}, "train": {"learning_rate": rate}}
         config = self.lab.config(model, overrides | ({"variant": {"alpha_times_depth": alpha}} if model == OSA else {}))
         key = self.key(config)
-        if key not in (row["key"] for row in self.rows):
+        if key not in set(read()["key"]):
             total = config.variant.alpha_times_depth  # None of what has no α
             values = (model, rate, total, self.depth, self.steps, SEED, *self.train(config), key)
-            self.rows.append(dict(zip(COLUMNS, values, strict=True)))
-            files.write_csv(TABLE, pd.DataFrame(self.rows).drop_duplicates(COLUMNS[:6], keep="last"))
-        return finite(next(row["loss"] for row in self.rows if row["key"] == key))
+            rows = [*read().to_dict("records"), dict(zip(COLUMNS, values, strict=True))]  # with what others wrote meanwhile
+            files.write_csv(TABLE, pd.DataFrame(rows).drop_duplicates(COLUMNS[:6], keep="last"))
+        return finite(read().set_index("key")["loss"][key])
 
     def key(self, config: RunConfig) -> str:
         """What a training is known by: configuration, data, code, machine and length."""

@@ -53,8 +53,10 @@ def all_runs() -> list[Run]:
 
 def test_only_what_is_named_in_the_order_of_its_names():
     wanted = [(Run("vit", seed, study), None) for study in ("table_2", "depth") for seed in (0, 1)]
-    found = [str(run) for run, _ in fan_out.only(wanted, ["depth/*", "*/vit/1", "depth/vit/0", "gone"])]
+    found = [str(run) for run, _ in fan_out.only(wanted, ["depth/*", "*/vit/1", "depth/vit/0"])]
     assert found == ["depth/vit/0", "depth/vit/1", "table_2/vit/1"]
+    with pytest.raises(UserError, match="^--only gone/[*] is no run that is asked for: give STUDY/NAME/SEED"):
+        fan_out.only(wanted, ["depth/*", "gone/*"])
 
 
 def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(project, monkeypatch, capfd):
@@ -95,6 +97,28 @@ def test_at_the_deadline_what_runs_is_cut_off_and_nothing_begins():
     assert not fan_out.execute(slow, Path(), {}, time.monotonic()) and not begun.exists()
     assert list(fan_out.here(fan_out.missing(params.load()), 2, ["--no-tracking"], time.monotonic())) == []
     assert len(all_runs()) == 3 and fan_out.execute(["-c", "pass"], Path(), {}, time.monotonic() + 60)
+
+
+def test_dvc_is_told_of_every_run_that_is_there_also_after_a_kill(monkeypatch, capsys):
+    told, before = [], trained("vit")  # by a call that was killed before it told
+    monkeypatch.setattr(fan_out, "commit", lambda done: told.append(done) or True)
+    monkeypatch.setattr(fan_out, "here", lambda *_: (_ for _ in ()).throw(UserError("failed")))
+    with pytest.raises(SystemExit):
+        fan_out.main(["--no-tracking"])
+    monkeypatch.setattr(fan_out, "here", lambda wanted, *_: (trained(run.variant) for run, _ in wanted[:1]))
+    fan_out.main(["--only", "table_2/osa_exact/*", "table_2/vit/0"])
+    assert told == [[before], [Run("osa_exact", 0), before]]
+    monkeypatch.setattr(fan_out, "commit", lambda done: False)
+    with pytest.raises(SystemExit):
+        fan_out.main(["--only", "table_2/*"])
+    assert "error: DVC could not be told of the trainings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "x"])
+def test_a_number_of_jobs_that_there_cannot_be_is_refused(jobs, capsys):
+    with pytest.raises(SystemExit):
+        fan_out.main(["--jobs", jobs])
+    assert "argument --jobs: " in capsys.readouterr().err
 
 
 def test_two_at_once_do_not_train_the_same(capsys):

@@ -85,14 +85,20 @@ def judge(
         diverged: how many runs of these models did.
     """
     region = {"above": (limit, math.inf), "below": (-math.inf, limit)}[side]
-    return _judge_means(samples, weights, region, family, diverged)
+    return _judge_means(samples, weights, region, family, diverged, equal_spread=False)
 
 
 def judge_within(
-    samples: Samples, weights: Sequence[float], *, margin: float, family: int = 1, diverged: int = 0
+    samples: Samples,
+    weights: Sequence[float],
+    *,
+    margin: float,
+    family: int = 1,
+    diverged: int = 0,
+    equal_spread: bool = True,
 ) -> Judgement:
-    """The rule for what is to be within ±margin of 0. The samples share one spread, as those of one model do."""
-    return _judge_means(samples, weights, (-margin, margin), family, diverged, equal_spread=True)
+    """The rule for what is to be within ±margin of 0. The samples share one spread, as those of one model do, or not."""
+    return _judge_means(samples, weights, (-margin, margin), family, diverged, equal_spread)
 
 
 def judge_share(successes: int, n: int, *, limit: float = 0.5, family: int = 1, diverged: int = 0) -> Judgement:
@@ -110,7 +116,7 @@ def judge_share(successes: int, n: int, *, limit: float = 0.5, family: int = 1, 
 
 
 def _judge_means(
-    samples: Samples, weights: Sequence[float], region: Interval, family: int, diverged: int, equal_spread: bool = False
+    samples: Samples, weights: Sequence[float], region: Interval, family: int, diverged: int, equal_spread: bool
 ) -> Judgement:
     value = combination(samples, weights)
 
@@ -213,8 +219,9 @@ def seeds_needed(samples: Samples, weights: Sequence[float], *, limit: float, si
 
 def runs_needed(share: float, *, limit: float = 0.5, family: int = 1) -> int | None:
     """With how many runs `judge_share` would decide, were the share of successes what it is now; None as above."""
+    whole = math.floor if share > limit else math.ceil  # so many as leave the share no further from the limit than it is
     for n in range(LEAST_RUNS, MOST_SEEDS + 1):
-        if judge_share(round(share * n), n, limit=limit, family=family).verdict != UNDECIDED:
+        if judge_share(whole(round(share * n, 9)), n, limit=limit, family=family).verdict != UNDECIDED:
             return n
     return None
 

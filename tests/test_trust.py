@@ -66,16 +66,16 @@ def test_values_are_taken_as_they_stand():
 
 def test_the_report_passes_what_was_survived_throughout(lab):  # noqa: F811
     assert study.findings(None, {}, lab) == []
-    environment = {"device_name": "CPU", "num_threads": 1, "torch": "2.11"}
+    environment = {"device_name": "CPU", "num_threads": 1, "torch": "2.11", "git_commit": "c0ffee" * 6}
     for name in study.CAMPAIGNS:
         counted = {"trials": 1200, "survived": 1200, "ends": {"refused": 1200}, "environment": environment}
         trust.files.write_json(study.FOLDER / f"{name}.json", counted)
     (finding,) = study.findings(None, {}, lab)
-    assert finding.verdict == PASSES and "CPU, 1 thread, PyTorch 2.11" in finding.remark
+    assert finding.verdict == PASSES and "CPU, 1 thread, PyTorch 2.11, at commit c0ffeec0ff." in finding.remark
     assert finding.table.rows[0][1:] == [
         f"{grouped(1200)} of {grouped(1200)}",
         "the same bits as undisturbed",
-        "1200 refused",
+        "1200 × refused",
     ]
     trust.files.write_json(study.FOLDER / "kills.json", counted | {"survived": 1199})
     (finding,) = study.findings(None, {}, lab)

@@ -283,6 +283,7 @@ class Paper(Section):
     title: str
     authors: str
     link: str
+    names: dict[str, str]  # that the report uses, and what they mean
     table_2: dict[Name, float]
     deep_claims: dict[Name, dict[str, Any]]  # of He et al. 2023, and of ours
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not

@@ -38,7 +38,7 @@ def run_key(config: dict, seed: int, data_sha256: str, code: str, device: torch.
 
 
 def made_by(record: dict) -> set[str]:
-    """The digests of the codes that are known to give a run's numbers: the one that trained it, and those of replays."""
+    """The digests of the code that trained a run, and of those that replays have seen begin it with the same bits."""
     return {record["code_sha256"], *(replay["code_sha256"] for replay in record.get("replays", []))}
 
 

@@ -15,7 +15,7 @@ NOTATION = re.compile(
     r"(?<![\w.])(?P<mantissa>\d(?:\.\d+)?)e(?P<exponent>[-+]?\d{1,3})(?!\w)"  # 1e-5
     r"|\^(?:\{(?P<raised>[^{}]*)\}|(?P<up>[-−]?\d+(?:\.\d+)?|[A-Za-z]))"  # W^V, N^1.98, e^{‖S‖₂}
     r"|(?:(?<=[‖)\]])|(?<=(?<![A-Za-z_])[^\W\d_]))_"
-    r"(?:\{(?P<lowered>[^{}]*)\}|(?P<down>[A-Z]{2}|[A-Za-z]|\d+)(?![A-Za-z0-9_]))"  # d_v, L_LF
+    r"(?:\{(?P<lowered>[^{}]*)\}|(?P<down>[A-Z]{2}|[A-Za-zα-ω]|\d+)(?![A-Za-z0-9_]))"  # d_v, L_LF
     r"|(?P<superscripts>[²³¹⁰-ⁿᴬ-ᵡⱽ]+)|(?P<subscripts>[₀-ₜᵢ-ᵪⱼ]+)"
 )
 

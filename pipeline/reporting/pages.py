@@ -73,6 +73,7 @@ def context(of: Results) -> dict:
         "caution": ", ".join(told),
         "cautions": list(told.values()),
         "rules": sentences.rules(of),
+        "names": Table(["Name", "What it is"], [list(each) for each in of.lab.paper.names.items()], "ll"),
         "limitations": sentences.limitations(of),
         "compute": sentences.compute(of),
         "table_2": table_2(of),
@@ -204,8 +205,8 @@ def closeness(finding: Finding) -> str:
     if used(worst) < 0:  # the limit is no scale to measure by
         return "Holds."
     if worst.side == "above":
-        times = number(worst.value / worst.limit)
-        return f"Holds; the worst case is {'just above' if times == '1' else f'{times} ×'} what is asked."
+        above = f"{'just ' * (number(worst.value) == number(worst.limit))}above the {number(worst.limit)} asked"
+        return f"Holds; the closest is {worst.what}: {amount(worst)}, {above}."
     share = "under 0.1" if 0 < used(worst) < 1e-3 else f"{100 * used(worst):.2g}"
     return f"Holds; the worst case uses {share}% of {finding.allowance}."
 

@@ -26,6 +26,7 @@ from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding
 
 NEEDED = ("runs", "summary", "curves")
 FOLDER = Path("paper_outputs")
+BEYOND = range(50, 90)  # places of the studies whose claims are of other papers, or our own on what is not in the paper
 ABOUT_OSA = "section_5"  # the study whose claims about orthogonal variants are the answer that readers look for
 DIRTY = " with uncommitted changes"
 ENVIRONMENT = ("device_name", "platform", "python", "torch", "num_threads")
@@ -182,11 +183,17 @@ def verdict(results: Results) -> dict:
     """The whole in a few numbers: how the claims about OSA came out, all claims and checks, and how many runs there are."""
     run, status = results.lab.params.run, Counter(results.lab.tables["runs"]["status"])
     orthogonal = {name for name, variant in results.lab.params.variants.items() if variant.attention == "orthogonal"}
+    paper, beyond = (
+        [each for name, found in results.found.items() if (studies.place(name) in BEYOND) == is_beyond for each in found]
+        for is_beyond in (False, True)
+    )
     osa = [each for each in results.found.get(ABOUT_OSA, []) if each.kind == CLAIM and orthogonal.intersection(each.models)]
     return {
         "about_osa": statistics.combine([finding.verdict for finding in osa] or [statistics.NOT_EVALUATED]),
         "claims_about_osa": count(osa, statistics.VERDICTS),
         "claims": count(results.of_kind(CLAIM), statistics.VERDICTS),
+        "claims_about_paper": count([each for each in paper if each.kind == CLAIM], statistics.VERDICTS),
+        "claims_beyond": count([each for each in beyond if each.kind == CLAIM], statistics.VERDICTS),
         "checks": count(results.of_kind(CHECK), (PASSES, FAILS, statistics.NOT_EVALUATED)),
         "observations": len(results.of_kind(OBSERVATION)),
         "models": len(run.variants),

@@ -31,7 +31,6 @@ from pipeline.core.files import rounded
 from pipeline.statistics import NOT_EVALUATED, combine
 
 CLAIM, CHECK, OBSERVATION = "claim", "check", "observation"
-KINDS = (CLAIM, CHECK, OBSERVATION)
 PASSES, FAILS = "passes", "fails"  # of checks; the words of claims are those of pipeline/statistics.py
 
 

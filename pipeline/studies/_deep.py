@@ -44,16 +44,15 @@ def results_at(depth: int, tables: Tables, lab: Lab, label: Callable[[str], str]
 
 
 def outcome(rows: pd.DataFrame) -> str:
-    """Of the runs of one cell: trains, does not, or undecided, by the mean of their last train losses."""
-    if (rows["status"] == "missing").all():
+    """Of the runs of one cell: trains, does not, or undecided, by each one's last train loss; diverged, it does not."""
+    there = rows[rows["status"] != "missing"]
+    if there.empty:
         return "not evaluated"
-    if (rows["status"] == "diverged").any():
-        return "does not"
-    share = rows["train_loss"].mean() / GUESSING
-    return "trains" if share <= TRAINS else "does not" if share >= DOES_NOT else "undecided"
+    shares = there["train_loss"].where(there["status"] == "finished", math.inf) / GUESSING
+    return "trains" if (shares <= TRAINS).all() else "does not" if (shares >= DOES_NOT).all() else "undecided"
 
 
-# Claims of He et al. 2023, and two of ours, in pipeline/paper.yaml
+# Claims of He et al. 2023, and three of ours, in pipeline/paper.yaml
 
 
 class AtDepth(Section):
@@ -87,7 +86,7 @@ class TrainsAtDepth(AtDepth, Claim):
     trains: bool
     how = (
         f"A model trains if its last recorded train loss is below {TRAINS:g} × ln 10, and does not if it is above "
-        f"{DOES_NOT:g} × ln 10. Judged by the t-interval of the mean over seeds."
+        f"{DOES_NOT:g} × ln 10. Judged by the t-interval of the mean over seeds; a run that diverges leaves it undecided."
     )
 
     def measures(self, results: Results) -> list[Measure]:
@@ -123,7 +122,7 @@ def read_claims(paper: Paper) -> dict[str, AnyClaim]:
 def judged_claims(depths: Iterable[int], tables: Tables, lab: Lab, label: Callable[[str], str], **fields) -> list[Finding]:
     """The claims about models of these depths."""
     return [
-        judged_claim(name, claim, results_at(claim.depth, tables, lab, label), **fields)
+        judged_claim(name, claim, claim.measures(results_at(claim.depth, tables, lab, label)), **fields)
         for name, claim in read_claims(lab.paper).items()
         if claim.depth in depths
     ]

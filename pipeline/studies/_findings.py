@@ -24,12 +24,15 @@ def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
 
 
 def worst_over_seeds(lab: Lab, layers: pd.DataFrame, column: str, what: str) -> list[Measure]:
-    """For each model the largest value of a column over layers and heads: the mean over seeds, with its 95 % interval."""
+    """For each model the largest value of a column over layers and heads: the mean over seeds, and their range."""
     measures = []
     for variant, own in layers.groupby("variant", sort=False):
         worst = summarise(own.groupby("seed")[column].max())
-        text = f"{lab.label(variant)}, trained: {what}, mean over seeds"
-        measures.append(Measure(text, worst.mean, low=worst.low, high=worst.high, n=worst.n))
+        text, spread = (
+            f"{lab.label(variant)}, trained: {what}, mean over seeds",
+            f"{number(worst.min)} to {number(worst.max)}",
+        )
+        measures.append(Measure(text, worst.mean, n=worst.n, note=f"from {spread}" if worst.n > 1 else ""))
     return measures
 
 

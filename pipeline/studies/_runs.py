@@ -41,9 +41,10 @@ def told(run: Run, config: RunConfig) -> dict:
 
     `codes` are the digests of all codes that are known to give its numbers.
     """
-    if not (run.is_there() and same_config(run.read("record")["config"], config)):
+    made = run.record_if_there()
+    if not (made and same_config(made["config"], config)):
         return {"status": "missing"}
-    metrics, made = run.read("metrics"), run.read("record")
+    metrics = run.read("metrics")
     row = {"codes": " ".join(sorted(record.made_by(made)))}
     row |= {key: made["environment"][key] for key in ("device", "git_dirty")}
     row |= {key: made[key] for key in ("started_at", "seconds", "images_per_second")}
@@ -55,6 +56,6 @@ def told(run: Run, config: RunConfig) -> dict:
 def of_other_code(runs: pd.DataFrame) -> str:
     """A remark on the runs that today's code is not known to give, where there are some."""
     there = runs[runs["status"] != "missing"]
-    made = zip(there["device"], there["codes"], strict=True)
-    other = sum(record.code_sha256(device) not in codes.split() for device, codes in made)
+    today = {device: record.code_sha256(device) for device in set(there["device"])}
+    other = sum(today[device] not in codes.split() for device, codes in zip(there["device"], there["codes"], strict=True))
     return f"{other} of {len(there)} runs are of other code than is here." if other else ""

@@ -16,8 +16,8 @@ from pipeline.lab import Lab
 from pipeline.reporting.numbers import ABSENT, mean_std
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, judge, judge_within, summarise
 from pipeline.studies import Finding, Measure, Tables
-from pipeline.studies._runs import Request, collect_runs
-from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim, judged_claim
+from pipeline.studies._runs import Request, collect_runs, of_other_code
+from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim, judged_claim, of_recipe
 
 
 class NamedRequest(NamedTuple):
@@ -44,8 +44,9 @@ class TrainedResults(Results):
     """Table 2's runs and a study's own. `groups` name several, which for each seed count as one run, their mean."""
 
     def __init__(self, tables: Tables, lab: Lab, labels: Mapping[str, str], groups: Mapping[str, Sequence[str]]) -> None:
-        super().__init__(lab)
+        super().__init__(lab, of_recipe(lab))
         self.label = lambda name: labels.get(name) or lab.label(name)
+        self.remark = of_other_code(tables["runs"])
         own, self.watched = tables["runs"], tables.get("watched", pd.DataFrame(columns=["variant", "seed", "epoch"]))
         means = at_end(self.watched).groupby(["variant", "seed"]).mean(numeric_only=True).add_prefix("watched_")
         own = own.join(means, on=["variant", "seed"])
@@ -66,10 +67,10 @@ class TrainedResults(Results):
 
 
 def mean_of_each_seed(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """One row for each seed: what finished on average, as runs of one seed are no independent sample; else what happened."""
+    """One row for each seed, as its runs are no independent samples: their mean if all finished, else what happened."""
     means = runs[runs["status"] == "finished"].groupby("seed").mean(numeric_only=True)
     there = runs.groupby("seed")["status"].agg(
-        lambda each: next(s for s in ("diverged", "finished", "missing") if s in set(each))
+        lambda each: next(s for s in ("diverged", "missing", "finished") if s in set(each))
     )
     return means.reindex(there.index).assign(variant=group, status=there).reset_index()
 
@@ -89,13 +90,14 @@ class WithinClaim(Comparison):
 
     kind: Literal["within"]
     margin_points: NonNegativeFloat
-    how = "Judged by the t-interval of the difference with one spread for both."
+    how = "Judged by Welch's interval of the difference over seeds."
 
     def measures(self, results: TrainedResults) -> list[Measure]:
         measures = []
         for pair in self.compare:
             asked = {"margin": self.margin_points, "family": len(self.compare), "diverged": results.diverged(pair)}
-            judged = judge_within([results.accuracies(model) for model in pair], (1, -1), **asked)
+            samples = [results.accuracies(model) for model in pair]  # a group's are means, and spread less
+            judged = judge_within(samples, (1, -1), equal_spread=False, **asked)
             fields = judged.as_measure(results.account(pair))
             measures.append(Measure(" − ".join(map(results.label, pair)), **fields, unit="points"))
         return measures
@@ -147,7 +149,7 @@ def judged(study: str, results: TrainedResults, lab: Lab) -> list[Finding]:
 def finding(name: str, prediction: Prediction, results: TrainedResults) -> Finding:
     rule = prediction.rule
     models = tuple(name for name in rule.models if name in set(results.runs["variant"]))
-    found = judged_claim(name, rule, results, statement=rule.sentence, sources=SOURCES, models=models)
-    came = {prediction.expected: "It came out so", UNDECIDED: "It is open yet", NOT_EVALUATED: "It is open yet"}
+    found = judged_claim(name, rule, rule.measures(results), statement=rule.sentence, sources=SOURCES, models=models)
+    came = {prediction.expected: "It came out so", UNDECIDED: "It is still open", NOT_EVALUATED: "It is still open"}
     told = came.get(found.verdict, "It came out otherwise")
     return replace(found, remark=f"Expected before the first run: {prediction.expected}. {prediction.why} {told}.")

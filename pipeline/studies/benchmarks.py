@@ -186,7 +186,8 @@ def step(benchmark: Benchmark, label: Label) -> Finding:
     named = {"over_vit": "a step in units of ViT's", "straightforward_over_ours": "straightforward over ours"}
     return benchmark.finding(
         "Training step",
-        "A whole training step of each model, against ViT's and against straightforward code for the same model.",
+        "A whole training step of each model, against ViT's and against a plain script for the same model, which writes the "
+        "equations down as they stand (`benchmarks/straightforward.py`).",
         measures=[
             Measure(f"{label(model)}: {words}", ratio, note=f"{weights} weights")
             for weights, of in benchmark.facts["ratios"].items()
@@ -206,7 +207,9 @@ def step_sentence(ratios: dict, label: Label) -> str:
     text = f"With {weights} weights, a training step takes in multiples of ViT's: {models}."
     if ALL_MODELS in of["straightforward_over_ours"]:
         times = fixed(of["straightforward_over_ours"][ALL_MODELS], 2)
-        text += f" Straightforward code takes {times} times as long for all."
+        text += (
+            f" A plain script, whose steps are those of the equations, takes {times} times as long, of all these together."
+        )
     return text
 
 
@@ -311,11 +314,23 @@ def attention(benchmark: Benchmark, label: Label) -> Finding:
         f"Attention alone, in {dtype}",
         "One attention call of one head, by every method and by what else one would call.",
         measures=measures,
-        in_short=f"{measures[0].what}: {number(measures[0].value)} ({measures[0].note}).",
+        in_short=against_softmax(benchmark.table),
         figure=draw_attention(benchmark.table),
         caption=f"Seconds of one attention call of one head against the number of tokens, in {dtype}.",
         remark="The ratios are those at the largest N at which both were measured.",
     )
+
+
+def against_softmax(table: pd.DataFrame) -> str:
+    """The time of our method over that of the best softmax attention, at the fewest and the most tokens that both have."""
+    width = table["width"].max()
+    own = with_best(table).query("`pass` == @BOTH and width == @width")
+    seconds = own.pivot(index="tokens", columns="method", values="seconds").reindex(columns=["exact", BEST])
+    ratio = (seconds["exact"] / seconds[BEST]).dropna()
+    if ratio.empty:
+        return ""
+    few, many = (f"{number(ratio[tokens])} at N = {grouped(tokens)}" for tokens in (ratio.index[0], ratio.index[-1]))
+    return f"Time of {NAMES['exact']} / {NAMES[BEST]}: {few}, {many} (d_v = {width}, {BOTH})."
 
 
 def with_best(table: pd.DataFrame) -> pd.DataFrame:

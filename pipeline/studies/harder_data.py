@@ -15,9 +15,9 @@ from pipeline.core.params import Name, Overrides, Paper, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting.numbers import fixed, interval, signed
 from pipeline.statistics import summarise
-from pipeline.studies import CLAIM, Finding, Measure, Table, Tables
+from pipeline.studies import Finding, Measure, Table, Tables
 from pipeline.studies.left_open import Choice, collect
-from pipeline.studies.section_5 import Claim, Results, account, judge_means
+from pipeline.studies.section_5 import Claim, Results, account, judge_means, judged_claim, of_recipe
 from pipeline.training import data
 
 place = 10
@@ -58,7 +58,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    claim, table_2 = read_claim(lab.paper), Results(lab).runs
+    claim, table_2 = read_claim(lab.paper), Results(lab, of_recipe(lab)).runs
     if lab.params.data.source != MNIST:
         table_2 = table_2[:0]
     table_2 = table_2.assign(value=MNIST, test_accuracy=100 * table_2["test_accuracy"])
@@ -66,18 +66,13 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     of = {source: samples(found[found["value"] == source], claim.models) for source in (MNIST, *claim.data)}
     measures = [gap(source, found, of, claim) for source in claim.data]
     return [
-        Finding(
-            id="harder_data",
-            title=claim.title,
-            place=claim.place,
-            kind=CLAIM,
-            statement=f"“{claim.sentence}”",
-            measures=measures,
-            rule=claim.rule(),
+        judged_claim(
+            "harder_data",
+            claim,
+            measures,
             table=accuracies(of, measures, list(map(lab.label, claim.models))),
             remark="A data set is judged where it is: fetch it, as with `python -m pipeline.fetch kmnist`, and `dvc repro`.",
             sources=["paper_outputs/tables/runs.csv"],
-            models=tuple(claim.models),
         )
     ]
 

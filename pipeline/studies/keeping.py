@@ -129,6 +129,7 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
             note=f"The loss is the lowest of the first {OF_TRAINING:.0%} of training, the geometric mean of runs. Of epochs "
             "the median, ∞ where it is not reached; of condition numbers the mean over layers, heads and seeds.",
         ),
+        remark=found.remark,
         models=(REFERENCE, "vit"),
     )
 

@@ -420,7 +420,8 @@ def on_schedule(table: pd.DataFrame) -> Finding:
         label = f"{SPA[kernel]}, {ROOTS[causal]}"
         measures.append(largest(f"{label}: largest error of an entry of Σ_l", own["error"], TOLERANCE))
         least = "the least of all blocks" + (", on and below the diagonal" if causal else "")
-        measures.append(Measure(f"{label}: smallest entry of A_l", own["least"].min(), side="above", limit=0.0, note=least))
+        asked = {"side": "above", "limit": 0.0} if causal else {}  # the others are clamped
+        measures.append(Measure(f"{label}: smallest entry of A_l", own["least"].min(), note=least, **asked))
         rows += [[label, str(depth), number(kappa)] for depth, kappa in zip(own["depth"], own["kappa"], strict=True)]
     return Finding(
         id="signal_preserving_schedules",
@@ -428,8 +429,8 @@ def on_schedule(table: pd.DataFrame) -> Finding:
         place=f"{PAPER}, Eq. 8 and 9, Theorems 1 to 3, Appendix A",
         kind=CHECK,
         statement="A_l ⋯ A_1 takes I to the kernel that block l is to have, with entries that are not negative",
-        rule=f"In float64 every entry of (A_l ⋯ A_1)(A_l ⋯ A_1)ᵀ is within {TOLERANCE:g} of Σ_l, and every entry of A_l "
-        "that its mask leaves is positive.",
+        rule=f"In float64 every entry of (A_l ⋯ A_1)(A_l ⋯ A_1)ᵀ is within {TOLERANCE:g} of Σ_l, and every entry of a "
+        "causal A_l that its mask leaves is positive.",
         measures=measures,
         table=Table(["Attention", "Blocks", "κ(A_L ⋯ A_1)"], rows, align="lrr"),
         remark="The price of cosines that rise is a Jacobian that is not well conditioned: κ(A_L ⋯ A_1) is the same at "

@@ -20,7 +20,7 @@ from pipeline.reporting.numbers import ABSENT, fixed, interval, plain, signed
 from pipeline.statistics import LEAST_RUNS, NOT_EVALUATED, combination, judge, judge_within, one_more_run, summarise
 from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._runs import collect_runs, of_other_code
-from pipeline.studies.section_5 import Contrast, Results, account, read_claims
+from pipeline.studies.section_5 import Contrast, Results, account, of_recipe, read_claims
 
 place = 95
 MARGIN = 1.0  # points: what Section 5's comparisons are about; OSA and ViT differ by less, its ablations by more
@@ -114,7 +114,7 @@ def tried(runs: pd.DataFrame) -> list[Tried]:
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    found, results = tried(tables["runs"]), Results(lab)
+    found, results = tried(tables["runs"]), Results(lab, of_recipe(lab))
     return [
         sensitivity(found, results, lab.paper, tables["runs"]),
         robustness(found, results, lab.paper),
@@ -231,7 +231,7 @@ def comparisons_table(compared: list[tuple[str, Contrast, Tried]], measures: lis
         default = combination([results.accuracies(model) for model in contrast.models], contrast.weights) - contrast.limit
         chosen = f"{choice}\n{results.label(choice.variant)}"
         rows.append([name, signed(default, 2), signed(least, 2), chosen, str(len(margins))])
-    columns = ["Comparison", "Default", "Least", "With", "Of choices"]
+    columns = ["Comparison", "Default", "Least with a choice", "Which", "Of choices"]
     return Table(columns, rows, "lrrlr", note="Margins in points by which the means hold it, without their spread.")
 
 
@@ -249,6 +249,7 @@ def differences(found: list[Tried], results: Results, paper: Paper) -> Finding:
             compatible = ["the default", f"each of the {len(runs) - 1} choices tried"]
         numbers = fixed(theirs, 1), fixed(mean, 2), signed(mean - theirs, 2), interval(low, high, 2)
         rows.append([label, *numbers, "; ".join(compatible) or ABSENT])
+    widest = fixed(max((measure.high - measure.low for measure in measures), default=math.nan), 0)
     return Finding(
         id="left_open_differences",
         title="Where our accuracies differ from the paper's",
@@ -256,15 +257,15 @@ def differences(found: list[Tried], results: Results, paper: Paper) -> Finding:
         kind=OBSERVATION,
         statement="The differences to Table 2, and where one more run of ours is expected, with and without a choice made.",
         in_short=f"{sum('default' in row[-1] for row in rows)} of the paper's {len(rows)} numbers are where one more run of "
-        "ours is expected.",
+        f"ours is expected, in intervals of up to {widest} points.",
         measures=measures,
         table=Table(
             ["Model", "Paper", "Ours", "Difference", "One more run", "Would be compatible"],
             rows,
             "lrrrrl",
             note="One more run is expected (95 %) at mean ± t s √(1 + 1/n), with the spread of a choice's runs and the "
-            "default's together. A choice is compatible if the paper's number is there; that the paper made it does not "
-            "follow.",
+            f"default's together. A choice is compatible if the paper's number, rounded to ±{ROUNDING:g} as it "
+            "is, is there; that the paper made it does not follow.",
         ),
         sources=SOURCES,
         models=tuple(paper.table_2),

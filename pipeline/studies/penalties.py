@@ -185,6 +185,7 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
         ),
         figure=draw_dose(found) if measures else None,
         caption="Over λ: test accuracy, ‖AᵀA − I‖_F² / (N − 1), and the projections’ penalty. Dashed: without a penalty.",
+        remark=found.remark,
         models=(VIT, BARE),
     )
 
@@ -218,7 +219,7 @@ def bound(found: TrainedResults) -> Finding:
         title="Theorem 2.1 of Zhang et al. 2021 along training",
         place="Zhang et al. 2021, Theorem 2.1",
         kind=CHECK,
-        statement="The most that a row of A can move with its query stays within a quarter of the stated bound 2α‖K‖₂ε, at "
+        statement="The most that a row of A can move with its query stays within a quarter of the stated 2‖K‖₂ε/√d_v, at "
         "every point of every training here.",
         measures=[largest("‖(diag f − ffᵀ)K‖₂ over 2‖K‖₂", found.watched["worst"], QUARTER + ROUNDING)],
         rule="In every layer, head and row: at most ¼.",

@@ -136,7 +136,7 @@ def bounds(tables: Tables, lab: Lab) -> Finding:
         title="A row of attention follows its query, four times as closely as stated",
         place=PAPER,
         kind=CHECK,
-        statement="‖A'ᵢ − Aᵢ‖ ≤ 2α‖K‖₂ε for softmax. It holds, and so does a quarter of it: the softmax’s Jacobian "
+        statement="‖A'ᵢ − Aᵢ‖ ≤ 2‖K‖₂ε/√d_v for softmax. It holds, and so does a quarter of it: the softmax’s Jacobian "
         "diag f − ffᵀ has norm ≤ ½ (Gershgorin), which N = 2 reaches. For all of A = exp(S), ‖A' − A‖₂ ≤ ‖S' − S‖₂ ≤ "
         "(α/√d_v)‖K‖₂ε.",
         measures=[
@@ -171,7 +171,7 @@ def typical(table: pd.DataFrame, lab: Lab) -> Finding:
         title="How loose the bound is",
         place=PAPER,
         kind=OBSERVATION,
-        statement="The change of a row over 2α‖K‖₂ε. A vector that is added to all keys raises ‖K‖₂ and moves no attention: "
+        statement="The change of a row over 2‖K‖₂ε/√d_v. A vector added to all keys raises ‖K‖₂ and moves no attention: "
         "‖K − 1k̄ᵀ‖₂, with the keys’ mean k̄, bounds as well.",
         measures=measures,
         table=Table(columns, rows),

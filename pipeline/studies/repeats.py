@@ -8,7 +8,7 @@ import math
 
 import pandas as pd
 
-from pipeline.core import record
+from pipeline.core import files, params, record
 from pipeline.core.params import Name, Section, Seed
 from pipeline.lab import Lab
 from pipeline.reporting.numbers import fixed, interval
@@ -20,7 +20,7 @@ from pipeline.studies.section_5 import Results
 
 place = 98
 COLUMNS = ["machine", "machine_there", "torch", "torch_there", "test_accuracy", "test_accuracy_there"]
-COLUMNS += ["same_code", "same_points", "same_weights"]
+COLUMNS += ["same_recipe", "same_points", "same_weights"]
 SOURCES = ["paper_outputs/tables/runs.csv"]
 
 
@@ -44,17 +44,21 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def compare(again: Run, there: Run) -> dict:
     made, before = again.read("record"), there.read("record")
-    row = {"same_code": bool(record.made_by(made) & record.made_by(before))}
+    configs = [params.written_config(of["config"]) for of in (made, before)]
+    row = {"same_recipe": configs[0] == configs[1] and bool(record.made_by(made) & record.made_by(before))}
     for end, of, run in (("", made, again), ("_there", before, there)):
         row[f"machine{end}"], row[f"torch{end}"] = record.machine(of["environment"]), of["environment"]["torch"]
         row[f"test_accuracy{end}"] = 100 * run.read("metrics").get("test_accuracy", math.nan)
-    digests = {"same_points": "history_sha256", "same_weights": "weights_sha256"}
-    return row | {name: made[key] == before.get(key) for name, key in digests.items()}
+    points = [files.sha256(run.folder / "history.csv") for run in (again, there)]  # which older records do not have
+    return row | {
+        "same_points": points[0] == points[1],
+        "same_weights": made["weights_sha256"] == before.get("weights_sha256"),
+    }
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     what, repeats = f"{lab.label(settings.variant)}, seed {settings.seed}", tables["repeats"]
-    rows = list(repeats[repeats["same_code"].astype(bool)].itertuples())  # of other code it need not agree
+    rows = list(repeats[repeats["same_recipe"].astype(bool)].itertuples())  # of other code or settings it need not agree
     if rows and (rows[0].machine, rows[0].torch) != (rows[0].machine_there, rows[0].torch_there):
         return [elsewhere(what, rows[0], settings, lab)]
     return [same_bits(what, rows, settings)]

@@ -65,6 +65,13 @@ class Results:
         return "; ".join(f"{self.label(model)} {account(status)}" for model, status in statuses.items())
 
 
+def of_recipe(lab: Lab) -> Tables:
+    """The tables of Table 2's runs, but for models to which params.yaml gives other settings than the paper's recipe: with
+    them the runs of studies have nothing to be compared."""
+    same = [name for name in lab.params.variants if params.resolve(lab.params, name) == lab.config(name)]
+    return {name: table[table["variant"].isin(same)] for name, table in lab.tables.items() if "variant" in table}
+
+
 class Contrast(NamedTuple):
     """Σ weight · mean accuracy of a model, in points, is to be above `limit`."""
 
@@ -195,11 +202,8 @@ class StabilityClaim(Claim):
         if rises:
             account += f"; largest rise {number(max(rises))} × the lowest loss before"
         stable = [rise <= self.at_most_rise for rise in rises] + [False] * results.diverged([model])
-        what, rule = (
-            f"{results.label(model)}: share of stable runs",
-            {"family": len(self.models), "diverged": 0},
-        )  # they are counted
-        return measure_share(what, stable, self.share, account, **rule)
+        what = f"{results.label(model)}: share of stable runs"
+        return measure_share(what, stable, self.share, account, family=len(self.models), diverged=0)  # which are counted
 
 
 class Claims(Section):
@@ -216,21 +220,21 @@ def read_claims(paper: Paper) -> dict[str, Claim]:
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
     claims, results = read_claims(lab.paper), Results(lab)
     return [
-        judged_claim(name, claim, results, sources=SOURCES)
+        judged_claim(name, claim, claim.measures(results), sources=SOURCES)
         for name, claim in claims.items()
         if not isinstance(claim, StabilityClaim)
     ]
 
 
-def judged_claim(name: str, claim: Claim, results: Results, **others) -> Finding:
-    """A claim with what its rule says of these runs, and other fields of the finding."""
+def judged_claim(name: str, claim: Claim, measures: list[Measure], **others) -> Finding:
+    """A claim with what its rule was given to judge, and other fields of the finding."""
     fields = {"statement": claim.sentence if claim.place == OURS else f"“{claim.sentence}”", "models": tuple(claim.models)}
     return Finding(
         id=name,
         title=claim.title,
         place=claim.place,
         kind=CLAIM,
-        measures=claim.measures(results),
+        measures=measures,
         rule=claim.rule(),
         **(fields | others),
     )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pydantic import Field
+from scipy.stats import gmean
 from torch import Tensor
 
 from osa.init import stiefel_uniform
@@ -329,10 +330,6 @@ def what_is_kept(table: pd.DataFrame, lab: Lab) -> Finding:
     )
 
 
-def geometric(values: pd.Series) -> float:
-    return float(np.exp(np.log(values).mean()))
-
-
 def how_small_alpha(table: pd.DataFrame) -> Finding:
     measures = []
     for over, column, what in (("depth", "depth", "L"), ("patch", "norm_squared", "‖X‖₂²")):
@@ -341,12 +338,15 @@ def how_small_alpha(table: pd.DataFrame) -> Finding:
         slope = summarise(own.groupby("seed")[[column, "alpha"]].apply(fit))
         text = f"Slope of log α over log {what}"
         measures.append(Measure(text, slope.mean, low=slope.low, high=slope.high, n=slope.n, note="−1 by the bound"))
-    bound = table["bound"]
+    networks = table.drop_duplicates(["depth", "tokens", "seed"])  # both sweeps have one of them
+    bound = networks["bound"]
     note = f"geometric mean of {len(bound)} networks, from {number(bound.min())} to {number(bound.max())}"
-    measures.append(Measure("2 L ‖X‖₂² α/√d_v where the gradient has doubled", geometric(bound), note=note))
-    networks = table.drop_duplicates(["depth", "tokens", "seed"]).groupby(["depth", "tokens"])
+    measures.append(Measure("2 L ‖X‖₂² α/√d_v where the gradient has doubled", gmean(bound), note=note))
     columns = ["norm_squared", "alpha", "bound"]
-    rows = [[*map(str, size), *(number(geometric(own[column])) for column in columns)] for size, own in networks]
+    rows = [
+        [*map(str, size), *(number(gmean(own[column])) for column in columns)]
+        for size, own in networks.groupby(["depth", "tokens"])
+    ]
     return Finding(
         id="alpha_with_depth",
         title="How small α has to be",
@@ -360,7 +360,8 @@ def how_small_alpha(table: pd.DataFrame) -> Finding:
         figure=draw_alphas(table),
         caption="A point for each network; dashed, α in proportion to 1/L and 1/‖X‖₂².",
         remark="The norms of J₁ do not all add up, so that α may be some tens of times larger than where the bound allows "
-        "for a doubling. What it says of depth and tokens is the product L ‖X‖₂², and α falls a little more slowly.",
+        "for a doubling. What it says of depth and tokens is the product L ‖X‖₂²; with ‖X‖₂² "
+        "α falls a little more slowly than that.",
     )
 
 
@@ -435,7 +436,7 @@ def draw_alphas(table: pd.DataFrame) -> Figure:
         own = table[table["over"] == over]
         axes.plot(own[column], own["alpha"], color=PALETTE[0], marker="o", markersize=4, linestyle="")
         x = np.array([own[column].min(), own[column].max()])
-        axes.plot(x, geometric(own[column] * own["alpha"]) / x, **charts.EXPECTED)
+        axes.plot(x, gmean(own[column] * own["alpha"]) / x, **charts.EXPECTED)
         axes.set(xlabel=title, xscale="log", yscale="log")
         axes.yaxis.set_minor_formatter("")
     ticks = sorted(table[table["over"] == "depth"]["depth"].unique())

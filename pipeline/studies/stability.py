@@ -32,4 +32,5 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    return [judged_claim(name, claim, Results(lab, tables)) for name, claim in claims(lab).items()]
+    results = Results(lab, tables)
+    return [judged_claim(name, claim, claim.measures(results)) for name, claim in claims(lab).items()]

@@ -163,12 +163,12 @@ def _newton_schulz(worst: pd.DataFrame, lab: Lab) -> Finding:
     trained = trained_layers(lab, "exp_error_max")
     return Finding(
         id="theorem_2_1_newton_schulz",
-        title="Newton–Schulz's attention is near exp(S)",
+        title="How far Newton–Schulz's attention is from exp(S)",
         place="Theorem 2.1 and Eq. 9",
         kind=OBSERVATION,
         statement="Newton–Schulz stops before its basis is orthonormal. That leaves its A this far from exp(S), in both "
         "precisions, and farther for a larger ‖S‖₂.",
-        in_short=f"Off by up to {number(cases['any cond(M)'])} at ‖S‖₂ = {NORM:g}, and by up to "
+        in_short=f"Off by up to {number(cases['any cond(M)'])} at ‖S‖₂ = {NORM:g} and whatever cond(M), and by up to "
         f"{number(cases['initial layers'])} in layers as initialised.",
         measures=[Measure(f"Newton–Schulz: largest ‖A − exp(S)‖₂, {case}", value) for case, value in cases.items()]
         + worst_over_seeds(lab, trained, "exp_error_max", "largest ‖A − exp(S)‖₂ of a head"),

@@ -36,7 +36,7 @@ IDENTICAL = ("qr", "exact")  # those whose A is orthogonal but for rounding
 SOFTMAX = {"softmax": "Softmax, no skip", "softmax, skip": "Softmax with skip"}  # stacks for comparison
 TOLERANCE = 1e-10  # relative, of every eigenvalue: 64 layers x n eps x the cond(X) of a thousand or so of real tokens
 COLLAPSED = 2  # an effective rank below which fewer than two directions are left
-TOKENS = {"gaussian": "Gaussian tokens", "mnist": "MNIST tokens"}
+TOKENS = {"gaussian": "Gaussian tokens", "mnist": "Image tokens"}
 
 
 class Settings(Section):

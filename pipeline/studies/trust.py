@@ -42,15 +42,16 @@ def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
         lost, account = of["trials"] - of["survived"], f"{grouped(of['survived'])} of {grouped(of['trials'])}"
         told = {"side": "below", "limit": 1, "note": f"{account} survived" if of["trials"] else "not tried"}
         measures.append(Measure(f"{kind.fault}: not survived", lost if of["trials"] else math.nan, "trials", **told))
-        rows.append([kind.fault, account, kind.survived, "; ".join(f"{n} {end}" for end, n in of["ends"].items())])
+        rows.append([kind.fault, account, kind.survived, "; ".join(f"{n} × {end}" for end, n in of["ends"].items())])
     in_short = "; ".join(f"{row[0]}: {row[1]}" for row in rows)
     return [
         Finding(
             id="trust",
-            title="Nothing lies, and nothing is lost",
+            title="What injected faults do to a training",
             place="not in the paper",
             kind=CHECK,
-            statement="Whatever befalls a training, its files or what it needs: results are right, or a sentence refuses.",
+            statement="After each of these faults in a training, its files or what it needs, results are right, or a "
+            "sentence refuses.",
             rule="Every trial has to be survived as its row says. A traceback is not.",
             measures=measures,
             table=Table(["Fault", "Survived", "That is", "How it went"], rows, "lrll"),
@@ -64,5 +65,6 @@ def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
 def provenance(counted: list[dict]) -> str:
     """By what it was counted, and where."""
     where = {f"{record.machine(each['environment'])}, PyTorch {each['environment']['torch']}" for each in counted}
-    made = f"Counted by `python -m benchmarks.trust` on {' and '.join(sorted(where))}."
+    commits = dict.fromkeys(str(each["environment"]["git_commit"])[:10] for each in counted)
+    made = f"Counted by `python -m benchmarks.trust` on {' and '.join(sorted(where))}, at commit {', '.join(commits)}."
     return f"{made} Faults are drawn from a seed; their moments are the machine's."

@@ -78,8 +78,10 @@ class Tracker:
         found = self.client.get_experiment_by_name(name)
         if found is None:
             artifacts = None if is_remote else (root() / "mlartifacts").as_uri()
-            note = EXPERIMENT.format(title=self.notes.paper.title)
-            tags = {"mlflow.note.content": note, "mlflow.experimentKind": "custom_model_development"}  # not language models
+            tags = {
+                "mlflow.note.content": EXPERIMENT,
+                "mlflow.experimentKind": "custom_model_development",
+            }  # not language models
             return self.client.create_experiment(name, artifacts, tags)
         if found.lifecycle_stage == "deleted":
             self.client.restore_experiment(found.experiment_id)

@@ -57,7 +57,9 @@ def test_a_study_needs_the_data_if_it_asks_for_images_or_trains(upstream):
     for name in studies.measuring():
         trains = hasattr(studies.module(name), "trainings") and not studies.gathers(name)
         uses_data = trains or re.search(r"lab\.images\(|initialised_layers\(", sources.text(name)) is not None
-        assert ("fetch" in upstream[name]) == uses_data, name
+        assert (
+            ("fetch" in upstream[name]) == uses_data == bool({"data", "data/${data.source}"} & set(stage(name)["deps"]))
+        ), name
 
 
 def test_the_report_waits_for_the_tables_and_every_study(upstream):

@@ -386,7 +386,7 @@ def test_the_answer_is_about_osa(project, fakes, verdicts, headline, sentence):
     fakes[:] = [claim(f"c{i}", verdict, ("osa_qr", "vit")) for i, verdict in enumerate(verdicts)]
     fakes.append(claim("ablation", NOT_SUPPORTED, ("vit", "vit_noskip")))  # is not about OSA, and counts elsewhere
     of = results.read()
-    page, answer = pages.render(of), f"{headline}: of the {len(verdicts)} claims about it, {sentence}"
+    page, answer = pages.render(of), f"{headline}: of Section 5’s {len(verdicts)} claims about it, {sentence}"
     assert all(f"**{answer}**" in page[name] for name in ("result.md", "report.md"))
     assert f'<p class="answer">{answer}</p>' in page["report.html"]
     counted = results.verdict(of)
@@ -399,7 +399,11 @@ def test_claims_of_other_studies_are_not_in_the_headline(project, monkeypatch):
     monkeypatch.setattr(studies.module("fake_2_1"), "findings", lambda *_: [other])
     counted = results.verdict(results.read())
     assert counted["about_osa"] == UNDECIDED and counted["claims"]["not_supported"] == 1
-    assert counted["checks"]["total"] == 0
+    assert counted["checks"]["total"] == 0 and counted["claims_about_paper"]["not_supported"] == 1
+    monkeypatch.setattr(studies.module("fake_2_1"), "place", 53, raising=False)
+    of = results.read()
+    assert results.verdict(of)["claims_beyond"]["not_supported"] == 1
+    assert "Of 2 claims about the paper, 2 are undecided. Of 1 claim beyond it, 1 is not supported." in sentences.tally(of)
 
 
 def test_the_verdict_file_has_words_for_keys(project):
@@ -409,6 +413,8 @@ def test_the_verdict_file_has_words_for_keys(project):
         "about_osa": "undecided",
         "claims_about_osa": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
         "claims": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
+        "claims_about_paper": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
+        "claims_beyond": {"total": 0, "supported": 0, "not_supported": 0, "undecided": 0, "not_evaluated": 0},
         "checks": {"total": 1, "passes": 1, "fails": 0, "not_evaluated": 0},
         "observations": 1,
         "models": 3,
@@ -416,7 +422,7 @@ def test_the_verdict_file_has_words_for_keys(project):
         "runs": {"total": 9, "trained": 9, "diverged": 0},
     }
     text = read_page("report.html")
-    assert "Of all 2 claims, 2 are undecided. 1 of 1 checks pass." in text
+    assert "Of 2 claims about the paper, 2 are undecided. Of 1 check, 1 pass, 0 fail. " in text
     assert "3 models, 3 seeds: 9 of 9 runs trained, 0 diverged." in text
 
 
@@ -429,7 +435,7 @@ def test_a_check_that_fails_is_shown_as_failing(project):
         in Page(page).texts["finding-fake-errors"]
     )
     assert page.count('class="badge fails"') == 1 and 'class="badge passes"' not in page
-    assert "0 of 1 checks pass." in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
+    assert "Of 1 check, 0 pass, 1 fail. " in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
 
 
 @pytest.mark.parametrize("verdict", [SUPPORTED, NOT_SUPPORTED, UNDECIDED])
@@ -460,8 +466,8 @@ def check_of(*measures: Measure) -> Finding:
             [Measure("a", 1.0, side="below", limit=50.0), Measure("b", 3.0, side="below", limit=4.0), Measure("c", 99.0)],
             "Holds; the worst case uses 75% of what is allowed.",
         ),
-        ([Measure("a", 15.0, side="above", limit=10.0)], "Holds; the worst case is 1.5 × what is asked."),
-        ([Measure("a", 10.01, side="above", limit=10.0)], "Holds; the worst case is just above what is asked."),
+        ([Measure("a", 15.0, side="above", limit=10.0)], "Holds; the closest is a: 15, above the 10 asked."),
+        ([Measure("a", 10.01, side="above", limit=10.0)], "Holds; the closest is a: 10, just above the 10 asked."),
         ([Measure("a", -1.0, side="below", limit=0.0)], "Holds."),
         (
             [Measure("a", 1.0, side="below", limit=50.0), Measure("b", 5.0, "m", side="below", limit=4.0)],
@@ -665,12 +671,12 @@ def test_the_page_stands_alone_and_its_links_lead_somewhere(drawing):
 def test_the_first_screen_has_answer_table_and_figure_and_the_rest_unfolds(drawing):
     text = pages.render(results.read())["report.html"]
     head, rest = text[text.index("<header") : text.index("</header>")], text[text.index("</header>") :]
-    assert "Undecided about OSA: of the 2 claims" in head and head.count("<table") == 1 and 'id="loss-curves-' in head
-    assert params.load_paper().link in head
+    assert "Undecided about OSA: of Section 5’s 2 claims" in head and params.load_paper().link in head
+    assert head.count("<table") == 1 and 'id="loss-curves-' in head
     page = Page(text)
     for found in results.read().found.values():
         assert all(f"finding-{finding.id.replace('_', '-')}" in page.ids for finding in found)
-    assert rest.count("<details id=") == rest.count("<details") == 4 + 2
+    assert rest.count("<details id=") == rest.count("<details") == 1 + 4 + 2
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

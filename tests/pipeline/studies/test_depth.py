@@ -107,9 +107,19 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
 @pytest.mark.parametrize(
     "losses, word, headline",
     [
-        ([0.4], "trains", "OSA (shaped) trains at 36 blocks without skips and LN (train loss 0.40; one seed"),
-        ([0.4, 0.5, 0.6], "trains", "OSA (shaped) trains at 36 blocks without skips and LN (train loss 0.50; 3 seeds)."),
+        (
+            [0.4],
+            "trains",
+            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.40, test accuracy 90.0%; one seed",
+        ),
+        (
+            [0.4, 0.5, 0.6],
+            "trains",
+            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.50, test accuracy 90.0%; 3 seeds).",
+        ),
         ([1.5], "undecided", "not shown to train at 36 blocks without skips and LN: its train loss ends at 1.50 (one seed"),
+        ([0.3, 0.3, 2.3], "undecided", "is not shown to train at 36 blocks"),
+        ([0.3, None], "undecided", "is not shown to train at 36 blocks"),
         ([2.1], "does not", "its train loss ends at 2.10 (one seed, which decides nothing); it does at 12."),
         ([None], "does not", "it diverges"),
     ],
@@ -120,7 +130,7 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     assert headline in answer.headline
     cells = answer.table.rows[0]
     assert cells[1].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[2].split("\n")[0] == word
-    trained = "2 of 2 models trained: OSA (shaped), ViT." in answer.in_short
+    trained = "with 2 of 3 models tried, 2 train: OSA (shaped), ViT." in answer.in_short
     assert "seed" not in answer.in_short and trained == (word == "trains")
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
 
@@ -128,7 +138,9 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
 def test_the_first_screen_speaks_of_the_greatest_depth_that_was_tried(lab):
     answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 12): [0.3], ("vit", 36): [0.2]}), lab)
     assert answer.headline.startswith("OSA (shaped) trains at 12 blocks without skips and LN")
-    assert answer.in_short == "At 12 blocks 1 of 1 model trained: OSA (shaped). At 36 blocks 1 of 1 model trained: ViT."
+    at_each = {12: "OSA (shaped)", 36: "ViT"}.items()
+    told = [f"At {depth} blocks, with 1 of 3 models tried, 1 trains: {name}." for depth, name in at_each]
+    assert answer.in_short == " ".join(told)
 
 
 NEAR = [0.49 * GUESSING, 0.495 * GUESSING, 0.49 * GUESSING]

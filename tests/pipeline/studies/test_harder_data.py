@@ -31,7 +31,7 @@ def bench(tmp_path, monkeypatch):
     write_data()
     made = Lab("harder_data", params.load(), params.load_paper())
     made.is_tracked = False
-    made.tables = {}
+    made.tables, made.params = {}, made.params.model_copy(update=dict(made.paper.recipe))
     return made
 
 

@@ -56,7 +56,7 @@ def test_with_nothing_trained_nothing_is_evaluated_and_nothing_fails(bench, stud
     assert set(ours) == set(predictions(lab, study)) and set(ours.values()) == {NOT_EVALUATED}
     (outcome,) = (each for each in found.values() if each.table)
     assert sum(NOT_EVALUATED in row for row in outcome.table.rows) >= len(outcome.table.rows) - 2
-    assert all("It is open yet." in each.remark for each in found.values() if each.kind == "claim")
+    assert all("It is still open." in each.remark for each in found.values() if each.kind == "claim")
 
 
 @pytest.mark.parametrize("study", MODULES)
@@ -128,9 +128,9 @@ def test_what_is_kept_is_seen_and_what_is_not_has_no_error(bench):
 def made_up(**accuracies: list[float]) -> dict[str, pd.DataFrame]:
     """The tables of runs with these accuracies, whose attention is 0.5 · their seed's number + 0.5."""
     rows = [(name, seed, "finished", each) for name, of in accuracies.items() for seed, each in enumerate(of)]
-    table = pd.DataFrame(rows, columns=["variant", "seed", "status", "test_accuracy"])
+    table = pd.DataFrame(rows, columns=["variant", "seed", "status", "test_accuracy"]).assign(device="cpu", codes="c0de")
     watched = pd.concat([table.assign(epoch=epoch, layer=1, attention=table["test_accuracy"] * epoch) for epoch in (0, 1)])
-    return {"runs": table, "watched": watched.drop(columns=["status", "test_accuracy"])}
+    return {"runs": table, "watched": watched[["variant", "seed", "epoch", "layer", "attention"]]}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_prediction_is_judged_on_both_sides_of_its_margin(bench, accuracies, v
     tables["watched"] = tables["watched"][:0]
     finding = findings("penalties", lab, tables)["stated_weights_show_nothing"]
     assert finding.verdict == verdict
-    expected = {SUPPORTED: "It came out so.", NOT_SUPPORTED: "It came out otherwise.", UNDECIDED: "It is open yet."}
+    expected = {SUPPORTED: "It came out so.", NOT_SUPPORTED: "It came out otherwise.", UNDECIDED: "It is still open."}
     assert finding.remark.startswith("Expected before the first run: supported.") and expected[verdict] in finding.remark
 
 
@@ -165,7 +165,10 @@ def test_what_was_seen_is_judged_by_its_ratio(bench, values, verdict):
 def test_runs_of_one_seed_are_one_run_of_their_group(bench):
     tables = made_up(a=[0.2, 0.4, 0.6], b=[0.4, 0.6], c=[0.9])
     tables["runs"].loc[3, ["status", "test_accuracy"]] = ["diverged", math.nan]
-    found = TrainedResults(tables, bench("penalties"), {}, {"all": ["a", "b", "c"], "last": ["a", "c"], "none": ["d"]})
+    tables["runs"].loc[len(tables["runs"])] = ["d", 0, "missing", math.nan, "", ""]
+    groups = {"all": ["a", "b", "c"], "last": ["a", "c"], "none": ["e"], "partly": ["a", "d"]}
+    found = TrainedResults(tables, bench("penalties"), {}, groups)
+    assert found.accuracies("partly") == pytest.approx([40, 60]), "one of two is no mean of two"
     assert found.accuracies("all") == pytest.approx([50, 60]) and found.diverged(["all"]) == 1
     assert found.accuracies("last") == pytest.approx([55, 40, 60]) and found.accuracies("none") == []
     assert found.values("last", "attention") == pytest.approx([0.55, 0.4, 0.6])

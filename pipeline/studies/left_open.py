@@ -257,7 +257,9 @@ def differences(found: list[Tried], results: Results, paper: Paper) -> Finding:
         kind=OBSERVATION,
         statement="The differences to Table 2, and where one more run of ours is expected, with and without a choice made.",
         in_short=f"{sum('default' in row[-1] for row in rows)} of the paper's {len(rows)} numbers are where one more run of "
-        f"ours is expected, in intervals of up to {widest} points.",
+        f"ours is expected, in intervals of up to {widest} points."
+        if any(measure.n for measure in measures)
+        else "No run of Table 2 is by the paper's recipe.",
         measures=measures,
         table=Table(
             ["Model", "Paper", "Ours", "Difference", "One more run", "Would be compatible"],

@@ -9,14 +9,14 @@ import pandas as pd
 from pydantic import Field
 
 from pipeline import pilot
-from pipeline.core.params import Name, Section, Seed
+from pipeline.core.params import Name, Overrides, Section, Seed
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std
+from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std, signed
 from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import Wanted, gather, judged_claims, results_at
 from pipeline.studies._runs import Request, of_other_code
-from pipeline.studies.section_5 import account, of_recipe
+from pipeline.studies.section_5 import Results, account, of_recipe
 
 place = 54
 gathers = True
@@ -24,11 +24,28 @@ MODELS = ("vskipinit", "uspa", "espa", "softmax_shaped", pilot.OSA, "espa_skip",
 MODELS += ("softmax_shaped_norm", "uspa_causal", "espa_causal")  # in the order of training
 BESIDE = ("vit", "vit_noskip_nonorm", "osa_exact")  # of Table 2, for comparison
 RUNS = "paper_outputs/tables/runs.csv"
+CHOICES: dict[str, tuple[str, Overrides, str]] = {  # a name, its model, what is replaced there, and a label
+    "espa_slow": ("espa", {"variant": {"kernel_last": 0.005}}, "γ_L = 0.005, not 0.05"),
+    "espa_fast": ("espa", {"variant": {"kernel_last": 0.2}}, "γ_L = 0.2, not 0.05"),
+    "espa_cls_first": ("espa", {"variant": {"cls_index": 0}}, "[cls] first, not in the middle"),
+    "espa_gelu": ("espa", {"variant": {"activation": "gelu"}}, "GELU, not shaped"),
+    "espa_norm": ("espa", {"variant": {"norm": True}}, "LN"),
+    "espa_raw_tokens": (
+        "espa",
+        {"init": {"embedding_std": 1.0}, "variant": {"normalise_tokens": False}},
+        "Positions of σ = 1, and tokens not normalised",
+    ),
+    "espa_no_decay": ("espa", {"train": {"weight_decay": 0.0}}, "No weight decay"),
+    "uspa_slow": ("uspa", {"variant": {"kernel_last": 0.6}}, "ρ_L = 0.6, not 0.8"),
+}
 
 
 class Settings(Section):
+    """Each model once for each of `seeds`, and then each of `CHOICES` for `choice_seeds`."""
+
     models: list[Name] = Field(list(MODELS))
     seeds: list[Seed]
+    choice_seeds: list[Seed]
 
 
 def trainings(settings: Settings, lab: Lab) -> list[Request]:
@@ -36,7 +53,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def wanted(settings: Settings, lab: Lab) -> Wanted:
-    """Every run, seed by seed; OSA shaped for depth has the α L of the pilot, and waits for it."""
+    """Every run, seed by seed, and then the choices; OSA shaped for depth has the α L of the pilot, and waits for it."""
     found, depth = {}, lab.paper.recipe.model.depth
     for seed in settings.seeds:
         for model in settings.models:
@@ -44,6 +61,10 @@ def wanted(settings: Settings, lab: Lab) -> Wanted:
                 found[model, depth, seed] = (model, {}, seed)
             elif chosen := pilot.found(pilot.OSA):
                 found[model, depth, seed] = (model, {"variant": {"alpha_times_depth": chosen[1]}}, seed)
+    for seed in settings.choice_seeds:
+        for name, (model, changes, _) in CHOICES.items():
+            if model in settings.models:
+                found[name, depth, seed] = (model, changes, seed)
     return found
 
 
@@ -59,6 +80,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
         together[name] = pd.concat(filled or [own])
     return [
         side_by_side(settings, depth, together, of_other_code(tables["runs"]), lab),
+        choices(results_at(depth, tables, lab, lab.label)),
         *judged_claims([depth], together, lab, lab.label, sources=[RUNS]),
     ]
 
@@ -102,4 +124,24 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
         remark=remark,
         models=tuple(models),
         sources=[RUNS],
+    )
+
+
+def choices(results: Results) -> Finding:
+    """What one value changes: of one seed a tendency, and nothing is judged by it."""
+    measures, rows = [], []
+    for name, (model, _, what) in CHOICES.items():
+        tried, own = summarise(results.accuracies(name)), summarise(results.accuracies(model))
+        measures.append(Measure(f"{results.label(model)}, {what}: change", tried.mean - own.mean, "points", n=tried.n))
+        numbers = fixed(tried.mean, 2), fixed(own.mean, 2), signed(tried.mean - own.mean, 2)
+        rows.append([results.label(model), what, *numbers, str(tried.n) if tried.n else "not evaluated"])
+    return Finding(
+        id="six_blocks_choices",
+        title="What He et al. 2023 leave open, or call unimportant",
+        place="He et al. 2023, Sections 3.3 and 4, Table 1",
+        kind=OBSERVATION,
+        statement="Test accuracy in per cent with one value of a model replaced, LN among them.",
+        measures=measures,
+        table=Table(["Model", "Replaced", "Accuracy", "As it is", "Change", "n"], rows, "llrrrl"),
+        in_short=f"{sum(measure.n > 0 for measure in measures)} of {len(measures)} choices are trained.",
     )

@@ -138,6 +138,14 @@ def test_one_run_of_a_choice_overturns_nothing(lab):
     assert finding.verdict == UNDECIDED and min(measure.value for measure in finding.measures) < 0
 
 
+def test_runs_of_other_settings_than_the_recipe_are_no_reference(lab):
+    choice = ("vit", "init.head", [97.0, 97.2, 97.4])
+    lab.params = lab.params.model_copy(update={"train": lab.params.train.model_copy(update={"epochs": 1})})
+    told = found(lab, choice)
+    assert {told[name].verdict for name in ("left_open_accuracy", "left_open_comparisons")} == {NOT_EVALUATED}
+    assert told["left_open_differences"].in_short == "No run of Table 2 is by the paper's recipe."
+
+
 def test_differences_to_the_paper_stand_beside_one_more_run(lab):
     """The t-quantile of three seeds is 4.303. The paper has 97.2, 96.9, 97.2, 94.6 and 79.6."""
     choices = [("vit_noskip", "init.head", [94.0]), ("vit_noskip", "train.eps", [95.3])]

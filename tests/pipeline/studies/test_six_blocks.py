@@ -10,7 +10,7 @@ from pipeline.studies._deep import RUN
 from pipeline.studies.six_blocks import Settings, findings, measure, wanted
 from pipeline.training.loop import COLUMNS
 
-SETTINGS = Settings(models=["vskipinit", "osa_shaped", "espa_skip"], seeds=[0, 1])
+SETTINGS = Settings(models=["vskipinit", "osa_shaped", "espa_skip"], seeds=[0, 1], choice_seeds=[])
 DEPTH = 6
 
 
@@ -52,10 +52,24 @@ def test_runs_are_wanted_seed_by_seed_and_osa_waits_for_the_pilot(lab, monkeypat
     assert set(measure(SETTINGS, lab)["runs"]["status"]) == {"missing"}
 
 
+def test_each_choice_is_one_run_that_the_recipe_knows(lab):
+    found = wanted(Settings(models=["espa", "uspa"], seeds=[], choice_seeds=[0]), lab)
+    assert [name for name, *_ in found] == list(six_blocks.CHOICES)
+    for model, changes, _ in found.values():
+        assert lab.config(model, changes) != lab.config(model)
+        lab.model(lab.config(model, changes), 0)
+
+
+def test_what_a_choice_changes_stands_beside_its_model(lab):
+    tables = runs_of({"espa": [0.96, 0.962, 0.964], "espa_norm": [0.952]}, {}, ["variant", "depth", "seed"])
+    choices = {row[1]: row[2:] for row in findings(SETTINGS, tables, lab)[1].table.rows}
+    assert choices["LN"] == ["95.20", "96.20", "−1.00", "1"] and choices["GELU, not shaped"][-1] == "not evaluated"
+
+
 def test_side_by_side_with_the_runs_of_table_2(lab):
     lab.tables = runs_of({"vit": [0.97, 0.971, 0.972]}, {}, ["variant", "seed"])
     tables = runs_of({"espa_skip": [0.96, 0.962, 0.964]}, {"espa_skip": 0.45}, ["variant", "depth", "seed"])
-    table, *claims = findings(SETTINGS, tables, lab)
+    table, _, *claims = findings(SETTINGS, tables, lab)
     rows = {row[0].split("\n")[0]: row[1:] for row in table.table.rows}
     assert rows["ViT"][0] == "97.10 ± 0.10" and rows["E-SPA (normalised skip)"][0] == "96.20 ± 0.20"
     assert rows["V-SkipInit"] == ["–", "–", "–", "not evaluated"] and rows["ViT"][-1] == "3"

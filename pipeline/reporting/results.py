@@ -183,23 +183,25 @@ def verdict(results: Results) -> dict:
     """The whole in a few numbers: how the claims about OSA came out, all claims and checks, and how many runs there are."""
     run, status = results.lab.params.run, Counter(results.lab.tables["runs"]["status"])
     orthogonal = {name for name, variant in results.lab.params.variants.items() if variant.attention == "orthogonal"}
-    paper, beyond = (
-        [each for name, found in results.found.items() if (studies.place(name) in BEYOND) == is_beyond for each in found]
-        for is_beyond in (False, True)
-    )
     osa = [each for each in results.found.get(ABOUT_OSA, []) if each.kind == CLAIM and orthogonal.intersection(each.models)]
     return {
         "about_osa": statistics.combine([finding.verdict for finding in osa] or [statistics.NOT_EVALUATED]),
         "claims_about_osa": count(osa, statistics.VERDICTS),
         "claims": count(results.of_kind(CLAIM), statistics.VERDICTS),
-        "claims_about_paper": count([each for each in paper if each.kind == CLAIM], statistics.VERDICTS),
-        "claims_beyond": count([each for each in beyond if each.kind == CLAIM], statistics.VERDICTS),
+        "claims_about_paper": count(claims(results, are_beyond=False), statistics.VERDICTS),
+        "claims_beyond": count(claims(results, are_beyond=True), statistics.VERDICTS),
         "checks": count(results.of_kind(CHECK), (PASSES, FAILS, statistics.NOT_EVALUATED)),
         "observations": len(results.of_kind(OBSERVATION)),
         "models": len(run.variants),
         "seeds": len(run.seeds),
         "runs": {"total": status.total(), "trained": len(results.records), "diverged": status["diverged"]},
     }
+
+
+def claims(results: Results, *, are_beyond: bool) -> list[Finding]:
+    """Those about the paper, or those beyond it."""
+    found = [own for name, own in results.found.items() if (studies.place(name) in BEYOND) == are_beyond]
+    return [each for each in itertools.chain(*found) if each.kind == CLAIM]
 
 
 def count(findings: list[Finding], verdicts: Iterable[str]) -> dict[str, int]:

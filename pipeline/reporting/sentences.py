@@ -45,9 +45,7 @@ def tally(of: Results) -> str:
         for kind, of in (("claims_about_paper", "Of {} about the paper"), ("claims_beyond", "Of {} beyond it"))
         if verdict[kind]["total"]
     ]
-    passed = f"Of {plural(checks['total'], 'check')}, {checks['passes']} pass, {checks['fails']} fail"
-    open_ = checks["not_evaluated"]
-    passed += f" and {open_} {'is' if open_ == 1 else 'are'} not evaluated" if open_ else ""
+    passed = f"{checks['passes']} of {plural(checks['total'], 'check')} pass and {checks['fails']} fail"
     headlines = [finding.headline for found in of.found.values() for finding in found if finding.headline]
     return " ".join([*claims, f"{passed}. {models}: {trained}.", *headlines])
 

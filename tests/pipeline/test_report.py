@@ -422,7 +422,7 @@ def test_the_verdict_file_has_words_for_keys(project):
         "runs": {"total": 9, "trained": 9, "diverged": 0},
     }
     text = read_page("report.html")
-    assert "Of 2 claims about the paper, 2 are undecided. Of 1 check, 1 pass, 0 fail. " in text
+    assert "Of 2 claims about the paper, 2 are undecided. 1 of 1 check pass and 0 fail. " in text
     assert "3 models, 3 seeds: 9 of 9 runs trained, 0 diverged." in text
 
 
@@ -435,7 +435,7 @@ def test_a_check_that_fails_is_shown_as_failing(project):
         in Page(page).texts["finding-fake-errors"]
     )
     assert page.count('class="badge fails"') == 1 and 'class="badge passes"' not in page
-    assert "Of 1 check, 0 pass, 1 fail. " in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
+    assert "0 of 1 check pass and 1 fail. " in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
 
 
 @pytest.mark.parametrize("verdict", [SUPPORTED, NOT_SUPPORTED, UNDECIDED])

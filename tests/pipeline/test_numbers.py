@@ -80,7 +80,7 @@ def test_numbers_as_text(text, expected):
     [
         ("W^V W^O", "W<sup>V</sup> W<sup>O</sup>"),
         ("κ(Σᵢ W^Vᵢ)", "κ(Σ<sub>i</sub> W<sup>V</sup><sub>i</sub>)"),
-        ("λ_α²", "λ<sub>α</sub>²"),
+        ("λ_α²", "λ<sub>α</sub><sup>2</sup>"),
         ("‖J‖_F, [S]_1, 2d_v, √d_v", "‖J‖<sub>F</sub>, [S]<sub>1</sub>, 2d<sub>v</sub>, √d<sub>v</sub>"),
         ("X_l X_lᵀ", "X<sub>l</sub> X<sub>l</sub><sup>T</sup>"),
         ("N^1.98 and N^2.", "N<sup>1.98</sup> and N<sup>2</sup>."),

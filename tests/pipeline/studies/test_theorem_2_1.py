@@ -77,7 +77,7 @@ def test_trained_layers_are_those_of_the_table(lab):
     _, observation = found(lab)
     trained = [measure for measure in observation.measures if "trained" in measure.what]
     assert [(measure.value, measure.n) for measure in trained] == [(0.4, 2), (1e-7, 1)]
-    assert trained[0].what.startswith(lab.label("osa_ns")) and trained[0].low < 0.4 < trained[0].high
+    assert trained[0].what.startswith(lab.label("osa_ns")) and trained[0].note == "from 0.3 to 0.5"
     assert "not evaluated" not in observation.remark
     assert observation.sources == ["paper_outputs/tables/layers.csv"]
 

@@ -110,10 +110,12 @@ def wanted(settings: Params, patterns: list[str] | None = None) -> list[Job]:
 
 def only(wanted: list[Job], patterns: list[str]) -> list[Job]:
     """Those that match a pattern, once each, in the order of the patterns. Raises UserError if one matches none."""
+    matching: dict[str, Job] = {}
     for each in patterns:
-        if not fnmatch.filter((str(run) for run, _ in wanted), each):
+        found = {str(job[0]): job for job in wanted if fnmatch.fnmatchcase(str(job[0]), each)}
+        if not found:
             raise UserError(f"--only {each} is no run that is asked for: give STUDY/NAME/SEED, where * stands for anything.")
-    matching = {str(job[0]): job for each in patterns for job in wanted if fnmatch.fnmatchcase(str(job[0]), each)}
+        matching |= found
     return list(matching.values())
 
 

@@ -74,9 +74,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     depth = lab.paper.recipe.model.depth
-    together = {}
+    together, references = {}, of_recipe(lab)
     for name, own in tables.items():
-        filled = [table for table in (own, table_2(lab, name, depth)) if len(table)]  # an empty one has no types
+        filled = [table for table in (own, beside(references, name, depth)) if len(table)]  # an empty one has no types
         together[name] = pd.concat(filled or [own])
     return [
         side_by_side(settings, depth, together, of_other_code(tables["runs"]), lab),
@@ -85,9 +85,9 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     ]
 
 
-def table_2(lab: Lab, name: str, depth: int) -> pd.DataFrame:
-    """The runs or histories of Table 2's models, if there are any of the recipe."""
-    table = of_recipe(lab).get(name, pd.DataFrame(columns=["variant"]))
+def beside(references: Tables, name: str, depth: int) -> pd.DataFrame:
+    """The runs or histories of Table 2's models, if there are any."""
+    table = references.get(name, pd.DataFrame(columns=["variant"]))
     return table[table["variant"].isin(BESIDE)].assign(depth=depth)
 
 

@@ -185,7 +185,7 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
         done = [model for model in models if words[model] != "not evaluated"]
         trained = [label_of(model, lab) for model in done if words[model] == "trains"]
         if done:
-            which = f"{len(trained)} train{'s' * (len(trained) == 1)}: {', '.join(trained)}" if trained else "none trains"
+            which = f"{len(trained)} train{'s' * (len(trained) == 1)}: {'; '.join(trained)}" if trained else "none trains"
             sentences.append(f"At {depth} blocks, with {len(done)} of {len(models)} models tried, {which}.")
     if sentences:
         return " ".join(sentences)

@@ -16,7 +16,7 @@ from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import LINE_WIDTH, PALETTE, STYLE
-from pipeline.reporting.numbers import number
+from pipeline.reporting.numbers import fixed, number, span
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
@@ -121,7 +121,8 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
         place=PLACE,
         kind=OBSERVATION,
         statement="Accuracy, speed of convergence and condition numbers after training; the first two rows are Table 2’s.",
-        in_short=f"{len(seen)} of {len(RUNS)} models are trained.",
+        in_short=f"{len(seen) or 'None'} of {len(RUNS)} models trained"
+        + (f"; by model, they reach {span((m.value for m in seen), lambda value: fixed(value, 2))}%." if seen else "."),
         measures=seen or [Measure("Models that are trained", 0)],
         table=Table(
             ["Model", "Test accuracy", "Runs", f"Epochs to {lab.label(REFERENCE)}’s loss", *KAPPAS.values()],

@@ -141,7 +141,7 @@ def costs(settings: Settings, runs: pd.DataFrame, lab: Lab) -> Finding:
         done = own["test_accuracy"].notna().sum()
         measures.append(Measure(f"{lab.label(model)}, N = {tokens}: test accuracy", accuracy, "%", n=int(done)))
         measures.append(Measure(f"{lab.label(model)}, N = {tokens}: time", seconds, "s a step"))
-        status = "not evaluated" if (own["status"] == "missing").all() else f"n = {done}"
+        status = "not evaluated" if (own["status"] == "missing").all() else str(done)
         rows.append([lab.label(model), str(tokens), fixed(seconds, 2), fixed(accuracy, 2), status])
     there = runs[runs["status"] == "finished"]
     return Finding(
@@ -152,13 +152,26 @@ def costs(settings: Settings, runs: pd.DataFrame, lab: Lab) -> Finding:
         statement=f"Seconds a training step takes and the test accuracy after {settings.epochs} epoch"
         f"{'s' if settings.epochs > 1 else ''}, by the number of tokens N.",
         measures=measures or [Measure("Trainings", 0)],
-        table=Table(["Model", "N", "Seconds a step", "Accuracy, %", ""], rows, "lrrrl") if rows else None,
+        table=Table(["Model", "N", "Seconds a step", "Accuracy, %", "n"], rows) if rows else None,
         figure=draw(there, lab) if len(there) else None,
         caption="A line for each model, a point for each number of tokens, which stands beside it.",
-        in_short=f"{len(there) or 'None'} of {len(runs)} runs trained.",
+        in_short=f"{len(there) or 'None'} of {len(runs)} runs trained{ends(there, lab)}.",
         remark=of_other_code(runs),
         models=tuple(settings.models),
     )
+
+
+def ends(runs: pd.DataFrame, lab: Lab) -> str:
+    """What the fewest and the most tokens cost each model, and bring it."""
+    told = ""
+    for model, own in runs.groupby("variant", sort=False):
+        means = own.groupby("tokens")[["seconds_per_step", "test_accuracy"]].mean()
+        points = [
+            f"{fixed(means['seconds_per_step'][n], 2)} s a step for {fixed(100 * means['test_accuracy'][n], 2)}% at N = {n}"
+            for n in dict.fromkeys([means.index[0], means.index[-1]])
+        ]
+        told += f"; {lab.label(model)}: {', '.join(points)}"
+    return told
 
 
 def how_alpha_follows(table: pd.DataFrame) -> Finding:

@@ -6,6 +6,7 @@ VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cros
 
 import copy
 import itertools
+from collections import defaultdict
 from typing import NamedTuple
 
 import matplotlib
@@ -20,7 +21,7 @@ from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, norm
 from pipeline.reporting import charts
 from pipeline.reporting.looks import PALETTE, STYLE
-from pipeline.reporting.numbers import ABSENT, number
+from pipeline.reporting.numbers import ABSENT, fixed, number, span
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
@@ -92,6 +93,7 @@ CELLS = tuple(
         ]
     )
 )
+IN_ORDER = sorted(CELLS, key=lambda cell: (cell.variant != VIT, *cell[1:]))  # of a table
 GROUPS = {  # of cells that a rule speaks of: their label, model, penalties, and λ from and to
     "vit_stated": ("ViT + VAR-III, λ = 1e-6", VIT, ("VAR-III",), STATED, STATED),
     "vit_strong": ("ViT + VAR-III, λ = 0.01", VIT, ("VAR-III",), STRONG, STRONG),
@@ -158,23 +160,26 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 
 def dose(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy and orthogonality over λ, cell by cell."""
-    rows, measures = [], []
-    for cell in sorted(CELLS, key=lambda cell: (cell.variant != VIT, *cell[1:])):
+    rows, measures, reached = [], [], defaultdict(list)
+    for cell in IN_ORDER:
         accuracy = summarise(found.accuracies(cell.name if cell.penalty else cell.variant))
         named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
         means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
         rows.append([*named, *found.cells(cell.name if cell.penalty else cell.variant), *means])
         if cell.penalty and accuracy.n:
+            reached[lab.label(cell.variant)].append(accuracy.mean)
             what = f"{cell.label(lab)}: test accuracy"
             measures.append(Measure(what, accuracy.mean, "per cent", low=accuracy.low, high=accuracy.high, n=accuracy.n))
     columns = ["Model", "Penalty", "λ", "Test accuracy", "Runs", *COLUMNS.values()]
+    told = "; ".join(f"{model} reaches {span(values, lambda value: fixed(value, 2))}%" for model, values in reached.items())
     return Finding(
         id="penalties_dose",
         title="Dose and response of the penalties",
         place=PAPER,
         kind=OBSERVATION,
         statement="ViTs trained with λ from 1e-10, a negative control, to 1. Those up to 1e-6 are the paper’s.",
-        in_short=f"{len(measures)} of {sum(bool(cell.penalty) for cell in CELLS)} cells are trained.",
+        in_short=f"{len(measures) or 'None'} of {sum(bool(cell.penalty) for cell in CELLS)} cells trained"
+        + (f"; by cell, {told}." if told else "."),
         measures=measures or [Measure("Cells that are trained", 0)],
         table=Table(
             columns,
@@ -195,11 +200,14 @@ def with_depth(found: TrainedResults) -> Finding:
     ends = pd.concat(
         [found.watched[found.watched["epoch"] == 0].assign(when="before"), at_end(found.watched).assign(when="after")]
     )
-    means = ends.groupby(["variant", "when"], sort=False)[list(COLUMNS)].mean()
-    measures = [
-        Measure(f"{found.label(name)}, {when} training: {COLUMNS['attention']}, mean over layers", row["attention"])
-        for (name, when), row in means.iterrows()
-    ]
+    means = ends.groupby(["variant", "when"], sort=False)[["attention", "projections"]].mean().unstack("when")
+    measures, rows, columns = [], [], list(itertools.product(("attention", "projections"), ("before", "after")))
+    for name in [cell.name for cell in IN_ORDER if cell.name in means.index]:
+        row = means.loc[name]
+        for column, when in columns:
+            what = f"{found.label(name)}, {when} training: {COLUMNS[column]}, mean over layers"
+            measures.append(Measure(what, row[column, when]))
+        rows.append([found.label(name), *(number(row[column]) for column in columns)])
     return Finding(
         id="penalties_with_depth",
         title="Orthogonality with depth, before and after training",
@@ -207,6 +215,13 @@ def with_depth(found: TrainedResults) -> Finding:
         kind=OBSERVATION,
         statement="How far attention matrices and projections are from orthogonal in each layer, on average over seeds.",
         measures=measures,
+        table=Table(
+            ["Model", f"{COLUMNS['attention']}, before", "after", f"{COLUMNS['projections']}, before", "after"],
+            rows,
+            note="Before and after training, means over layers and seeds.",
+        ),
+        in_short=f"{COLUMNS['attention']} is {span(means['attention', 'before'])} before training and "
+        f"{span(means['attention', 'after'])} after it, by cell.",
         figure=draw_depth(ends, found),
         caption="‖AᵀA − I‖_F² / (N − 1) and the projections’ penalty by layer: after training, and before it thin.",
     )

@@ -5,13 +5,15 @@ Six blocks, ten epochs and the paper's recipe, in the form of Table 2, whose run
 runs that are there; `python -m pipeline.fan_out --only` trains the others.
 """
 
+import math
+
 import pandas as pd
 from pydantic import Field
 
 from pipeline import pilot
 from pipeline.core.params import Name, Overrides, Section, Seed
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std, signed
+from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std, signed, span
 from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import Wanted, gather, judged_claims, results_at
@@ -129,11 +131,13 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
 
 def choices(results: Results) -> Finding:
     """What one value changes: of one seed a tendency, and nothing is judged by it."""
-    measures, rows = [], []
+    measures, rows, done = [], [], []
     for name, (model, _, what) in CHOICES.items():
         tried, own = summarise(results.accuracies(name)), summarise(results.accuracies(model))
-        measures.append(Measure(f"{results.label(model)}, {what}: change", tried.mean - own.mean, "points", n=tried.n))
-        numbers = fixed(tried.mean, 2), fixed(own.mean, 2), signed(tried.mean - own.mean, 2)
+        change = tried.mean - own.mean
+        done += [] if math.isnan(change) else [change]
+        measures.append(Measure(f"{results.label(model)}, {what}: change", change, "points", n=tried.n))
+        numbers = fixed(tried.mean, 2), fixed(own.mean, 2), signed(change, 2)
         rows.append([results.label(model), what, *numbers, str(tried.n) if tried.n else "not evaluated"])
     return Finding(
         id="six_blocks_choices",
@@ -142,6 +146,7 @@ def choices(results: Results) -> Finding:
         kind=OBSERVATION,
         statement="Test accuracy in per cent with one value of a model replaced, LN among them.",
         measures=measures,
-        table=Table(["Model", "Replaced", "Accuracy", "As it is", "Change", "n"], rows, "llrrrl"),
-        in_short=f"{sum(measure.n > 0 for measure in measures)} of {len(measures)} choices are trained.",
+        table=Table(["Model", "Replaced", "Accuracy", "As it is", "Change", "n"], rows, "llrrrr"),
+        in_short=f"{len(done) or 'None'} of {len(CHOICES)} choices trained"
+        + (f", which change the accuracy by {span(done, lambda change: signed(change, 2))} points." if done else "."),
     )

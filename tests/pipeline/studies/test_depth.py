@@ -130,7 +130,7 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     assert headline in answer.headline
     cells = answer.table.rows[0]
     assert cells[1].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[2].split("\n")[0] == word
-    trained = "with 2 of 3 models tried, 2 train: OSA (shaped), ViT." in answer.in_short
+    trained = "with 2 of 3 models tried, 2 train: OSA (shaped); ViT." in answer.in_short
     assert "seed" not in answer.in_short and trained == (word == "trains")
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
 

@@ -77,6 +77,9 @@ def test_time_and_accuracy_on_the_same_axes(lab):
     columns = ["variant", "tokens", "seed", "status", "test_accuracy", "seconds_per_step"]
     runs = pd.DataFrame(rows, columns=columns).assign(codes="c0de", device="cpu").reindex(columns=[*columns[:3], *RUN])
     finding = costs(SETTINGS, runs, lab)
-    assert finding.table.rows[0] == ["ViT", "50", "0.40", "95.00", "n = 1"]
+    assert finding.table.rows[0] == ["ViT", "50", "0.40", "95.00", "1"]
     assert finding.table.rows[-1] == ["ViT", "785", "–", "–", "not evaluated"]
-    assert "N = 50" in figures.svg(finding.figure) and finding.in_short == "2 of 3 runs trained."
+    assert "N = 50" in figures.svg(finding.figure)
+    assert finding.in_short == (
+        "2 of 3 runs trained; ViT: 0.40 s a step for 95.00% at N = 50; OSA (exact): 0.50 s a step for 94.00% at N = 50."
+    )

@@ -151,6 +151,24 @@ def test_a_prediction_is_judged_on_both_sides_of_its_margin(bench, accuracies, v
     assert finding.remark.startswith("Expected before the first run: supported.") and expected[verdict] in finding.remark
 
 
+def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
+    columns = ("attention", "projections", "overlap", "own_token", "mlp", "keys", "moved")
+    cells = [penalties.FIRST[0], penalties.FIRST[2], penalties.Cell(penalties.BARE)]
+    tables = made_up(**{cell.name: [0.95 + 0.01 * i, 0.97 + 0.01 * i] for i, cell in enumerate(cells)})
+    seen = tables["watched"]["attention"]
+    tables["watched"] = tables["watched"].assign(**dict.fromkeys(columns, seen), worst=0.1)
+    found = findings("penalties", bench("penalties"), tables)
+    assert found["penalties_dose"].in_short == "2 of 23 cells trained; by cell, ViT reaches 96.00 to 97.00%."
+    by_depth = found["penalties_with_depth"]
+    assert by_depth.table.rows[0] == ["ViT + VAR-III, λ = 1 × 10⁻⁶", "0", "0.96", "0", "0.96"]
+    assert [row[0] for row in by_depth.table.rows][-1] == "ViT (no skip, no LN)" and len(by_depth.measures) == 3 * 4
+    assert by_depth.in_short == "‖AᵀA − I‖²/(N − 1) is 0 before training and 0.96 to 0.98 after it, by cell."
+    kept = made_up(osa_kept=[0.96, 0.98], osa_joint=[0.95])
+    kept["watched"] = kept["watched"][:0]
+    outcome = findings("keeping", bench("keeping"), kept)["keeping_outcome"]
+    assert outcome.in_short == f"2 of {len(keeping.RUNS)} models trained; by model, they reach 95.00 to 97.00%."
+
+
 @pytest.mark.parametrize("values, verdict", [([0.5, 0.51, 0.52], SUPPORTED), ([0.99, 1.0, 1.01], NOT_SUPPORTED)])
 def test_what_was_seen_is_judged_by_its_ratio(bench, values, verdict):
     lab, prediction = bench("penalties"), predictions(bench("penalties"), "penalties")["strong_weights_show"]

@@ -278,7 +278,7 @@ def take_over(source: Path) -> None:
         fan_out.receive(run, content[str(run)])
     for path, each in made.items():
         files.write_bytes(path, each)
-    fan_out.commit([run for run in came if run.study == TABLE_2])
+    is_known = fan_out.commit([run for run in came if run.study == TABLE_2])
     print(f"{len(came)} runs and {len(made)} files of benchmarks are in their places.")
     asked = {str(run) for run, _ in wanted}
     for run in sorted(there - content.keys()):
@@ -286,6 +286,8 @@ def take_over(source: Path) -> None:
         print(f"{run} {why}: left there.")
     if not same_params:
         print("The benchmarks are of other parameters: left there.")
+    if not is_known:
+        raise UserError(fan_out.NOT_TOLD)
 
 
 def is_whole(run: Run) -> bool:

@@ -39,6 +39,7 @@ from pipeline.training import data
 LOCK = Path(".checkpoints/fan_out.lock")
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
 RETRIES = 3  # on other nodes, where one dies
+NOT_TOLD = "DVC could not be told of the trainings, which are there: mend what it says, and run this again."
 Job = tuple[Run, RunConfig]
 
 
@@ -66,9 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             finally:
                 is_known = commit([run for run, config in asked if run.study == runs.TABLE_2 and is_there(run, config)])
         if not is_known:
-            raise UserError(
-                "DVC could not be told of the trainings, which are there: mend what it says, and run this again."
-            )
+            raise UserError(NOT_TOLD)
     except Timeout:
         raise UserError(f"another process trains these runs already ({LOCK} is locked): wait for it, or end it.") from None
     except KeyboardInterrupt:

@@ -102,16 +102,20 @@ def test_all_of_it_and_elsewhere(called, project, monkeypatch, capsys):
     assert "0 runs and 0 files" in (told := capsys.readouterr().out)
     assert f"{VIT} is not whole, or not of this code" in told and "benchmarks are of other parameters" in told
     shutil.copy(moved / "params.yaml", other)
-    committed = []
-    monkeypatch.setattr(fan_out, "commit", committed.extend)
+    committed, known = [], [True]
+    monkeypatch.setattr(fan_out, "commit", lambda done: committed.extend(done) or known[0])
     weights = moved / VIT.weights
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1])
     gpu.main(["--import", str(moved)])
     assert "0 runs" in (told := capsys.readouterr().out) and f"{VIT} is not whole" in told and committed == []
     weights.write_bytes(whole)
-    gpu.main(["--import", str(moved)])
-    assert "1 runs" in capsys.readouterr().out and committed == [VIT]
+    known[0] = False
+    with pytest.raises(SystemExit):
+        gpu.main(["--import", str(moved)])
+    told = capsys.readouterr()
+    assert "1 runs" in told.out and "DVC could not be told" in told.err and committed == [VIT]
+    known[0] = True
     assert fan_out.missing(params.load()) == []
     gpu.main(["--import", str(moved)])
     assert f"{VIT} is not missing here" in capsys.readouterr().out

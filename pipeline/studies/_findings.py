@@ -1,5 +1,8 @@
-"""What findings of several studies share: the largest case of a check, and Table 2's orthogonal layers as trained."""
+"""What findings of several studies share: the largest case of a check, the exponent of a power, and Table 2's orthogonal
+layers as trained.
+"""
 
+import numpy as np
 import pandas as pd
 
 from pipeline.lab import Lab
@@ -15,6 +18,11 @@ def largest(what: str, values: pd.Series, limit: float = 1.0, note: str = "") ->
     return Measure(
         what, values.max(skipna=False), side="below", limit=limit, note=note or f"the largest of {len(values)} cases"
     )
+
+
+def log_log_slope(x: pd.Series, y: pd.Series) -> float:
+    """Of y as a power of x: the least-squares slope of log y over log x."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:

@@ -35,6 +35,7 @@ from pipeline.reporting.charts import EXPECTED, legend, logarithmic, panels
 from pipeline.reporting.looks import PALETTE, STYLE, look
 from pipeline.reporting.numbers import ABSENT, grouped, number, per_cent, span
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies._findings import log_log_slope
 
 place = 46
 
@@ -324,11 +325,6 @@ def degree(order: str, sweep: str) -> int:
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in varied) for term in terms)
 
 
-def fit_slope(size: np.ndarray, value: np.ndarray) -> float:
-    """The least-squares slope of log value against log size."""
-    return round(float(np.polyfit(np.log(size), np.log(value), 1)[0]), DIGITS)  # of an exact power: its exponent
-
-
 def crossing(ratio: pd.Series) -> tuple[float, str]:
     """The N from which a ratio, indexed by N, stays below 1, on a straight line between points on log–log axes; NaN and
     why where it is outside the range."""
@@ -364,7 +360,7 @@ class Results:
     def slope(self, quantity: str, part: str, sweep: str, direction: str = FORWARD) -> float:
         """The exponent over the largest sizes; NaN where there are too few."""
         values = self.rows(quantity, part, sweep, direction)[quantity].tail(FIT_POINTS)
-        return fit_slope(values.index, values) if len(values) >= LEAST_POINTS else math.nan
+        return round(log_log_slope(values.index, values), DIGITS) if len(values) >= LEAST_POINTS else math.nan
 
     def excess(self, part: str, direction: str) -> Measure:
         """By how much the steepest of a part's judged slopes exceeds its exponent; NaN where one of them is."""

@@ -31,6 +31,7 @@ from pipeline.reporting.numbers import fixed, number
 from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import Wanted, gather
+from pipeline.studies._findings import log_log_slope
 from pipeline.studies._runs import Request, of_other_code
 
 place = 55
@@ -178,7 +179,7 @@ def how_alpha_follows(table: pd.DataFrame) -> Finding:
     measures, rows, powers = [], [], {}
     for (case, rule), (column, what) in itertools.product(CASES.items(), SIZES.items()):
         own = table[table["case"] == case]
-        slope = summarise([slope_of(each, column) for _, each in own.groupby("seed")])
+        slope = summarise([log_log_slope(each["tokens"], each[column]) for _, each in own.groupby("seed")])
         text = f"Slope of log {what} over log N, {rule}"
         measures.append(Measure(text, slope.mean, low=slope.low, high=slope.high, n=slope.n))
         powers[case, column] = f"N^{{{fixed(slope.mean, 2)}}}"
@@ -199,10 +200,6 @@ def how_alpha_follows(table: pd.DataFrame) -> Finding:
         f"{powers['normalised', 'jacobian']}, which α ∝ 1/N turns into {powers['following', 'skew']} and "
         f"{powers['following', 'jacobian']}.",
     )
-
-
-def slope_of(rows: pd.DataFrame, column: str) -> float:
-    return float(np.polyfit(np.log(rows["tokens"]), np.log(rows[column]), 1)[0])
 
 
 @matplotlib.rc_context(STYLE)

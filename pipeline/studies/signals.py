@@ -32,7 +32,7 @@ from pipeline.reporting.looks import PALETTE, STYLE
 from pipeline.reporting.numbers import number
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import largest
+from pipeline.studies._findings import largest, log_log_slope
 
 place = 52
 SHAPED = {  # OSA shaped for depth with one of its changes left out: what is replaced, and how that is called
@@ -334,8 +334,7 @@ def how_small_alpha(table: pd.DataFrame) -> Finding:
     measures = []
     for over, column, what in (("depth", "depth", "L"), ("patch", "norm_squared", "‖X‖₂²")):
         own = table[table["over"] == over]
-        fit = lambda rows, x=column: np.polyfit(np.log(rows[x]), np.log(rows["alpha"]), 1)[0]  # noqa: E731
-        slope = summarise(own.groupby("seed")[[column, "alpha"]].apply(fit))
+        slope = summarise([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
         text = f"Slope of log α over log {what}"
         measures.append(Measure(text, slope.mean, low=slope.low, high=slope.high, n=slope.n, note="−1 by the bound"))
     networks = table.drop_duplicates(["depth", "tokens", "seed"])  # both sweeps have one of them

@@ -24,7 +24,7 @@ from pipeline.reporting import charts
 from pipeline.reporting.looks import METHOD_LABELS, STYLE
 from pipeline.reporting.numbers import number
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import condition_numbers, largest, origin, trained_layers, worst_over_seeds
+from pipeline.studies._findings import condition_numbers, largest, log_log_slope, origin, trained_layers, worst_over_seeds
 
 place = 43
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
@@ -152,8 +152,8 @@ def bounds(table: pd.DataFrame) -> Finding:
 
 def slopes(points: pd.DataFrame) -> pd.Series:
     """The least-squares slope of log ‖J₁‖₂ against log α, for each size and seed."""
-    fit = lambda own: np.polyfit(*np.log(own.to_numpy()).T, 1)[0]  # noqa: E731
-    return points.groupby([*SIZE, "seed"])[["alpha", "first_norm"]].apply(fit)
+    grouped = points.groupby([*SIZE, "seed"])[["alpha", "first_norm"]]
+    return grouped.apply(lambda own: log_log_slope(own["alpha"], own["first_norm"]))
 
 
 def heads_of_models(layers: pd.DataFrame, lab: Lab) -> Finding:

@@ -59,13 +59,15 @@ def valley(grid: Sequence[float], start: float, loss: Callable[[float], float]) 
 
 
 def found(model: str) -> tuple[float, float] | None:
-    """What the committed table says of a model: its rate, and α L; None where the search is not over."""
+    """What the committed table says of a model: its rate, and α L; None where the search is not over, or nothing learns."""
     rows = read().fillna({"alpha_times_depth": FIRST_ALPHA})
+    rows = rows[(rows["depth"] == DEPTH) & (rows["steps"] == STEPS) & (rows["seed"] == SEED)]
     rows = rows.set_index(["model", "learning_rate", "alpha_times_depth"])["loss"].to_dict()
     try:
-        return search(model, lambda *cell: finite(rows[cell]))
+        chosen = search(model, lambda *cell: finite(rows[cell]))
     except KeyError:
         return None
+    return chosen if math.isfinite(rows[model, *chosen]) else None
 
 
 def read() -> pd.DataFrame:

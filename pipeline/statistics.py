@@ -132,8 +132,8 @@ def _rule(
 ) -> Judgement:
     """The rule itself, of a number with the interval that it has at a level."""
     if n == 0:
-        note = f"no run finished; {diverged} diverged" if diverged else "no run"
-        return Judgement(math.nan, math.nan, math.nan, 0, NOT_EVALUATED, note)
+        verdict, note = (UNDECIDED, f"no run finished; {diverged} diverged") if diverged else (NOT_EVALUATED, "no run")
+        return Judgement(math.nan, math.nan, math.nan, 0, verdict, note)
     low, high = interval(LEVEL)
     least, most = interval(LEVEL / family) if family > 1 else (low, high)
     verdict, note = UNDECIDED, "the interval contains the limit"

@@ -6,6 +6,7 @@ a cell that is not evaluated.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import pandas as pd
@@ -14,7 +15,7 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, Paper, PositiveInt, Section
 from pipeline.lab import Lab
-from pipeline.statistics import Judgement, judge
+from pipeline.statistics import NOT_SUPPORTED, UNDECIDED, Judgement, judge
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs
 from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim, judged_claim
@@ -86,13 +87,20 @@ class TrainsAtDepth(AtDepth, Claim):
     trains: bool
     how = (
         f"A model trains if its last recorded train loss is below {TRAINS:g} × ln 10, and does not if it is above "
-        f"{DOES_NOT:g} × ln 10. Judged by the t-interval of the mean over seeds; a run that diverges leaves it undecided."
+        f"{DOES_NOT:g} × ln 10; what lies between is undecided. Judged by the t-interval of the mean over seeds; a run that "
+        "diverges leaves it undecided."
     )
 
     def measures(self, results: Results) -> list[Measure]:
-        limit, side = (TRAINS, "below") if self.trains else (DOES_NOT, "above")
-        family = len(self.models)
-        return [measure_loss([model], (1,), limit * GUESSING, side, results, family) for model in self.models]
+        limits, side = ((TRAINS, DOES_NOT), "below") if self.trains else ((DOES_NOT, TRAINS), "above")
+        asked = {"side": side, "results": results, "family": len(self.models)}
+        measures = []
+        for model in self.models:
+            found, beyond = (measure_loss([model], (1,), limit * GUESSING, **asked) for limit in limits)
+            if found.verdict == NOT_SUPPORTED != beyond.verdict:
+                found = replace(found, verdict=UNDECIDED, note=f"{found.note}; between training and not".lstrip("; "))
+            measures.append(found)
+        return measures
 
 
 def measure_loss(

@@ -21,7 +21,7 @@ from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import STYLE, look
-from pipeline.reporting.numbers import fixed, number
+from pipeline.reporting.numbers import fixed, number, span
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import (
     DOES_NOT,
@@ -57,6 +57,11 @@ PARTS = {  # what each model says of OSA's parts
     "vskipinit": "Attention: all of it",
     OSA: "All changes",
 }
+DEVIATIONS = (  # beyond data and size
+    "He et al. train with Adam without weight decay, with clipping at 0.1, warm-up and a cosine (Appendix H.1), rotary "
+    "positions and RMSNorm; here it is AdamW with the weight decay and clipping of Table 2’s recipe at a constant rate, "
+    "learned positions and LayerNorm, and every shaped model divides its tokens once by their RMS."
+)
 SIGNALS = "paper_outputs/studies/signals"
 
 Depth = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # blocks, epochs
@@ -171,7 +176,7 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         caption="Train loss, a line for each run; dashed: what trains is below the one, what does not above the other.",
         in_short=answer(runs, settings.models, depths, lab),
         headline=headline(runs, depths, lab),
-        remark=of_other_code(runs),
+        remark=" ".join(filter(None, (DEVIATIONS, of_other_code(runs)))),
         models=tuple(model for model in settings.models if model not in SHAPED),
         sources=[f"{SIGNALS}/blocks.csv"],
     )
@@ -213,9 +218,10 @@ def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
         return f"{label} trains at {without} (last train loss {loss}, test accuracy {accuracy}%; {seeds})."
     least = [depth for depth in depths if words[depth] == "trains"]
     where = f"; it does at {least[-1]}" if least else ""
-    loss = rows["train_loss"].mean()
-    ended = "it diverges" if math.isnan(loss) else f"its train loss ends at {fixed(loss, 2)}"
-    return f"{label} is not shown to train at {without}: {ended} ({seeds}){where}."
+    losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
+    ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
+    ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
+    return f"{label} is not shown to train at {without}: {', and '.join(ended)} ({seeds}){where}."
 
 
 def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
@@ -228,6 +234,8 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         measures.append(Measure(what, numbers["gradient"]))
         rows.append([label_of(model, lab), part, *map(number, numbers.values()), told(runs, model, depth)])
     gradient, rank = ({model: initial(model, depth, c) for model in PARTS} for c in ("gradient", "rank"))
+    words = {label_of(model, lab): outcome(cell(runs, model, depth)) for model in PARTS}
+    trained = "; ".join(f"{label} {word}" for label, word in words.items() if word != "not evaluated")
     return Finding(
         id="depth_parts",
         title="What is attention, and what is MLP",
@@ -245,10 +253,11 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         ),
         in_short=f"In the same frame the tokens’ effective rank is {number(rank[OSA])} after OSA and "
         f"{number(rank['softmax_shaped'])} after softmax. The gradient of OSA’s first block is {number(gradient[OSA])}, and "
-        f"{number(gradient['gelu'])} where GELU is not shaped.",
+        f"{number(gradient['gelu'])} where GELU is not shaped." + (f" Trained: {trained}." if trained else ""),
         remark="In this frame signals and gradients keep their size around softmax too, where tokens do not stay apart. "
-        "Around OSA the gradient explodes if α does not fall with depth, or GELU is left as it is, and tokens that are not "
-        "normalised lose their rank. That is at initialisation: what trains is another question.",
+        "Around OSA the gradient explodes if α does not fall with depth, or GELU is left as it is; it grows where V and O "
+        "are drawn per head; and tokens that are not normalised lose their rank. That is at initialisation: what trains is "
+        "another question.",
         sources=[f"{SIGNALS}/blocks.csv"],
         models=tuple(model for model in PARTS if model not in SHAPED),
     )
@@ -265,18 +274,24 @@ def of_the_pilot(lab: Lab) -> Finding:
         measures.append(Measure(f"{label}, rate {each.learning_rate:g}, α L {alpha}: loss", each.loss))
         rows.append([label, f"{each.learning_rate:g}", alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
     rates = "; ".join(f"{lab.label(model)} {found[0]:g}" for model, found in chosen.items() if found)
+    ends = min(pilot.RATES), max(pilot.RATES)
+    edge = [lab.label(model) for model, found in chosen.items() if found and found[0] in ends]
+    borrowed = "; ".join(f"{label_of(model, lab)} has that of {lab.label(of)}" for model, of in PILOTS.items())
     alpha = f" OSA (shaped) has α = {chosen[OSA][1]:g}/L." if chosen[OSA] else ""
     return Finding(
         id="depth_pilot",
         title="How the rates were chosen",
-        place="He et al. 2023, Appendix H.2",
+        place="He et al. 2023, Appendix H.1",
         kind=OBSERVATION,
         statement=f"Mean train loss of the last {pilot.LAST} of {pilot.STEPS} steps at {pilot.DEPTH} blocks, with the seed "
         f"{pilot.SEED}, which no study has. The rate is the one with the least loss, sought from the middle of three up or "
-        "down; α L likewise, with that rate.",
+        f"down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}.",
         measures=measures or [Measure("Trainings of the pilot", 0)],
         table=Table(["Model", "Learning rate", "α L", "Train loss", ""], rows, "lrrrl") if rows else None,
         in_short=f"Rates: {rates}.{alpha}" if rates else "No search is over yet.",
+        remark=f"A model without a pilot of its own takes the rate of the nearest kind, and may do better with another: "
+        f"{borrowed}."
+        + (f" At an end of the rates tried, so that a better one may lie beyond: {'; '.join(edge)}." if edge else ""),
         sources=[str(pilot.TABLE)],
     )
 

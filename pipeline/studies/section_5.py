@@ -171,7 +171,7 @@ class SpeedClaim(Comparison):
         what, account = " / ".join(map(results.label, pair)), results.account(pair)
         rule = {"family": len(self.compare), "diverged": results.diverged(pair)}
         if why := no_comparison(loss, first, second):
-            judged = Judgement(math.nan, math.nan, math.nan, 0, NOT_EVALUATED, why)
+            judged = Judgement(math.nan, math.nan, math.nan, 0, UNDECIDED if rule["diverged"] else NOT_EVALUATED, why)
         elif never := int(np.isinf(first).sum()):
             fast = (first / second).dropna() < self.at_most_factor  # of the seeds that both have
             account += f"; {never} of {len(first)} runs never get there"

@@ -23,10 +23,11 @@ def lab(tmp_path, monkeypatch):
     return Lab("pilot", params.load(), params.load_paper())
 
 
-def write(rows):
+def write(rows, depth=pilot.DEPTH):
     """The table of (model, rate, α L, loss)."""
     columns = ["model", "learning_rate", "alpha_times_depth", "loss"]
-    files.write_csv(pilot.TABLE, pd.DataFrame(rows, columns=columns).assign(key=range(len(rows))))
+    table = pd.DataFrame(rows, columns=columns).assign(key=range(len(rows)), depth=depth)
+    files.write_csv(pilot.TABLE, table.assign(steps=pilot.STEPS, seed=pilot.SEED))
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,10 @@ def test_what_the_table_says_once_a_search_is_over(lab):
     assert pilot.found("vit") == (1e-4, pilot.FIRST_ALPHA)
     assert pilot.found("osa_shaped") == (3e-5, 1.0)
     assert pilot.found("espa") is None
+    write(rows, depth=12)
+    assert pilot.found("vit") is None, "of another depth"
+    write([("vit", rate, None, math.inf) for rate in pilot.RATES])
+    assert pilot.found("vit") is None, "nothing learns"
     write([row for row in rows if row[:3] != ("osa_shaped", 3e-5, 3.0)])
     assert pilot.found("osa_shaped") is None, "whether 3 is better than 1 is not known"
 

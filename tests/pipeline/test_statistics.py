@@ -90,6 +90,8 @@ def test_a_diverged_run_caps_a_verdict():
 
 def test_no_run_is_not_evaluated():
     assert difference([], BASE).verdict == judge_share(0, 0).verdict == NOT_EVALUATED
+    diverged = judge([[], BASE], (1, -1), limit=0, side="above", diverged=3)
+    assert diverged.verdict == UNDECIDED and diverged.note == "no run finished; 3 diverged", "which are runs"
     assert difference([], BASE, diverged=3).note == "no run finished; 3 diverged"
 
 

@@ -48,7 +48,10 @@ class TrainedResults(Results):
         self.label = lambda name: labels.get(name) or lab.label(name)
         self.remark = of_other_code(tables["runs"])
         own, self.watched = tables["runs"], tables.get("watched", pd.DataFrame(columns=["variant", "seed", "epoch"]))
-        means = at_end(self.watched).groupby(["variant", "seed"]).mean(numeric_only=True).add_prefix("watched_")
+        finished = set(own.loc[own["status"] == "finished", ["variant", "seed"]].itertuples(index=False, name=None))
+        ends = at_end(self.watched)  # of a run that diverged, where it was last seen
+        self.ended = ends.loc[[key in finished for key in zip(ends["variant"], ends["seed"], strict=True)]]
+        means = self.ended.groupby(["variant", "seed"]).mean(numeric_only=True).add_prefix("watched_")
         own = own.join(means, on=["variant", "seed"])
         grouped = [mean_of_each_seed(own[own["variant"].isin(names)], group) for group, names in groups.items()]
         self.runs = together(self.runs, own, *grouped)

@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from osa.orthogonal import MAPS, Kept, orthogonality_error
+from osa.orthogonal import MAPS, Kept
 from pipeline import measures
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
@@ -21,14 +22,14 @@ from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
-from pipeline.studies._trained import NamedRequest, TrainedResults, at_end, collect, judged
+from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
 from pipeline.studies.section_5 import epochs_to_reach, target_loss
 from pipeline.training import loop
 
 place = 65
 gathers = True
 PLACE = "Sections 4.1 and 4.2"
-KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖_F of what is kept, in float32
+KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of what is kept, in float32
 OF_TRAINING = 0.5  # whose lowest loss is what the speed of convergence is compared at
 REFERENCE = "osa_exact"
 JOINT, RETRACTED = {"joint_value_output": True}, {"keep_by": "retraction"}
@@ -48,8 +49,8 @@ RUNS = {  # a name, its variant, the options in place of the variant's own, and 
     f"osa_{name}": (REFERENCE, JOINT | {"keep": "whole_value_out", "keep_by": name}, f"OSA, V and O by {name}")
     for name in MAPS
 }
-GROUPS = {"osa_soft": ("osa_soft_weak", "osa_soft_strong"), "osa_by_maps": tuple(f"osa_{name}" for name in MAPS)}
-GROUP_LABELS = {"osa_soft": "OSA, soft", "osa_by_maps": "OSA, V and O by any map"}
+GROUPS, GROUP_LABELS = {"osa_soft": ("osa_soft_weak", "osa_soft_strong")}, {"osa_soft": "OSA, soft"}
+BY_MAPS = tuple(f"osa_{name}" for name in MAPS)
 THREE_SEEDS = ("osa_kept", "osa_joint")
 KAPPAS = {
     "weight_kappa": "κ(W̃), a head",
@@ -80,9 +81,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Condition numbers of every layer and head, and how far what is kept is from orthonormal, ‖WᵀW − I‖_F."""
+    """Condition numbers of every layer and head, and how far what is kept is from orthonormal, ‖WᵀW − I‖₂."""
     keep = training.config.variant.keep
-    error = max(map(orthogonality_error, Kept(training.model, keep).read())) if keep else math.nan
+    error = max(map(error_of, Kept(training.model, keep).read())) if keep else math.nan
     rows = []
     for layer, block in enumerate(training.model.blocks, 1):
         heads = [[w.detach().double().cpu() for w in head] for head in measures.head_weights(block.attention)]
@@ -94,6 +95,12 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
             kappas = {"weight_kappa": measures.weight_condition(query, key), "head_kappa": of_head, "layer_kappa": of_layer}
             rows.append({"layer": layer, "head": head, "error": error} | kappas)
     return rows
+
+
+def error_of(weight: Tensor) -> float:
+    """The largest ‖WᵀW − I‖₂ of a batch, or ‖WWᵀ − I‖₂ where W is wide."""
+    w = weight.detach().double().cpu()
+    return measures.orthogonality_error(w.mT if w.shape[-2] < w.shape[-1] else w).max().item()
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
@@ -142,7 +149,7 @@ def is_kept(watched: pd.DataFrame) -> Finding:
         place=PLACE,
         kind=CHECK,
         statement="The weights that a training keeps are orthonormal before it, along it and after it.",
-        measures=[largest("‖WᵀW − I‖_F of any weight that is kept", watched["error"], KEPT_WITHIN)],
+        measures=[largest("‖WᵀW − I‖₂ of any weight that is kept", watched["error"], KEPT_WITHIN)],
         rule=f"At every point of every training that keeps weights: below {number(KEPT_WITHIN)}, in float32.",
     )
 
@@ -150,7 +157,7 @@ def is_kept(watched: pd.DataFrame) -> Finding:
 def along_training(found: TrainedResults) -> Finding:
     """How condition numbers grow, model by model."""
     seen = []
-    for name, own in at_end(found.watched).groupby("variant", sort=False):
+    for name, own in found.ended.groupby("variant", sort=False):
         kappa = own["layer_kappa"]
         spread = f"between {number(kappa.min())} and {number(kappa.max())}"
         seen.append(Measure(f"{found.label(name)}: median {KAPPAS['layer_kappa']}", kappa.median(), note=spread))
@@ -170,9 +177,7 @@ def along_training(found: TrainedResults) -> Finding:
 @matplotlib.rc_context(STYLE)
 def draw(found: TrainedResults) -> Figure:
     """A panel for each kind of κ, with the first seed of each orthogonal model; of the maps one would cover the other."""
-    watched = found.watched[
-        [RUNS[name][0] == REFERENCE and name not in GROUPS["osa_by_maps"] for name in found.watched["variant"]]
-    ]
+    watched = found.watched[[RUNS[name][0] == REFERENCE and name not in BY_MAPS for name in found.watched["variant"]]]
     first = watched[watched["seed"] == watched.groupby("variant")["seed"].transform("min")]
     names = list(dict.fromkeys(first["variant"]))
     figure, panels = charts.panels(len(KAPPAS), 4.6)

@@ -26,7 +26,7 @@ from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
-from pipeline.studies._trained import NamedRequest, TrainedResults, at_end, collect, judged
+from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
 from pipeline.training import loop
@@ -197,9 +197,7 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
 
 def with_depth(found: TrainedResults) -> Finding:
     """Each layer before and after training."""
-    ends = pd.concat(
-        [found.watched[found.watched["epoch"] == 0].assign(when="before"), at_end(found.watched).assign(when="after")]
-    )
+    ends = pd.concat([found.watched[found.watched["epoch"] == 0].assign(when="before"), found.ended.assign(when="after")])
     means = ends.groupby(["variant", "when"], sort=False)[["attention", "projections"]].mean().unstack("when")
     measures, rows, columns = [], [], list(itertools.product(("attention", "projections"), ("before", "after")))
     for name in [cell.name for cell in IN_ORDER if cell.name in means.index]:
@@ -218,7 +216,7 @@ def with_depth(found: TrainedResults) -> Finding:
         table=Table(
             ["Model", f"{COLUMNS['attention']}, before", "after", f"{COLUMNS['projections']}, before", "after"],
             rows,
-            note="Before and after training, means over layers and seeds.",
+            note="Before and after training, means over layers and seeds that finished.",
         ),
         in_short=f"{COLUMNS['attention']} is {span(means['attention', 'before'])} before training and "
         f"{span(means['attention', 'after'])} after it, by cell.",

@@ -162,10 +162,15 @@ def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
     by_depth = found["penalties_with_depth"]
     assert by_depth.table.rows[0] == ["ViT + VAR-III, λ = 1 × 10⁻⁶", "0", "0.96", "0", "0.96"]
     assert [row[0] for row in by_depth.table.rows][-1] == "ViT (no skip, no LN)" and len(by_depth.measures) == 3 * 4
+    tables["runs"].loc[1, "status"] = "diverged"
+    ended = findings("penalties", bench("penalties"), tables)["penalties_with_depth"]
+    assert ended.table.rows[0][2] == "0.95", "where a run diverged is not after training"
     assert by_depth.in_short == "‖AᵀA − I‖²/(N − 1) is 0 before training and 0.96 to 0.98 after it, by cell."
     kept = made_up(osa_kept=[0.96, 0.98], osa_joint=[0.95])
     kept["watched"] = kept["watched"][:0]
-    outcome = findings("keeping", bench("keeping"), kept)["keeping_outcome"]
+    found = findings("keeping", bench("keeping"), kept)
+    assert {name for name in found if name.startswith("maps")} == {"maps_agree"} and len(found["maps_agree"].measures) == 4
+    outcome = found["keeping_outcome"]
     assert outcome.in_short == f"2 of {len(keeping.RUNS)} models trained; by model, they reach 95.00 to 97.00%."
 
 

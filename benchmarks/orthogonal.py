@@ -108,7 +108,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
     found |= {(name, OURS): parametrised(orthogonal_, name, angles) for name in MAPS}
     theirs = lambda linear, name: parametrizations.orthogonal(linear, orthogonal_map=name)  # noqa: E731
     found |= {(name, TORCH): parametrised(theirs, of, vectors.tril(-1)) for name, of in TORCH_MAPS.items()}
-    literal = {name: getattr(post, name) for name in (*MAPS, "rotors") if n <= LARGEST.get(name, n)}
+    literal = {name: vars(post)[name] for name in (*MAPS, "rotors") if name in vars(post) and n <= LARGEST.get(name, n)}
     return found | {
         (name, POST): Layer(function, vectors if name == "householder" else angles, free)
         for name, function in literal.items()

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML, YAMLError
 
+from osa.orthogonal import MAPS
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 
@@ -150,7 +151,7 @@ class Variant(Section):
     penalty: Literal["VAR-I", "VAR-II", "VAR-III", "VAR-II-separate", "heads"] | None = None
     penalty_weight: NonNegativeFloat | None = None
     keep: Literal["value_out", "query_key", "attention", "whole_value_out", "whole_key_value"] | None = None
-    keep_by: Literal["retraction", "givens", "exponential", "cayley", "householder"] | None = None
+    keep_by: Literal["retraction", *MAPS] | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
 
     @model_validator(mode="after")

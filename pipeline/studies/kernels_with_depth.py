@@ -390,8 +390,8 @@ def figures_1_and_7(settings: Settings, kernels: pd.DataFrame) -> Finding:
         figure=draw_curves(settings, kernels),
         caption="Mean cosine of two tokens, and effective rank of their cosines, through attention alone. Softmax has the "
         "causal biases of ALiBi and logits of zero.",
-        remark="Value-SkipInit keeps the tokens as they are, and OSA every eigenvalue of their kernel (Theorem 2.2): both "
-        "leave it to training to make tokens more alike.",
+        remark="Value-SkipInit keeps the tokens as they are, and OSA every eigenvalue of their kernel (Theorem 2.2), if "
+        "not of the cosines, whose rank is shown: both leave it to training to make tokens more alike.",
     )
 
 
@@ -407,7 +407,8 @@ def pictures_of_figure_1(settings: Settings, pictures: pd.DataFrame) -> Finding:
         place=f"{PAPER}, Figures 1 and 7",
         kind=OBSERVATION,
         statement="Cosines of every fifth token with every other, at several depths. E-SPA and Pre-LN with ALiBi keep "
-        "neighbours more alike than distant tokens; U-SPA makes all pairs equally alike; OSA’s stay as they were.",
+        "neighbours more alike than distant tokens; U-SPA makes all pairs equally alike; OSA keeps those of one type alike "
+        "and spreads the rest around 0.",
         measures=measures,
         figure=draw_pictures(settings, pictures),
         caption="Black is a cosine of 1, white 0 or less. Tokens of one type are alike from the start.",

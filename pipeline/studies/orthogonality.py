@@ -135,7 +135,8 @@ def reach(table: pd.DataFrame, lab: Lab) -> Finding:
         place=PAPER,
         kind=OBSERVATION,
         statement="The norm of λ∇penalty over that of the cross-entropy’s gradient, as initialised, for AM (attention "
-        "matrices), LA (projections) and LF (MLPs), summed over blocks. Medians over seeds.",
+        "matrices), LA (projections) and LF (MLPs), summed over blocks. Medians over seeds; of all terms the sum of norms, "
+        "which the norm of the sum is below.",
         measures=measures,
         table=Table(columns, rows, variants=list(dict.fromkeys(table["variant"]))),
         remark=f"The paper’s λ are {', '.join(map(number, WEIGHTS))}. A ratio below float32’s {number(FLOAT32)} is "

@@ -311,7 +311,7 @@ class Statement:
 STATEMENTS = {
     "floor_of_a_wide_matrix": Statement(lambda: gap(stiefel_uniform(256, 64, dtype=torch.float64).mT),
         PAPER, "§2.1", "L_LF drives ‖M₂ᵀM₂ − I‖² to 0",
-        "M₂ (64×256) leaves 192 at least", ABOVE, 191.99, "at orthonormal rows"),
+        "M₂ (64×256) leaves 192 at least", ABOVE, 191, "at orthonormal rows"),
     "penalty_of_a_contraction": Statement(lambda: gram_penalty(0.5 * rotation()) / SIZE,
         PAPER, "§2.1", "‖W‖₂ ≤ 1 requires WᵀW ≈ I",
         "½Q has ‖W‖₂ = ½ and is penalised", ABOVE, 0.56, "penalty of ½Q, over n"),
@@ -323,7 +323,7 @@ STATEMENTS = {
         "GELU’s is not 1", ABOVE, 1.128, "GELU’s steepest slope"),
     "slope_of_layer_norm": Statement(lambda: slope(nn.LayerNorm(SIZE, dtype=torch.float64), 1e-3 * numbers(SIZE)),
         PAPER, "§2.1",
-        "constants ≤ 1 multiply to ≤ 1", "LN has none: it divides by the spread", ABOVE, 100, "‖∂LN/∂x‖₂, spread 0.001"),
+        "constants ≤ 1 multiply to ≤ 1", "LN’s is 1/√ε: it divides by the spread", ABOVE, 100, "‖∂LN/∂x‖₂, spread 0.001"),
     "slope_of_attention": Statement(slope_of_attention, PAPER, "§2.1", "constants ≤ 1 multiply to ≤ 1",
         "dot-product attention has none", ABOVE, 10, "‖∂attention/∂X‖₂ of tokens some 10 long"),
     "keys_move_too": Statement(keys_move_too, PAPER, "§2.2", "Theorem 2.1 bounds what an input’s noise does",

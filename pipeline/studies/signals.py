@@ -358,10 +358,16 @@ def how_small_alpha(table: pd.DataFrame) -> Finding:
         table=Table(["Blocks", "Tokens", "‖X‖₂²", "α", "2 L ‖X‖₂² α/√d_v"], rows, align="rrrrr"),
         figure=draw_alphas(table),
         caption="A point for each network; dashed, α in proportion to 1/L and 1/‖X‖₂².",
+        in_short=f"The slope of log α over log L is {with_interval(measures[0])}, and over log ‖X‖₂² "
+        f"{with_interval(measures[1])}; the bound has −1.",
         remark="The norms of J₁ do not all add up, so that α may be some tens of times larger than where the bound allows "
-        "for a doubling. What it says of depth and tokens is the product L ‖X‖₂²; with ‖X‖₂² "
-        "α falls a little more slowly than that.",
+        "for a doubling. Over ‖X‖₂² the number of tokens varies too.",
     )
+
+
+def with_interval(measure: Measure) -> str:
+    """e.g. −0.785 (−1.14 to −0.433)."""
+    return f"{number(measure.value)} ({number(measure.low)} to {number(measure.high)})"
 
 
 # Figures

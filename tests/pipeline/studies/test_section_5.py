@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.core import params
+from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import section_5, stability
@@ -251,19 +251,19 @@ def test_the_papers_claims_have_rules_and_are_about_models_that_there_are(lab):
     assert "at most 0.5 percentage points" in claims["osa_matches_vit"].rule()
 
 
-def changed_rules(repository: Path, since: str) -> list[str]:
+def changed_rules(repository: Path, since: str, section: str = "claims") -> list[str]:
     """The commits after `since` whose claims are not those that paper.yaml has now."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=True).stdout
 
     yaml = YAML(typ="safe")
-    today = yaml.load((repository / PAPER).read_text())["claims"]
+    today = yaml.load((repository / PAPER).read_text())[section]
     lines = git("log", "--diff-filter=AM", "--format=%H %cI", "--", PAPER).splitlines()
     commits = [
         commit for commit, date in map(str.split, lines) if datetime.fromisoformat(date) > datetime.fromisoformat(since)
     ]
-    return [commit for commit in commits if yaml.load(git("show", f"{commit}:{PAPER}"))["claims"] != today]
+    return [commit for commit in commits if yaml.load(git("show", f"{commit}:{PAPER}"))[section] != today]
 
 
 def test_no_rule_has_changed_since_the_date_that_the_report_gives():
@@ -271,6 +271,18 @@ def test_no_rule_has_changed_since_the_date_that_the_report_gives():
     if probe.stdout.strip() != "false":
         pytest.skip("needs git and the whole history")
     assert changed_rules(ROOT, params.load_paper().rules_since) == []
+
+
+@pytest.mark.parametrize(
+    "section, studies", [("deep_claims", ("depth", "six_blocks")), ("predictions", ("penalties", "keeping"))]
+)
+def test_no_rule_has_changed_since_the_first_run_that_it_judges(section, studies):
+    probe = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if probe.stdout.strip() != "false":
+        pytest.skip("needs git and the whole history")
+    records = [path for study in studies for path in (ROOT / "runs" / study).glob("*/*/record.json")]
+    starts = [files.read_json(path)["started_at"] for path in records]
+    assert not starts or changed_rules(ROOT, min(starts), section) == []
 
 
 def test_a_rule_that_was_changed_later_is_noticed(tmp_path):

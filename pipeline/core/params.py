@@ -286,6 +286,7 @@ class Paper(Section):
     link: str
     names: dict[str, str]  # that the report uses, and what they mean
     table_2: dict[Name, float]
+    deep_losses: dict[Name, float]  # of He et al. 2023
     deep_claims: dict[Name, dict[str, Any]]  # of He et al. 2023, and of ours
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
     rules_since: str  # ISO 8601: no rule has changed since, which a test holds against git's history

@@ -102,6 +102,8 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
     assert answer.in_short.startswith("None of 3 models is trained yet.")
     assert {claim.verdict for claim in claims} == {NOT_EVALUATED} and len(claims) == 5
     assert of_pilot.table is None
+    answer, *_ = findings(SETTINGS.model_copy(update={"models": ["espa", "vit"]}), made_up({}), lab)
+    assert [row[3] for row in answer.table.rows] == ["2.79", "–"], "what He et al. report"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,7 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     answer, *_ = findings(SETTINGS, tables, lab)
     assert headline in answer.headline
     cells = answer.table.rows[0]
+    assert cells[3] == "–"
     assert cells[1].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[2].split("\n")[0] == word
     trained = "with 2 of 3 models tried, 2 train: OSA (shaped); ViT." in answer.in_short
     assert "seed" not in answer.in_short and trained == (word == "trains")

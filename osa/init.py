@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Generator, Tensor, nn
 
+QUERY_KEY, VALUE_OUT = ("zero_query", "zero_key", "small"), ("orthogonal", "gaussian")  # of signal-preserving attention
+SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
+
 
 def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """A draw from the uniform distribution on the Stiefel manifold {W ∈ ℝ^{n×m}: WᵀW = I} (Algorithm 1).
@@ -98,10 +101,39 @@ def init_softmax_attention_(
 
 
 @torch.no_grad()
-def init_signal_preserving_attention_(attention: nn.Module, *, generator: Generator | None = None) -> None:
-    """W^Q = 0, and W^K, W^V and W^O each one orthogonal draw, for `SignalPreservingSelfAttention` (He et al. 2023, 3.3)."""
-    _orthogonal(attention.key, attention.value, attention.out, generator=generator)
-    nn.init.zeros_(attention.query.weight)
+def init_signal_preserving_attention_(
+    attention: nn.Module,
+    *,
+    query_key: str = "zero_query",
+    value_out: str = "orthogonal",
+    generator: Generator | None = None,
+) -> None:
+    """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
+
+    Args:
+        query_key: of W^Q and W^K one is zero and the other an orthogonal draw, "zero_query" as in the paper or "zero_key";
+            or "small", both are orthogonal draws times 0.1.
+        value_out: W^V and W^O are each one "orthogonal" draw, or "gaussian", N(0, 1/d) (their Figure 9).
+
+    Raises:
+        ValueError: query_key or value_out is none of these.
+    """
+    if query_key not in QUERY_KEY or value_out not in VALUE_OUT:
+        raise ValueError(f"choose query_key of {', '.join(QUERY_KEY)} and value_out of {', '.join(VALUE_OUT)}")
+    drawn, other = attention.key, attention.query
+    if query_key == "zero_key":
+        drawn, other = other, drawn
+    _orthogonal(drawn, generator=generator)
+    if value_out == "orthogonal":
+        _orthogonal(attention.value, attention.out, generator=generator)
+    else:
+        for linear in (attention.value, attention.out):
+            linear.weight.normal_(std=attention.embed_dim**-0.5, generator=generator)
+    if query_key == "small":
+        _orthogonal(other, generator=generator)
+        drawn.weight.mul_(SMALL), other.weight.mul_(SMALL)
+    else:
+        nn.init.zeros_(other.weight)
 
 
 @torch.no_grad()

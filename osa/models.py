@@ -54,7 +54,7 @@ MODELS: dict[str, dict] = {
     # Not in the paper: the function of osa_qr without a basis, and with the gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
-    # For depth: OSA with α L = 0.36, a provisional value, and softmax in the same frame
+    # For depth: OSA with the α L that the pilot chose (paper_outputs/pilot.csv), and softmax in the same frame
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
@@ -100,6 +100,8 @@ def build_vit(
     causal: bool | None = None,
     cls_index: int | None = None,
     repeated: float | None = None,
+    query_key_init: str | None = None,
+    value_out_init: str | None = None,
     joint_value_output: bool = False,
     activation: str = "gelu",
     normalise_tokens: bool = False,
@@ -134,6 +136,7 @@ def build_vit(
         alpha_times_depth: of orthogonal attention alone: initial α times depth, instead of `alpha`; see `alpha_of_depth`.
         kernel, kernel_last, causal, cls_index, repeated: of signal-preserving attention alone, which needs the first two;
             see `signal_preserving_attention`. None: its defaults.
+        query_key_init, value_out_init: of signal-preserving attention alone; see `init_signal_preserving_attention_`.
         joint_value_output: W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others are so.
         activation: "gelu", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there for the least depth.
         normalised_skip: L (1 − α²) for skips α x + √(1 − α²) f(x); None: x + f(x).
@@ -156,6 +159,7 @@ def build_vit(
     shortcut = _shortcut(skip, normalised_skip, depth)
     own = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha_times_depth": alpha_times_depth}
     own |= {"kernel": kernel, "kernel_last": kernel_last, "causal": causal, "cls_index": cls_index, "repeated": repeated}
+    own |= {"query_key_init": query_key_init, "value_out_init": value_out_init}
     _check_own(attention, own)
     num_tokens = (image_size // patch_size) ** 2 + 1
     options = own | {"embed_dim": embed_dim, "num_heads": num_heads, "num_tokens": num_tokens, "depth": depth}
@@ -254,6 +258,8 @@ def _signal_preserving_attention(
     causal: bool | None,
     cls_index: int | None,
     repeated: float | None,
+    query_key_init: str | None,
+    value_out_init: str | None,
     shortcut: float,
     **_,
 ) -> Parts:
@@ -261,7 +267,8 @@ def _signal_preserving_attention(
         raise ValueError("signal_preserving attention needs kernel and kernel_last")
     given = _given(causal=causal, cls_index=cls_index, repeated=repeated)
     matrices = signal_preserving_attention(kernel, num_tokens, depth, kernel_last, shortcut=shortcut, **given)  # (L, N, N)
-    return lambda i: SignalPreservingSelfAttention(embed_dim, num_heads, matrices[i]), init_signal_preserving_attention_
+    initialise = partial(init_signal_preserving_attention_, **_given(query_key=query_key_init, value_out=value_out_init))
+    return lambda i: SignalPreservingSelfAttention(embed_dim, num_heads, matrices[i]), initialise
 
 
 def _value_skipinit_attention(*, embed_dim: int, num_heads: int, **_) -> Parts:
@@ -287,7 +294,7 @@ ATTENTION = {
     "value_skipinit": _value_skipinit_attention,
 }
 OWN = dict.fromkeys(("method", "num_iterations", "epsilon", "alpha_times_depth"), "orthogonal") | dict.fromkeys(
-    ("kernel", "kernel_last", "causal", "cls_index", "repeated"), "signal_preserving"
+    ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"), "signal_preserving"
 )  # the attention that an option belongs to
 ACTIVATION = {  # φ for a network of so many blocks, and 1/√E φ(z)² for z ~ N(0, 1)
     "gelu": lambda depth: (F.gelu, gelu_gain()),

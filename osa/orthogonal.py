@@ -77,26 +77,78 @@ def exponential(x: Tensor) -> Tensor:
 
 
 def cayley(x: Tensor) -> Tensor:
-    """(I − A/2)⁻¹ (I + A/2) = 2 (I + A/2) (I + AᵀA/4)⁻¹ − I: all of SO(n) without the eigenvalue −1.
+    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I: all of SO(n) without the eigenvalue −1.
 
-    The second form takes one Cholesky decomposition of a matrix that is positive definite for any A.
+    The inverse is by LU, and on CUDA (I + A/2)(I + AᵀA/4)⁻¹ by the Cholesky decomposition of what is positive definite for
+    any A. It has no second derivative.
     """
-    half, identity = _skew(x) / 2, _identity(x)
+    return _Cayley.apply(x)
+
+
+class _Cayley(torch.autograd.Function):
+    """`cayley`, whose differential is (Q + I) dA (Q + I)/4, as (I − A/2)⁻¹ = (Q + I)/2: two products and no solve."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        invert = _inverse_by_cholesky if x.is_cuda else _inverse_by_lu  # whose LU on CUDA cannot be captured in a graph
+        shifted = 2 * invert(_skew(x) / 2)
+        ctx.save_for_backward(shifted)
+        return shifted - _identity(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (shifted,) = ctx.saved_tensors
+        grad = shifted.mT @ grad @ shifted.mT
+        return (grad - grad.mT).tril(-1) / 4
+
+
+def _inverse_by_lu(half: Tensor) -> Tensor:
+    """(I − H)⁻¹ of a skew-symmetric H."""
+    identity = _identity(half)
+    return torch.linalg.solve_ex(identity - half, identity.expand_as(half)).result
+
+
+def _inverse_by_cholesky(half: Tensor) -> Tensor:
+    """The same as (I + H)(I + HᵀH)⁻¹."""
+    identity = _identity(half)
     factor = torch.linalg.cholesky_ex(identity + half.mT @ half).L
     inner = torch.linalg.solve_triangular(factor, (identity + half).mT, upper=False)
-    return 2 * torch.linalg.solve_triangular(factor.mT, inner, upper=True).mT - identity
+    return torch.linalg.solve_triangular(factor.mT, inner, upper=True).mT
 
 
 def householder(x: Tensor) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2: almost all of SO(n).
 
     det = (−1)ⁿ (−1)ⁿ = 1. The product of all reflections at once is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain
-    et al. 2006). Fewer than n − 1 of them do not reach all of SO(n).
+    et al. 2006). Fewer than n − 1 of them do not reach all of SO(n). It has no second derivative.
     """
-    identity = _identity(x)
-    v = identity + x.tril(-1) / 2
-    gram = v.mT @ v
-    return v @ torch.linalg.solve_triangular(gram.triu() - gram * identity / 2, v.mT, upper=True) - identity
+    return _Householder.apply(_identity(x) + x.tril(-1) / 2)
+
+
+class _Householder(torch.autograd.Function):
+    """V T⁻¹ Vᵀ − I of V. With M = T⁻¹Vᵀ and N = V T⁻¹, its differential is dV M + N dVᵀ − N dT M."""
+
+    @staticmethod
+    def forward(ctx, v: Tensor) -> Tensor:
+        triangle = _upper(v.mT @ v)
+        right = torch.linalg.solve_triangular(triangle, v.mT, upper=True)  # M
+        ctx.save_for_backward(v, triangle, right)
+        return v @ right - _identity(v)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> Tensor:
+        v, triangle, right = ctx.saved_tensors
+        left = torch.linalg.solve_triangular(triangle, v, upper=True, left=False)  # N
+        first = grad @ right.mT
+        of_triangle = _upper(left.mT @ first)
+        return first + grad.mT @ left - v @ (of_triangle + of_triangle.mT)
+
+
+def _upper(gram: Tensor) -> Tensor:
+    """striu(G) + ½ diag(G)."""
+    return gram.triu() - gram * _identity(gram) / 2
 
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML, YAMLError
 
+from osa.init import QUERY_KEY, VALUE_OUT
 from osa.orthogonal import MAPS
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
@@ -124,7 +125,7 @@ class Train(Section):
 
 OWN_KEYS = {
     "orthogonal": ("method", "alpha_times_depth"),
-    "signal_preserving": ("kernel", "kernel_last", "causal", "cls_index", "repeated"),
+    "signal_preserving": ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"),
 }  # of a variant, by its attention
 
 
@@ -144,6 +145,8 @@ class Variant(Section):
     causal: bool | None = None
     cls_index: Annotated[int, Field(ge=0)] | None = None
     repeated: Annotated[float, Field(ge=0, lt=1)] | None = None
+    query_key_init: Literal[*QUERY_KEY] | None = None
+    value_out_init: Literal[*VALUE_OUT] | None = None
     joint_value_output: bool | None = None
     activation: Literal["gelu", "dks_gelu", "tat_leaky_relu"] | None = None
     normalise_tokens: bool | None = None

@@ -37,6 +37,9 @@ CHOICES: dict[str, tuple[str, Overrides, str]] = {  # a name, its model, what is
         {"init": {"embedding_std": 1.0}, "variant": {"normalise_tokens": False}},
         "Positions of σ = 1, and tokens not normalised",
     ),
+    "espa_zero_key": ("espa", {"variant": {"query_key_init": "zero_key"}}, "W^K = 0, not W^Q"),
+    "espa_small": ("espa", {"variant": {"query_key_init": "small"}}, "W^Q and W^K small, not W^Q = 0"),
+    "espa_gaussian": ("espa", {"variant": {"value_out_init": "gaussian"}}, "W^V and W^O Gaussian, not orthogonal"),
     "espa_no_decay": ("espa", {"train": {"weight_decay": 0.0}}, "No weight decay"),
     "uspa_slow": ("uspa", {"variant": {"kernel_last": 0.6}}, "ρ_L = 0.6, not 0.8"),
 }

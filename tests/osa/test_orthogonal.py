@@ -18,6 +18,8 @@ from osa.orthogonal import (
     RETRACTION,
     Kept,
     Orthogonal,
+    _inverse_by_cholesky,
+    _inverse_by_lu,
     constrain_,
     orthogonal_,
     orthogonality_error,
@@ -84,6 +86,15 @@ def test_a_map_leads_to_rotations_with_the_derivative_a_at_0(name, n):
 @every_map
 def test_gradients(name):
     torch.autograd.gradcheck(MAPS[name], numbers(2, 5, 5).requires_grad_())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_both_ways_to_the_inverse_of_cayley(n):
+    """That of CUDA on the CPU: alike in value and, as the gradient is made of it, in gradient."""
+    half = skew(numbers(2, 3, n, n))
+    expected = torch.linalg.inv(torch.eye(n, dtype=half.dtype) - half)
+    for invert in (_inverse_by_lu, _inverse_by_cholesky):
+        torch.testing.assert_close(invert(half), expected)
 
 
 @every_map

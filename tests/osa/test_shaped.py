@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from osa import MLP, create_model
-from osa.init import init_suo_mlp_, stiefel_uniform
+from osa.init import init_signal_preserving_attention_, init_suo_mlp_, stiefel_uniform
 from osa.modules import Block
 from osa.shaped import (
     KERNELS,
@@ -189,6 +189,34 @@ def test_a_normalised_skip_keeps_the_norm_of_independent_tokens(shortcut):
 
 
 # Layers
+
+
+@pytest.mark.parametrize("query_key, nearly", [("zero_query", 1e-6), ("zero_key", 1e-6), ("small", 0.05)])
+def test_every_way_to_begin_without_query_key_products(query_key, nearly):
+    """Section 3.3: W^Q = 0, W^K = 0, or both small, of which the last is near the matrix and not at it."""
+    matrix = signal_preserving_attention("exponential", TOKENS, 5, 0.05)[2]
+    layer = SignalPreservingSelfAttention(WIDTH, HEADS, matrix).double()
+    init_signal_preserving_attention_(layer, query_key=query_key)
+    x = torch.randn(IMAGES, TOKENS, WIDTH, dtype=torch.float64)
+    expected = (matrix @ x @ layer.value.weight.mT @ layer.out.weight.mT).detach()
+    error = ((layer(x) - expected).norm() / expected.norm()).item()
+    assert error < nearly and (error > 1e-4) == (query_key == "small")
+    zero = {"zero_query": [layer.query], "zero_key": [layer.key]}.get(query_key, [])
+    for linear in (layer.query, layer.key, layer.value, layer.out):
+        scale = 0.0 if linear in zero else 0.1 if query_key == "small" and linear in (layer.query, layer.key) else 1.0
+        identity = scale**2 * torch.eye(WIDTH, dtype=torch.float64)
+        torch.testing.assert_close((linear.weight @ linear.weight.mT).detach(), identity, rtol=0, atol=1e-6)
+
+
+def test_values_may_be_gaussian_and_other_words_are_refused():
+    layer = SignalPreservingSelfAttention(256, 4, torch.eye(3))
+    init_signal_preserving_attention_(layer, value_out="gaussian")
+    for linear in (layer.value, layer.out):
+        assert linear.weight.std().item() == pytest.approx(1 / 16, rel=0.05)
+        assert (linear.weight @ linear.weight.mT - torch.eye(256)).norm() > 1
+    for wrong in ({"value_out": "zero"}, {"query_key": "gaussian"}):
+        with pytest.raises(ValueError, match="choose query_key of zero_query, zero_key, small and value_out of"):
+            init_signal_preserving_attention_(layer, **wrong)
 
 
 @pytest.mark.parametrize("kernel, causal", FORMS)

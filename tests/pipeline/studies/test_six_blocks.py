@@ -63,9 +63,9 @@ def test_each_choice_is_one_run_that_the_recipe_knows(lab):
 def test_what_a_choice_changes_stands_beside_its_model(lab):
     accuracies = {"espa": [0.96, 0.962, 0.964], "espa_norm": [0.952], "espa_gelu": [0.965]}
     finding = findings(SETTINGS, runs_of(accuracies, {}, ["variant", "depth", "seed"]), lab)[1]
-    assert finding.in_short == "2 of 8 choices trained, which change the accuracy by −1.00 to +0.30 points."
+    assert finding.in_short == "2 of 11 choices trained, which change the accuracy by −1.00 to +0.30 points."
     nothing = findings(SETTINGS, runs_of({"espa": [0.96]}, {}, ["variant", "depth", "seed"]), lab)[1]
-    assert nothing.in_short == "None of 8 choices trained."
+    assert nothing.in_short == "None of 11 choices trained."
     choices = {row[1]: row[2:] for row in finding.table.rows}
     assert choices["LN"] == ["95.20", "96.20", "−1.00", "1"] and choices["No weight decay"][-1] == "not evaluated"
 

@@ -279,7 +279,8 @@ def of_the_pilot(lab: Lab) -> Finding:
     rates = "; ".join(f"{lab.label(model)} {found[0]:g}" for model, found in chosen.items() if found)
     ends = min(pilot.RATES), max(pilot.RATES)
     edge = [lab.label(model) for model, found in chosen.items() if found and found[0] in ends]
-    borrowed = "; ".join(f"{label_of(model, lab)} has that of {lab.label(of)}" for model, of in PILOTS.items())
+    users = {of: [label_of(model, lab) for model in PILOTS if PILOTS[model] == of] for of in dict.fromkeys(PILOTS.values())}
+    borrowed = "; ".join(f"that of {lab.label(of)} serves {' and '.join(models)}" for of, models in users.items())
     alpha = f" OSA (shaped) has α = {chosen[OSA][1]:g}/L." if chosen[OSA] else ""
     return Finding(
         id="depth_pilot",

@@ -256,7 +256,7 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         ),
         in_short=f"In the same frame the tokens’ effective rank is {number(rank[OSA])} after OSA and "
         f"{number(rank['softmax_shaped'])} after softmax. The gradient of OSA’s first block is {number(gradient[OSA])}, and "
-        f"{number(gradient['gelu'])} where GELU is not shaped." + (f" Trained: {trained}." if trained else ""),
+        f"{number(gradient['gelu'])} where GELU is not shaped." + (f" In training, {trained}." if trained else ""),
         remark="In this frame signals and gradients keep their size around softmax too, where tokens do not stay apart. "
         "Around OSA the gradient explodes if α does not fall with depth, or GELU is left as it is; it grows where V and O "
         "are drawn per head; and tokens that are not normalised lose their rank. That is at initialisation: what trains is "

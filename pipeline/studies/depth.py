@@ -170,10 +170,10 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
             ["Model", *epochs, "Theirs, 36 blocks", f"‖∂loss/∂θ₁‖₂ at first, {depths[-1]}"],
             rows,
             "l" * (1 + len(depths)) + "rr",
-            note="Below each answer: last train loss, test accuracy, means over seeds, and seconds a training step. Theirs "
-            "is the train loss on WikiText-103 (Table 1 and Section 4), where a guess has more to choose from: compare the "
-            f"order alone. The gradient of the first block as initialised is of the study signals (`{SIGNALS}/blocks.csv`), "
-            "of one seed.",
+            note="Below each answer: last train loss, test accuracy, means over seeds, and seconds a training step by the "
+            "clock, in which the machine may have done other things. Theirs is the train loss on WikiText-103 (Table 1 and "
+            "Section 4), where a guess has more to choose from: compare the order alone. The gradient of the first block as "
+            f"initialised is of the study signals (`{SIGNALS}/blocks.csv`), of one seed.",
         ),
         figure=draw(tables["histories"], depths, settings.models, lab) if len(tables["histories"]) else None,
         caption="Train loss, a line for each run; dashed: what trains is below the one, what does not above the other.",

@@ -97,8 +97,8 @@ class TrainsAtDepth(AtDepth, Claim):
         measures = []
         for model in self.models:
             found, beyond = (measure_loss([model], (1,), limit * GUESSING, **asked) for limit in limits)
-            if found.verdict == NOT_SUPPORTED != beyond.verdict:
-                found = replace(found, verdict=UNDECIDED, note=f"{found.note}; between training and not".lstrip("; "))
+            if found.verdict == NOT_SUPPORTED and beyond.verdict != NOT_SUPPORTED:
+                found = replace(found, verdict=UNDECIDED, note=f"{found.note}; between training and not")
             measures.append(found)
         return measures
 

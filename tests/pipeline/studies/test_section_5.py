@@ -266,20 +266,23 @@ def changed_rules(repository: Path, since: str, section: str = "claims") -> list
     return [commit for commit in commits if yaml.load(git("show", f"{commit}:{PAPER}"))[section] != today]
 
 
-def test_no_rule_has_changed_since_the_date_that_the_report_gives():
+@pytest.fixture
+def whole_history():
     probe = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
     if probe.stdout.strip() != "false":
         pytest.skip("needs git and the whole history")
+
+
+@pytest.mark.usefixtures("whole_history")
+def test_no_rule_has_changed_since_the_date_that_the_report_gives():
     assert changed_rules(ROOT, params.load_paper().rules_since) == []
 
 
+@pytest.mark.usefixtures("whole_history")
 @pytest.mark.parametrize(
     "section, studies", [("deep_claims", ("depth", "six_blocks")), ("predictions", ("penalties", "keeping"))]
 )
 def test_no_rule_has_changed_since_the_first_run_that_it_judges(section, studies):
-    probe = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
-    if probe.stdout.strip() != "false":
-        pytest.skip("needs git and the whole history")
     records = [path for study in studies for path in (ROOT / "runs" / study).glob("*/*/record.json")]
     starts = [files.read_json(path)["started_at"] for path in records]
     assert not starts or changed_rules(ROOT, min(starts), section) == []

@@ -130,10 +130,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
                 changes = [spectrum_change(first, kernel) for kernel in own.values()]
                 spectra.append({"seed": seed, "change": max(changes)})
             if seed == settings.seeds[0] and row in PICTURED:
-                pictures += [{"row": row, "depth": depth} | picture(kernel) for depth, kernel in own.items()]
+                pictures += [picture(kernel).assign(row=row, depth=depth) for depth, kernel in own.items()]
     return {
         "kernels": pd.DataFrame(kernels),
-        "pictures": pd.DataFrame(pictures).explode([f"c{i}" for i in range(len(first[::EVERY]))]),
+        "pictures": pd.concat(pictures),
         "spectra": pd.DataFrame(spectra),
         "schedules": pd.DataFrame(schedules(settings)),
         "skips": pd.DataFrame(skips(settings)),
@@ -177,9 +177,9 @@ def summary(kernel: Tensor) -> dict[str, float]:
     }
 
 
-def picture(kernel: Tensor) -> dict[str, list[float]]:
-    """C at every fifth token, column by column, to three decimals."""
-    return {f"c{i}": column for i, column in enumerate(cosines(kernel)[::EVERY, ::EVERY].mT.round(decimals=3).tolist())}
+def picture(kernel: Tensor, every: int = EVERY) -> pd.DataFrame:
+    """C at every so many tokens, to three decimals."""
+    return pd.DataFrame(cosines(kernel)[::every, ::every].numpy().round(3)).add_prefix("c")
 
 
 def alibi(tokens: int, heads: int) -> Tensor:
@@ -410,7 +410,7 @@ def pictures_of_figure_1(settings: Settings, pictures: pd.DataFrame) -> Finding:
         "neighbours more alike than distant tokens; U-SPA makes all pairs equally alike; OSA keeps those of one type alike "
         "and spreads the rest around 0.",
         measures=measures,
-        figure=draw_pictures(settings, pictures),
+        figure=draw_pictures(pictures, {row: ROWS[row] for row in PICTURED}),
         caption="Black is a cosine of 1, white 0 or less. Tokens of one type are alike from the start.",
     )
 
@@ -550,20 +550,20 @@ def draw_curves(settings: Settings, kernels: pd.DataFrame) -> Figure:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_pictures(settings: Settings, pictures: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(7.2, 8.6), layout="constrained")
-    places = itertools.product(PICTURED, settings.depths)
-    grid = figure.subplots(len(PICTURED), len(settings.depths)).flat
-    by_place = dict(list(pictures.groupby(["row", "depth"])))
-    for axes, (row, depth) in zip(grid, places, strict=True):
-        values = by_place[row, depth].drop(columns=["row", "depth"]).to_numpy(float)
-        axes.imshow(values, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+def draw_pictures(pictures: pd.DataFrame, labels: dict[str, str]) -> Figure:
+    """What `picture` made: a line of pictures for each row, a column for each depth."""
+    depths = list(dict.fromkeys(pictures["depth"]))
+    figure = Figure(figsize=(1.2 * len(depths) + 1.2, 1.2 * len(labels) + 0.2), layout="constrained")
+    grid = figure.subplots(len(labels), len(depths), squeeze=False).flat
+    for axes, (row, depth) in zip(grid, itertools.product(labels, depths), strict=True):
+        own = pictures[(pictures["row"] == row) & (pictures["depth"] == depth)]
+        axes.imshow(own.drop(columns=["row", "depth"]), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
         axes.grid(visible=False)
         axes.set(xticks=[], yticks=[])
-        if row == PICTURED[0]:
+        if row == next(iter(labels)):
             axes.set_title(f"{depth} blocks" if depth > 1 else "1 block")
-        if depth == settings.depths[0]:
-            axes.set_ylabel(ROWS[row].replace(", ", ",\n"))
+        if depth == depths[0]:
+            axes.set_ylabel(labels[row].replace(", ", ",\n"))
     return figure
 
 

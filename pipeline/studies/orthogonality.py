@@ -29,6 +29,7 @@ PAPER = "Zhang et al. 2021, Section 2"
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
 WEIGHTS = (1e-6, 1e-8, 1e-10)  # λ of Section 3
+RANK_SHARE = 0.01  # of the largest singular value of A, up to which others do not count for its rank
 FLOAT32, FLOAT64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
@@ -68,14 +69,18 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 
 def attention_row(a: Tensor) -> dict[str, float]:
     """Of A (images, h, N, N): ‖AᵀA − I‖_F² / (N − 1), the mean over heads and images, which is 0 for a permutation, 1 for
-    uniform attention and N where all rows are one token; the mean product of two rows; and how many rows attend most to
-    their own token."""
+    uniform attention and N where all rows are one token; the mean product of two rows; how many rows attend most to their
+    own token; the rank, with what is below `RANK_SHARE` taken for 0; and the entropy of a row in nats, where rows are
+    probabilities."""
     tokens = a.shape[-1]
     rows = a @ a.mT  # (images, h, N, N)
     overlap = (rows.sum((-2, -1)) - rows.diagonal(dim1=-2, dim2=-1).sum(-1)) / (tokens * (tokens - 1))
     own = a.argmax(-1) == torch.arange(tokens)
     penalty = gram_penalty(a) / a[..., 0, 0].numel() / (tokens - 1)
-    return {"penalty": penalty.item(), "overlap": overlap.mean().item(), "own_token": own.double().mean().item()}
+    rank = torch.linalg.matrix_rank(a, rtol=RANK_SHARE)  # (images, h)
+    entropy = torch.special.entr(a).sum(-1) if (a >= 0).all() else a.new_full((1,), torch.nan)  # (images, h, N)
+    means = {"overlap": overlap, "own_token": own.to(a), "rank": rank.to(a), "entropy": entropy}
+    return {"penalty": penalty.item()} | {name: values.mean().item() for name, values in means.items()}
 
 
 def weight_row(block: nn.Module) -> dict[str, float]:
@@ -152,7 +157,8 @@ def with_depth(table: pd.DataFrame, lab: Lab) -> Finding:
         mean = own.drop(columns=["variant", "seed", "layer"]).mean()
         measures.append(Measure(f"{lab.label(variant)}: ‖AᵀA − I‖_F² / (N − 1), mean over layers", mean["penalty"]))
         rows.append([lab.label(variant), *map(number, mean)])
-    columns = ["‖AᵀA − I‖²/(N − 1)", "Row overlap", "Rows at their own token", "L_LA", "L_LA, each matrix", "Heads", "L_LF"]
+    columns = ["‖AᵀA − I‖²/(N − 1)", "Row overlap", "Rows at their own token", "Rank of A", "Entropy of a row"]
+    columns += ["L_LA", "L_LA, each matrix", "Heads", "L_LF"]
     return Finding(
         id="orthogonality_with_depth",
         title="Orthogonality with depth, as initialised",
@@ -161,7 +167,13 @@ def with_depth(table: pd.DataFrame, lab: Lab) -> Finding:
         statement="How far attention matrices and weights are from orthogonal: 0 for a permutation and for exp(S), 1 for "
         "uniform attention. Means over layers and seeds.",
         measures=measures,
-        table=Table(["Model", *columns], rows, variants=list(dict.fromkeys(table["variant"]))),
+        table=Table(
+            ["Model", *columns],
+            rows,
+            variants=list(dict.fromkeys(table["variant"])),
+            note=f"Singular values below {RANK_SHARE:g} times the largest count as 0 for the rank. The entropy is in nats, "
+            "where rows are probabilities.",
+        ),
         figure=draw(table, lab),
         caption="‖AᵀA − I‖_F² / (N − 1), and the mean product of two rows of A, by layer.",
         remark="At uniform attention the gradient of ‖AᵀA − I‖_F² is 0: near it the penalty hardly acts.",

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pydantic import Field
@@ -22,17 +23,19 @@ from scipy.stats import gmean
 from torch import Tensor
 
 from osa.init import stiefel_uniform
-from osa.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention, exponential_kernel, uniform_kernel
+from osa.penalties import attention_matrix
+from osa.shaped import exponential_kernel, uniform_kernel
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.lab import Lab, float64
-from pipeline.measures import effective_rank, norm
+from pipeline.measures import attention_inputs, effective_rank, norm
 from pipeline.reporting import charts
 from pipeline.reporting.looks import PALETTE, STYLE
 from pipeline.reporting.numbers import number
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest, log_log_slope
+from pipeline.studies.kernels_with_depth import draw_pictures, kernels_of, picture
 
 place = 52
 SHAPED = {  # OSA shaped for depth with one of its changes left out: what is replaced, and how that is called
@@ -53,6 +56,9 @@ KEPT = {  # by attention alone and in float64: the variants, and what is kept
     "uspa_causal": "Σ_L",
     "espa_causal": "Σ_L",
 }
+BAND = (0.05, 0.95)  # quantiles over tokens
+SINGULAR = 1 / torch.finfo(torch.float64).eps  # κ from which on float64 cannot tell a matrix from a singular one
+EVERY = 2  # of the tokens, in the pictures
 TOLERANCE = 1e-10  # of what is kept: tens of products of small matrices
 RATIO = 2.0  # by which the attention may raise the first block's gradient
 SMALLEST = 1e-3  # of α L ‖X‖₂²/√d_v, where the attention is as good as none
@@ -69,8 +75,9 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Of each model and depth block by block, and as a whole; what the attention keeps; the α that doubles the gradient."""
-    blocks, wholes = [], []
+    """Of each model and depth block by block, as a whole, and pictured; what the attention keeps; the α that doubles the
+    gradient."""
+    blocks, wholes, pictures = [], [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         changes = {"model": {"depth": depth}} | ({"variant": SHAPED[name][0]} if name in SHAPED else {})
         config = lab.config("osa_shaped" if name in SHAPED else name, changes)
@@ -81,9 +88,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         found, whole = signals(model, images, labels)
         blocks += [identity | row for row in found]
         wholes.append(identity | whole)
+        if name in DRAWN and (depth, seed) == (pictured_depth(settings), settings.seeds[0]):
+            kernels = kernels_along(model, images[:1])
+            pictures += [picture(kernel, EVERY).assign(row=name, depth=block) for block, kernel in kernels.items()]
     return {
         "blocks": pd.DataFrame(blocks),
         "wholes": pd.DataFrame(wholes),
+        "pictures": pd.concat(pictures),
         "kept": pd.DataFrame(kept(settings, lab)),
         "alphas": pd.DataFrame(alphas(settings, lab)),
     }
@@ -92,11 +103,11 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
     """A row for each block, and one for the whole model.
 
-    q                mean square of an entry of the block's output
+    q                mean square of an entry of the block's output; q_low and q_high, of its tokens', are `BAND`'s quantiles
     cosine, rank     mean cosine of two tokens, and effective rank of their cosines; means over images
     gradient         ‖∂loss/∂θ‖₂ over the block's parameters
     image_share      of [cls]'s energy after the last block: the part that differs between images
-    kappa            of A_L ⋯ A_1, where the attention's matrices do not depend on the tokens
+    kappa            of A_L ⋯ A_1
     """
     model.zero_grad()
     x, outputs = model.tokens(images), []
@@ -111,7 +122,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
         rows.append({"block": i} | of_tokens(output) | {"gradient": gradient})
     cls = outputs[-1][:, 0]  # (images, d)
     share = (cls - cls.mean(0)).square().sum() / cls.square().sum()
-    return rows, {"loss": loss.item(), "image_share": share.item(), "kappa": attention_condition(model)}
+    return rows, {"loss": loss.item(), "image_share": share.item(), "kappa": attention_condition(model, images)}
 
 
 def of_tokens(x: Tensor) -> dict[str, float]:
@@ -121,18 +132,36 @@ def of_tokens(x: Tensor) -> dict[str, float]:
     n = cosines.shape[-1]
     ranks = [effective_rank(values) for values in torch.linalg.eigvalsh(cosines).clamp(min=0)]
     mean = (cosines.sum((1, 2)) - n) / (n * n - n)
-    return {"q": x.square().mean().item(), "cosine": mean.mean().item(), "rank": float(np.mean(ranks))}
+    squares = x.square().mean(-1)  # (images, N)
+    low, high = squares.flatten().quantile(squares.new_tensor(BAND)).tolist()
+    square = {"q": squares.mean().item(), "q_low": low, "q_high": high}
+    return square | {"cosine": mean.mean().item(), "rank": float(np.mean(ranks))}
 
 
-def attention_condition(model: VisionTransformer) -> float:
-    """κ(A_L ⋯ A_1) of signal-preserving attention as initialised; 1 of Value-SkipInit; NaN where A depends on X."""
-    layers = [block.attention for block in model.blocks]
-    if isinstance(layers[0], ValueSkipInitSelfAttention):
-        return 1.0
-    if not isinstance(layers[0], SignalPreservingSelfAttention) or model.blocks[0].skip:
+@torch.no_grad()
+def attention_condition(model: VisionTransformer, images: Tensor) -> float:
+    """κ(A_L ⋯ A_1) of a head's attention matrices, the geometric mean over heads and images; ∞ from `SINGULAR` on.
+
+    With skips tokens do not come through this product alone: NaN.
+    """
+    if model.blocks[0].skip:
         return math.nan
-    matrices = [layer.gain * layer.bias.exp() for layer in layers]
-    return torch.linalg.cond(torch.linalg.multi_dot([*reversed(matrices)]) if len(matrices) > 1 else matrices[0]).item()
+    product = torch.eye(model.tokens(images).shape[1], dtype=images.dtype)
+    for attention, x in attention_inputs(model, images):
+        product = attention_matrix(attention, x) @ product  # (images, h, N, N)
+    kappas = torch.linalg.cond(product)
+    return kappas.where(kappas < SINGULAR, math.inf).log().mean().exp().item()
+
+
+@torch.no_grad()
+def kernels_along(model: VisionTransformer, image: Tensor) -> dict[int, Tensor]:
+    """X Xᵀ/d of one image (1, C, H, W) after the first block, the middle one and the last."""
+    x, kernels, depth = model.tokens(image), {}, len(model.blocks)
+    for i, block in enumerate(model.blocks, 1):
+        x = block(x)
+        if i in (1, depth // 2, depth):
+            (kernels[i],) = kernels_of(x)
+    return kernels
 
 
 # What the attention keeps
@@ -234,6 +263,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     return [
         at_a_glance(settings, tables["blocks"], tables["wholes"], lab),
         through_the_blocks(settings, tables["blocks"], lab),
+        pictured(settings, tables["pictures"], lab),
         what_is_kept(tables["kept"], lab),
         how_small_alpha(tables["alphas"]),
     ]
@@ -243,7 +273,11 @@ def label_of(model: str, lab: Lab) -> str:
     return f"{lab.label('osa_shaped')}, {SHAPED[model][1]}" if model in SHAPED else lab.label(model)
 
 
-def over_seeds(table: pd.DataFrame, logarithmic: tuple[str, ...] = ("q", "gradient")) -> pd.DataFrame:
+def pictured_depth(settings: Settings) -> int:
+    return settings.depths[-2] if len(settings.depths) > 1 else settings.depths[-1]
+
+
+def over_seeds(table: pd.DataFrame, logarithmic: tuple[str, ...] = ("q", "q_low", "q_high", "gradient")) -> pd.DataFrame:
     """Means over seeds by model, depth and block, geometric where a number spans orders of magnitude."""
     keys = [key for key in ("model", "depth", "block") if key in table]
     logs = {name: np.log(table[name]) for name in logarithmic if name in table}
@@ -268,30 +302,36 @@ def at_a_glance(settings: Settings, blocks: pd.DataFrame, wholes: pd.DataFrame, 
         what = f"{label_of(model, lab)}, {deepest} blocks: ‖∂loss/∂θ₁‖₂"
         measures.append(Measure(what, gradients[-1], n=len(settings.seeds), note=note))
         share = round(whole.loc[at, "image_share"], 9)  # without what rounding leaves of 0
-        state = [*last.loc[at, ["q", "cosine", "rank"]], share, whole.loc[at, "kappa"]]
+        state = [*last.loc[at, ["q", "q_low", "q_high", "cosine", "rank"]], share, whole.loc[at, "kappa"]]
         rows.append([label_of(model, lab), *map(number, (*gradients, *state))])
-    columns = ["Model", *(f"‖∂θ₁‖, {depth}" for depth in settings.depths)]
-    columns += ["q", "Mean cosine", "Effective rank", "Share of the image in [cls]", "κ(A_L ⋯ A_1)"]
+    columns = ["Model", *(f"‖∂θ₁‖, {depth}" for depth in settings.depths), "q", *(f"q, {share:.0%}" for share in BAND)]
+    columns += ["Mean cosine", "Effective rank", "Share of the image in [cls]", "κ(A_L ⋯ A_1)"]
     return Finding(
         id="signals",
         title="Who vanishes, explodes or collapses",
         place="He et al. 2023, Section 4; Section 4",
         kind=OBSERVATION,
         statement="Every model as initialised: the norm of the loss’s gradient in the first block at several depths, and, "
-        f"at {deepest} blocks, mean square q, mean cosine and effective rank of the tokens that leave the last one, and the "
-        "part of [cls] that differs between images.",
+        f"at {deepest} blocks, mean square q, mean cosine and effective rank of the tokens that leave the last one, the "
+        "part of [cls] that differs between images, and the condition number κ of a head’s attention matrices multiplied.",
         measures=measures,
-        table=Table(columns, rows, note="κ is not defined where the attention depends on the tokens."),
+        table=Table(
+            columns,
+            rows,
+            note=f"Of q the mean, and between which values it is for {BAND[1] - BAND[0]:.0%} of the tokens. κ is the "
+            "geometric mean over heads and images, ∞ where float64 cannot tell the product from a singular matrix; with "
+            "skips tokens go past it.",
+        ),
         figure=draw_glance(settings, first, last, lab),
-        caption="A point for each depth, dark to light. Triangles lie beyond the axis. Left of the first panel’s dashed "
-        "line the gradient is smaller than AdamW’s ε.",
+        caption="A point for each depth, dark to light; of q with a line over most of the tokens. Triangles lie beyond the "
+        "axis. Left of the first panel’s dashed line the gradient is smaller than AdamW’s ε.",
         remark="The four rows below OSA (shaped) each leave one of its changes out. In Value-SkipInit [cls] sees no patch "
         "at first. In softmax without skips all tokens become one, with LN or without.",
     )
 
 
 def through_the_blocks(settings: Settings, blocks: pd.DataFrame, lab: Lab) -> Finding:
-    depth = settings.depths[-2] if len(settings.depths) > 1 else settings.depths[-1]
+    depth = pictured_depth(settings)
     own = over_seeds(blocks[blocks["depth"] == depth]).droplevel("depth")
     measures = []
     for model in DRAWN:
@@ -308,6 +348,25 @@ def through_the_blocks(settings: Settings, blocks: pd.DataFrame, lab: Lab) -> Fi
         measures=measures,
         figure=draw_blocks(own, lab),
         caption=f"Models of {depth} blocks as initialised.",
+    )
+
+
+def pictured(settings: Settings, pictures: pd.DataFrame, lab: Lab) -> Finding:
+    depth = pictured_depth(settings)
+    last = pictures[pictures["depth"] == depth].set_index("row").drop(columns="depth")
+    return Finding(
+        id="signals_pictured",
+        title="What real models make of an image’s tokens",
+        place="He et al. 2023, Figure 15",
+        kind=OBSERVATION,
+        statement=f"Cosines of every second token of one test image with every other, in models of {depth} blocks as "
+        "initialised. [cls] comes first, then the patches, row by row.",
+        measures=[
+            Measure(f"{label_of(model, lab)}: median cosine after {depth} blocks", float(np.median(last.loc[model])))
+            for model in DRAWN
+        ],
+        figure=draw_pictures(pictures, {model: label_of(model, lab) for model in DRAWN}),
+        caption="Black is a cosine of 1, white 0 or less. Blank patches differ by their positions alone.",
     )
 
 
@@ -379,14 +438,17 @@ def draw_glance(settings: Settings, first: pd.DataFrame, last: pd.DataFrame, lab
     figure = Figure(figsize=(7.2, 6.4), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     drawn = (
-        (first["gradient"], "‖∂loss/∂θ₁‖₂", "vanishes ← → explodes", (1e-12, 1e9)),
-        (last["q"], "Mean square q", "vanishes ← → explodes", (1e-12, 1e9)),
-        (last["rank"], "Effective rank", "collapses ←", None),
+        (first, "gradient", "‖∂loss/∂θ₁‖₂", "vanishes ← → explodes", (1e-12, 1e9)),
+        (last, "q", "Mean square q", "vanishes ← → explodes", (1e-12, 1e9)),
+        (last, "rank", "Effective rank", "collapses ←", None),
     )
     colours = dict(zip(settings.depths, charts.ramp(len(settings.depths)), strict=True))
-    for axes, (values, title, meaning, limits) in zip(panels, drawn, strict=True):
+    for axes, (values, column, title, meaning, limits) in zip(panels, drawn, strict=True):
         for (y, model), (depth, colour) in itertools.product(enumerate(MODELS), colours.items()):
-            draw_point(axes, values[model, depth], y, colour, limits)
+            row = values.loc[model, depth]
+            draw_point(axes, row[column], y, colour, limits)
+            if column == "q":
+                axes.plot(np.clip(row[["q_low", "q_high"]], *limits), (y, y), color=colour, linewidth=0.8)
         axes.set(title=title, xlabel=meaning)
         if limits:
             charts.logarithmic(axes, "x", numticks=4)
@@ -401,7 +463,7 @@ def draw_glance(settings: Settings, first: pd.DataFrame, last: pd.DataFrame, lab
     return figure
 
 
-def draw_point(axes, value: float, y: int, colour, limits: tuple[float, float] | None) -> None:
+def draw_point(axes: Axes, value: float, y: int, colour, limits: tuple[float, float] | None) -> None:
     marker = "o" if limits is None or limits[0] <= value <= limits[1] else "<" if value < limits[0] else ">"
     axes.plot(np.clip(value, *limits) if limits else value, y, marker=marker, color=colour, markersize=5, linestyle="")
 

@@ -1,5 +1,7 @@
 """Attention matrices and weights whose orthogonality is known, and an initialisation that the check must catch."""
 
+import math
+
 import pytest
 import torch
 
@@ -57,16 +59,19 @@ def test_an_attention_that_is_not_orthogonal_fails(lab, few, monkeypatch):
 @pytest.mark.parametrize(
     "a, expected",
     [
-        (torch.eye(5), (0, 0, 1)),
-        (torch.eye(5).roll(1, 0), (0, 0, 0)),
-        (torch.full((5, 5), 0.2), (1, 0.2, 0.2)),
-        (torch.eye(5)[[2] * 5], (5, 1, 0.2)),
+        (torch.eye(5), (0, 0, 1, 5, 0)),
+        (torch.eye(5).roll(1, 0), (0, 0, 0, 5, 0)),
+        (torch.full((5, 5), 0.2), (1, 0.2, 0.2, 1, math.log(5))),
+        (torch.eye(5)[[2] * 5], (5, 1, 0.2, 1, 0)),
+        (-torch.eye(5), (0, 0, 0, 5, math.nan)),
     ],
-    ids=["own token", "permutation", "uniform", "collapse"],
+    ids=["own token", "permutation", "uniform", "collapse", "no probabilities"],
 )
 def test_attention_that_is_known(a, expected):
     row = attention_row(a.double().expand(2, 3, 5, 5))
-    assert (row["penalty"], row["overlap"], row["own_token"]) == pytest.approx(expected)
+    assert tuple(row[name] for name in ("penalty", "overlap", "own_token", "rank", "entropy")) == pytest.approx(
+        expected, nan_ok=True
+    )
 
 
 def test_gradients_are_those_of_the_sums_over_blocks(lab):

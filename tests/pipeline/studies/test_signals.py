@@ -27,12 +27,21 @@ def test_what_is_found(lab, monkeypatch):
     monkeypatch.setattr(signals, "MODELS", few)
     tables = measure(SMALL, lab)
     by_id = {finding.id: finding for finding in findings(SMALL, tables, lab)}
-    assert list(by_id) == ["signals", "signals_by_block", "attention_as_initialised", "alpha_with_depth"]
+    assert list(by_id) == [
+        "signals",
+        "signals_by_block",
+        "signals_pictured",
+        "attention_as_initialised",
+        "alpha_with_depth",
+    ]
     assert by_id["attention_as_initialised"].verdict == PASSES
     assert [each.kind for each in by_id.values()].count(CHECK) == 1
     assert len(tables["blocks"]) == 6 * len(few) and tables["blocks"]["gradient"].gt(0).all()
     drawn = figures.svg(by_id["signals"].figure)
     assert all(label in drawn for label in ("OSA (shaped), α = 0.1", "V-SkipInit"))
+    seen = {measure.what.split(":")[0]: measure.value for measure in by_id["signals_pictured"].measures}
+    assert seen["ViT (no skip, no LN)"] == 1 > seen["OSA (shaped)"]
+    assert list(dict.fromkeys(tables["pictures"]["depth"])) == [1, 3, 6]
     first = by_id["alpha_with_depth"].measures[0]
     assert -2 < first.value < 0
 
@@ -71,8 +80,9 @@ def test_a_schedule_one_block_late_is_noticed(lab, monkeypatch):
 def test_tokens_by_hand():
     """Two images: orthogonal tokens of unlike lengths; three that point one way."""
     orthogonal, alike = torch.diag(torch.tensor([1.0, 2.0, 3.0])), torch.ones(3, 3)
-    assert of_tokens(orthogonal[None]) == pytest.approx({"q": 14 / 9, "cosine": 0, "rank": 3})
-    assert of_tokens(alike[None]) == pytest.approx({"q": 1, "cosine": 1, "rank": 1})
+    ends = {"q_low": 1.3 / 3, "q_high": 8.5 / 3}  # of 1, 4 and 9 thirds, a tenth of the way from the first and to the last
+    assert of_tokens(orthogonal[None]) == pytest.approx({"q": 14 / 9, "cosine": 0, "rank": 3} | ends)
+    assert of_tokens(alike[None]) == pytest.approx({"q": 1, "q_low": 1, "q_high": 1, "cosine": 1, "rank": 1})
     assert of_tokens(torch.stack([orthogonal, alike]))["rank"] == pytest.approx(2)
 
 
@@ -94,9 +104,26 @@ def test_gradients_and_the_share_of_the_image_are_the_model_s(lab):
     assert 0 < whole["image_share"] < 1
 
 
-@pytest.mark.parametrize("name, kappa", [("vskipinit", 1.0), ("osa_shaped", math.nan), ("espa_skip", math.nan)])
-def test_condition_of_attention_where_it_is_one_matrix(name, kappa, lab):
-    assert signals.attention_condition(osa.create_model(name)) == pytest.approx(kappa, nan_ok=True)
+@pytest.mark.parametrize(
+    "name, kappa",
+    [("vskipinit", 1.0), ("osa_shaped", 1.0), ("osa_ns", 1.06), ("vit_noskip", math.inf), ("espa_skip", math.nan)],
+)
+def test_condition_of_the_attention_matrices_multiplied(name, kappa, lab):
+    with float64():
+        model = lab.model(lab.config(name, {"model": {"depth": 6}}), 0)
+    assert signals.attention_condition(model, lab.images()[0][:2]) == pytest.approx(kappa, rel=0.05, nan_ok=True)
+
+
+def test_kernels_along_a_model_are_those_of_its_tokens(lab):
+    with float64():
+        model = lab.model(lab.config("espa", {"model": {"depth": 6}}), 0)
+    image = lab.images()[0][:1]
+    kernels = signals.kernels_along(model, image)
+    assert list(kernels) == [1, 3, 6]
+    x = model.tokens(image)
+    for block in model.blocks[:3]:
+        x = block(x)
+    torch.testing.assert_close(kernels[3], x[0] @ x[0].T / x.shape[-1])
 
 
 def test_the_alpha_that_doubles_is_found_between_rungs(monkeypatch):

@@ -125,6 +125,16 @@ def test_what_is_kept_is_seen_and_what_is_not_has_no_error(bench):
     assert pd.DataFrame(keeping.watch(changed))["error"].min() > 0.1
 
 
+def test_accuracy_under_noise_is_the_model_s_and_the_same_each_time(bench, monkeypatch):
+    trained = training("vit")
+    data = trained.data
+    expected = (trained.model(data.test_images).argmax(-1) == data.test_labels).double().mean().item()
+    monkeypatch.setattr(penalties, "NOISES", (0.0, 0.5))
+    with torch.no_grad():
+        first, second = penalties.under_noise(trained), penalties.under_noise(trained)
+    assert first == second and first["accuracy_0"] == pytest.approx(expected) and 0 <= first["accuracy_0.5"] <= 1
+
+
 def made_up(**accuracies: list[float]) -> dict[str, pd.DataFrame]:
     """The tables of runs with these accuracies, whose attention is 0.5 · their seed's number + 0.5."""
     rows = [(name, seed, "finished", each) for name, of in accuracies.items() for seed, each in enumerate(of)]
@@ -152,13 +162,12 @@ def test_a_prediction_is_judged_on_both_sides_of_its_margin(bench, accuracies, v
 
 
 def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
-    columns = ("attention", "projections", "overlap", "own_token", "mlp", "keys", "moved")
     cells = [penalties.FIRST[0], penalties.FIRST[2], penalties.Cell(penalties.BARE)]
     tables = made_up(**{cell.name: [0.95 + 0.01 * i, 0.97 + 0.01 * i] for i, cell in enumerate(cells)})
     seen = tables["watched"]["attention"]
-    tables["watched"] = tables["watched"].assign(**dict.fromkeys(columns, seen), worst=0.1)
+    tables["watched"] = tables["watched"].assign(**dict.fromkeys(penalties.COLUMNS, seen), worst=0.1)
     found = findings("penalties", bench("penalties"), tables)
-    assert found["penalties_dose"].in_short == "2 of 23 cells trained; by cell, ViT reaches 96.00 to 97.00%."
+    assert found["penalties_dose"].in_short == "2 of 26 cells trained; by cell, ViT reaches 96.00 to 97.00%."
     by_depth = found["penalties_with_depth"]
     assert by_depth.table.rows[0] == ["ViT + VAR-III, λ = 1 × 10⁻⁶", "0", "0.96", "0", "0.96"]
     assert [row[0] for row in by_depth.table.rows][-1] == "ViT (no skip, no LN)" and len(by_depth.measures) == 3 * 4

@@ -1,0 +1,47 @@
+"""The four maps part as they should, and one with another scale or another order is caught."""
+
+import pytest
+import torch
+
+from osa.orthogonal import MAPS
+from pipeline.studies import orthogonal_maps
+from pipeline.studies.orthogonal_maps import Settings, findings, measure
+
+SETTINGS = Settings(seeds=[0], sizes=[3, 7])
+
+
+def check(lab):
+    (found,) = findings(SETTINGS, measure(SETTINGS, lab), lab)
+    return found
+
+
+def test_the_maps_are_what_their_formulas_say(lab):
+    found = check(lab)
+    assert found.verdict == "passes" and len(found.measures) == 4 + 3 and found.figure is not None
+
+
+def test_every_map_is_compared():
+    assert set(orthogonal_maps.ANGLES) == set(MAPS) == {*orthogonal_maps.ORDERS, orthogonal_maps.EXACT}
+
+
+@pytest.mark.parametrize(
+    "name, change, unmet",
+    [
+        ("givens", lambda x: MAPS["givens"](1.001 * x), [0, 4]),
+        ("exponential", lambda x: MAPS["exponential"](-x), [1, 4, 5, 6]),
+        ("cayley", lambda x: MAPS["exponential"](x / 2) @ MAPS["householder"](x / 2), [2, 5]),
+        ("householder", lambda x: MAPS["cayley"](x), [6]),
+    ],
+)
+def test_another_map_in_its_place_is_caught(lab, monkeypatch, name, change, unmet):
+    monkeypatch.setattr(orthogonal_maps, "MAPS", MAPS | {name: change})
+    assert [i for i, measure in enumerate(check(lab).measures) if not measure.is_met] == unmet
+
+
+def test_distances_are_spectral_norms_along_one_direction(lab):
+    apart = measure(SETTINGS, lab)["apart"].set_index(["map", "n", "seed"]).loc[("cayley", 7, 0)]
+    x = lab.normal(0, "orthogonal_maps/7", 7, 7).tril(-1)
+    x = x / torch.linalg.matrix_norm(x - x.mT, 2)
+    at = apart.iloc[-1]
+    expected = torch.linalg.matrix_norm(MAPS["cayley"](at["t"] * x) - torch.matrix_exp(at["t"] * (x - x.mT)), 2)
+    assert at["t"] == pytest.approx(8) and at["distance"] == pytest.approx(expected.item())

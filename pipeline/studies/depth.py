@@ -228,17 +228,22 @@ def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
 
 
 def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
-    """What of it is attention, and what MLP: as initialised, and trained."""
-    depth = depths[len(depths) // 2]
+    """What of it is attention, and what MLP: as initialised, and trained at that depth and at lesser ones."""
+    middle = len(depths) // 2
+    depth, shown = depths[middle], depths[: middle + 1]
     rows, measures = [], []
     for model, part in PARTS.items():
         numbers = {column: initial(model, depth, column) for column in ("gradient", "q", "rank")}
         what = f"{label_of(model, lab)}, {depth} blocks: ‖∂loss/∂θ₁‖₂ as initialised"
         measures.append(Measure(what, numbers["gradient"]))
-        rows.append([label_of(model, lab), part, *map(number, numbers.values()), told(runs, model, depth)])
+        outcomes = [told(runs, model, blocks) for blocks in shown]
+        rows.append([label_of(model, lab), part, *map(number, numbers.values()), *outcomes])
     gradient, rank = ({model: initial(model, depth, c) for model in PARTS} for c in ("gradient", "rank"))
-    words = {label_of(model, lab): outcome(cell(runs, model, depth)) for model in PARTS}
-    trained = "; ".join(f"{label} {word}" for label, word in words.items() if word != "not evaluated")
+    trained = []
+    for blocks in shown:
+        words = {label_of(model, lab): outcome(cell(runs, model, blocks)) for model in PARTS}
+        said = "; ".join(f"{label}: {word}" for label, word in words.items() if word != "not evaluated")
+        trained += [f" Trained at {blocks} blocks – {said}."] if said else []
     return Finding(
         id="depth_parts",
         title="What is attention, and what is MLP",
@@ -248,15 +253,15 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         "gradient that reaches the first block at initialisation, what the last one leaves of the tokens, and what trains.",
         measures=measures,
         table=Table(
-            ["Model", "What differs", "‖∂loss/∂θ₁‖₂", "q", "Effective rank", f"Trained, {depth}"],
+            ["Model", "What differs", "‖∂loss/∂θ₁‖₂", "q", "Effective rank", *(f"Trained, {blocks}" for blocks in shown)],
             rows,
-            "llrrrl",
+            "llrrr" + "l" * len(shown),
             note="As initialised, with one seed, from the study signals: mean square q and effective rank of the tokens of "
             "the last block.",
         ),
         in_short=f"In the same frame the tokens’ effective rank is {number(rank[OSA])} after OSA and "
         f"{number(rank['softmax_shaped'])} after softmax. The gradient of OSA’s first block is {number(gradient[OSA])}, and "
-        f"{number(gradient['gelu'])} where GELU is not shaped." + (f" In training, {trained}." if trained else ""),
+        f"{number(gradient['gelu'])} where GELU is not shaped." + "".join(trained),
         remark="In this frame signals and gradients keep their size around softmax too, where tokens do not stay apart. "
         "Around OSA the gradient explodes if α does not fall with depth, or GELU is left as it is; it grows where V and O "
         "are drawn per head; and tokens that are not normalised lose their rank. That is at initialisation: what trains is "

@@ -207,3 +207,14 @@ def test_what_the_pilot_did_is_told(lab, monkeypatch):
     finding = depth.of_the_pilot(lab)
     assert [row[-1] for row in finding.table.rows] == ["chosen", "", "", "chosen"]
     assert finding.in_short == "Rates: OSA (shaped) 3e-05; ViT 0.0001. OSA (shaped) has α = 0.36/L."
+
+
+def test_the_parts_are_told_at_every_depth_up_to_that_of_the_signals(lab):
+    tables = made_up({("osa_shaped", 12): [0.3], ("gelu", 12): [2.2], ("osa_shaped", 36): [0.4]})
+    _, parts, *_ = findings(SETTINGS, tables, lab)
+    told = {row[0]: [cell.split("\n")[0] for cell in row[-2:]] for row in parts.table.rows}
+    assert told["OSA (shaped)"] == ["trains", "trains"]
+    assert told["OSA (shaped), GELU not shaped"] == ["does not", "not evaluated"]
+    assert parts.table.columns[-2:] == ["Trained, 12", "Trained, 36"]
+    at_12 = "Trained at 12 blocks – OSA (shaped), GELU not shaped: does not; OSA (shaped): trains."
+    assert parts.in_short.endswith(f"{at_12} Trained at 36 blocks – OSA (shaped): trains.")

@@ -136,9 +136,9 @@ def told(runs: pd.DataFrame, model: str, depth: int) -> str:
 
 def initial(model: str, depth: int, column: str) -> float:
     """A number of the study `signals`, of the last block or, the gradient, of the first; NaN where it has none."""
-    path = f"{SIGNALS}/blocks.csv"
+    path = f"{SIGNALS}/{'wholes' if column == 'image_share' else 'blocks'}.csv"
     try:
-        rows = files.read_csv(path).query("model == @model and depth == @depth").sort_values("block")
+        rows = files.read_csv(path).query("model == @model and depth == @depth")
     except UserError:
         return math.nan
     return float(rows[column].iloc[0 if column == "gradient" else -1]) if len(rows) else math.nan
@@ -179,9 +179,23 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         caption="Train loss, a line for each run; dashed: what trains is below the one, what does not above the other.",
         in_short=answer(runs, settings.models, depths, lab),
         headline=headline(runs, depths, lab),
-        remark=" ".join(filter(None, (DEVIATIONS, of_other_code(runs)))),
+        remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), of_other_code(runs)))),
         models=tuple(model for model in settings.models if model not in SHAPED),
-        sources=[f"{SIGNALS}/blocks.csv"],
+        sources=[f"{SIGNALS}/blocks.csv", f"{SIGNALS}/wholes.csv"],
+    )
+
+
+def of_the_task(depth: int, lab: Lab) -> str:
+    """Why the order may differ from that of language models: what [cls] knows of the image, as initialised."""
+    softmax, skipinit = (
+        f"{number(round(initial(model, depth, 'image_share'), 9))} in {lab.label(model)}"  # without rounding's share
+        for model in ("softmax_shaped", "vskipinit")
+    )
+    return (
+        "Theirs predict a word at every token, these one digit from [cls] alone. So tokens that all become one need not "
+        "stop a model, as long as that one differs between images, and a [cls] that no patch reaches at first has to open "
+        f"its attention before it learns of images at all: the share of [cls] that differs between images, at {depth} "
+        f"blocks as initialised, is {softmax} and {skipinit}."
     )
 
 

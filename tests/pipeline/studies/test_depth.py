@@ -218,3 +218,12 @@ def test_the_parts_are_told_at_every_depth_up_to_that_of_the_signals(lab):
     assert parts.table.columns[-2:] == ["Trained, 12", "Trained, 36"]
     at_12 = "Trained at 12 blocks – OSA (shaped), GELU not shaped: does not; OSA (shaped): trains."
     assert parts.in_short.endswith(f"{at_12} Trained at 36 blocks – OSA (shaped): trains.")
+
+
+def test_what_cls_knows_of_the_image_is_the_signals_number(lab, monkeypatch, tmp_path):
+    monkeypatch.setattr(depth, "SIGNALS", str(tmp_path))
+    shares = {("softmax_shaped", 1): 0.9, ("softmax_shaped", 36): 0.443, ("vskipinit", 36): 1e-32}
+    rows = [{"model": model, "depth": blocks, "image_share": share} for (model, blocks), share in shares.items()]
+    files.write_csv(tmp_path / "wholes.csv", pd.DataFrame(rows))
+    assert depth.of_the_task(36, lab).endswith("is 0.443 in Softmax (shaped) and 0 in V-SkipInit.")
+    assert depth.of_the_task(12, lab).endswith("is – in Softmax (shaped) and – in V-SkipInit.")

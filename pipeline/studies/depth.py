@@ -38,7 +38,7 @@ from pipeline.studies.signals import SHAPED, label_of
 
 place = 53
 gathers = True
-OSA = "osa_shaped"
+OSA, CONTROL = "osa_shaped", "softmax_shaped"
 MODELS = (OSA, "espa", "vskipinit", "softmax_shaped", "softmax_shaped_norm", "uspa", "vit", "osa_exact")  # in this order
 MODELS += ("alpha", "per_head", "gelu", "tokens", "vit_noskip_nonorm")  # OSA without one of its changes
 PILOTS = {  # whose rate a model without a pilot of its own has: that of the nearest kind
@@ -231,14 +231,31 @@ def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
     seeds = "one seed, which decides nothing" if seeds == 1 else f"{seeds} seeds"
     without = f"{deepest} blocks without skips and LN"
     if words[deepest] == "trains":
-        loss, accuracy = fixed(rows["train_loss"].mean(), 2), fixed(100 * rows["test_accuracy"].mean(), 1)
-        return f"{label} trains at {without} (last train loss {loss}, test accuracy {accuracy}%; {seeds})."
+        return f"{label} trains at {without} (last train loss {reached(rows)}; {seeds}){beside(runs, deepest, lab)}."
     least = [depth for depth in depths if words[depth] == "trains"]
     where = f"; it does at {least[-1]}" if least else ""
     losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
     ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
     ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
     return f"{label} is not shown to train at {without}: {', and '.join(ended)} ({seeds}){where}."
+
+
+def reached(rows: pd.DataFrame) -> str:
+    """Mean last train loss and accuracy of the runs of a cell."""
+    loss, accuracy = fixed(rows["train_loss"].mean(), 2), fixed(100 * rows["test_accuracy"].mean(), 1)
+    return f"{loss}, test accuracy {accuracy}%"
+
+
+def beside(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
+    """What the control does there, as what a model reaches with OSA is not OSA's doing if softmax reaches it too."""
+    rows, label = cell(runs, CONTROL, depth), lab.label(CONTROL)
+    said = {
+        "not evaluated": "",
+        "trains": f"; so does softmax attention with the same MLPs, {label} ({reached(rows)})",
+        "undecided": f"; of softmax attention with the same MLPs, {label}, it is undecided",
+        "does not": f"; softmax attention with the same MLPs, {label}, does not",
+    }
+    return said[outcome(rows)]
 
 
 def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:

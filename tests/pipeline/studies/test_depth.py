@@ -227,3 +227,18 @@ def test_what_cls_knows_of_the_image_is_the_signals_number(lab, monkeypatch, tmp
     files.write_csv(tmp_path / "wholes.csv", pd.DataFrame(rows))
     assert depth.of_the_task(36, lab).endswith("is 0.443 in Softmax (shaped) and 0 in V-SkipInit.")
     assert depth.of_the_task(12, lab).endswith("is – in Softmax (shaped) and – in V-SkipInit.")
+
+
+@pytest.mark.parametrize(
+    "losses, end",
+    [
+        ([], "which decides nothing)."),
+        ([0.6], "; so does softmax attention with the same MLPs, Softmax (shaped) (0.60, test accuracy 90.0%)."),
+        ([1.5], "; of softmax attention with the same MLPs, Softmax (shaped), it is undecided."),
+        ([2.3], "; softmax attention with the same MLPs, Softmax (shaped), does not."),
+    ],
+)
+def test_the_first_screen_names_the_control_beside_osa(lab, losses, end):
+    tables = made_up({("osa_shaped", 36): [0.4], ("softmax_shaped", 36): losses, ("softmax_shaped", 12): [0.2]})
+    answer, *_ = findings(SETTINGS, tables, lab)
+    assert answer.headline.endswith(end)

@@ -1,12 +1,17 @@
 """What the figures of studies have in common: panels side by side above one legend, logarithmic axes, lines of methods."""
 
+import itertools
+import textwrap
+
+import matplotlib
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pipeline.reporting.looks import INK, METHOD_LABELS, PALETTE, look
+from pipeline.reporting.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
 
 MARKERS = {"qr": "o", "newton_schulz": "s", "exact": "^", "softmax": "v", "qr_literal": "P", "polar_express": "D"}
 EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
@@ -17,6 +22,23 @@ def panels(count: int, height: float = 3.6, **options) -> tuple[Figure, list[Axe
     """A figure as wide as a page with `count` panels in a row; options are those of `Figure.subplots`."""
     figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
+
+
+@matplotlib.rc_context(STYLE)
+def pictures(table: pd.DataFrame, labels: dict[str, str]) -> Figure:
+    """Matrices in grey, 1 black and 0 or less white: a column for each `row` of the table that has a label, from the least
+    `depth` to the largest. The table's other columns are those of the matrices."""
+    depths = list(dict.fromkeys(table["depth"]))
+    figure = Figure(figsize=(7.2, 1.05 * len(depths) + 0.6), layout="constrained")
+    grid = figure.subplots(len(depths), len(labels), squeeze=False)
+    for (i, depth), (j, row) in itertools.product(enumerate(depths), enumerate(labels)):
+        own = table[(table["row"] == row) & (table["depth"] == depth)].drop(columns=["row", "depth"])
+        grid[i, j].imshow(own, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        grid[i, j].grid(visible=False)
+        grid[i, j].set(xticks=[], yticks=[])
+        grid[0, j].set_title(textwrap.fill(labels[row], 14), fontsize=7.5)
+        grid[i, 0].set_ylabel(f"{depth} blocks" if depth > 1 else "1 block")
+    return figure
 
 
 def legend(figure: Figure, handles: list, columns: int = 3) -> None:

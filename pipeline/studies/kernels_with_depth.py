@@ -37,6 +37,7 @@ from pipeline.reporting.looks import PALETTE, STYLE
 from pipeline.reporting.numbers import fixed, number
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
+from pipeline.studies._kernels import cosines, kernels_of, picture
 
 place = 51
 PAPER = "He et al. 2023"
@@ -130,7 +131,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
                 changes = [spectrum_change(first, kernel) for kernel in own.values()]
                 spectra.append({"seed": seed, "change": max(changes)})
             if seed == settings.seeds[0] and row in PICTURED:
-                pictures += [picture(kernel).assign(row=row, depth=depth) for depth, kernel in own.items()]
+                pictures += [picture(kernel, EVERY).assign(row=row, depth=depth) for depth, kernel in own.items()]
     return {
         "kernels": pd.DataFrame(kernels),
         "pictures": pd.concat(pictures),
@@ -151,12 +152,6 @@ def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
     return (drawn[:, None] == drawn).double()
 
 
-def cosines(kernel: Tensor) -> Tensor:
-    """C = diag(Σ)^{−½} Σ diag(Σ)^{−½}, what a norm before or after leaves of Σ."""
-    scale = kernel.diagonal().rsqrt()
-    return kernel * scale * scale[:, None]
-
-
 def mean_cosine(kernel: Tensor) -> float:
     """Of two different tokens."""
     n = len(kernel)
@@ -175,11 +170,6 @@ def summary(kernel: Tensor) -> dict[str, float]:
         "q": q.mean().item(),
         "q_std": q.std().item(),
     }
-
-
-def picture(kernel: Tensor, every: int = EVERY) -> pd.DataFrame:
-    """C at every so many tokens, to three decimals."""
-    return pd.DataFrame(cosines(kernel)[::every, ::every].numpy().round(3)).add_prefix("c")
 
 
 def alibi(tokens: int, heads: int) -> Tensor:
@@ -321,11 +311,6 @@ def vision(settings: Settings, lab: Lab) -> Iterator[dict]:
         yield vision_row(name, depth, kernels_of(x), first)
 
 
-def kernels_of(x: Tensor) -> list[Tensor]:
-    """X Xᵀ/d of each image."""
-    return list(x @ x.mT / x.shape[-1])
-
-
 def vision_kernels(settings: Settings, depth: int, first: list[Tensor]) -> Iterator[dict]:
     n = len(first[0])
     repeated = max(0.0, float(np.mean([mean_cosine(kernel) for kernel in first])))
@@ -410,7 +395,7 @@ def pictures_of_figure_1(settings: Settings, pictures: pd.DataFrame) -> Finding:
         "neighbours more alike than distant tokens; U-SPA makes all pairs equally alike; OSA keeps those of one type alike "
         "and spreads the rest around 0.",
         measures=measures,
-        figure=draw_pictures(pictures, {row: ROWS[row] for row in PICTURED}),
+        figure=charts.pictures(pictures, {row: ROWS[row] for row in PICTURED}),
         caption="Black is a cosine of 1, white 0 or less. Tokens of one type are alike from the start.",
     )
 
@@ -546,24 +531,6 @@ def draw_curves(settings: Settings, kernels: pd.DataFrame) -> Figure:
         axes.set_xticks(settings.depths, settings.depths)
         axes.set_xticks([], minor=True)
     charts.legend(figure, [Line2D([], [], label=ROWS[row], **style) for row, style in LOOKS.items()])
-    return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_pictures(pictures: pd.DataFrame, labels: dict[str, str]) -> Figure:
-    """What `picture` made: a line of pictures for each row, a column for each depth."""
-    depths = list(dict.fromkeys(pictures["depth"]))
-    figure = Figure(figsize=(1.2 * len(depths) + 1.2, 1.2 * len(labels) + 0.2), layout="constrained")
-    grid = figure.subplots(len(labels), len(depths), squeeze=False).flat
-    for axes, (row, depth) in zip(grid, itertools.product(labels, depths), strict=True):
-        own = pictures[(pictures["row"] == row) & (pictures["depth"] == depth)]
-        axes.imshow(own.drop(columns=["row", "depth"]), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
-        axes.grid(visible=False)
-        axes.set(xticks=[], yticks=[])
-        if row == next(iter(labels)):
-            axes.set_title(f"{depth} blocks" if depth > 1 else "1 block")
-        if depth == depths[0]:
-            axes.set_ylabel(labels[row].replace(", ", ",\n"))
     return figure
 
 

@@ -57,7 +57,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def plane(settings: Settings) -> Iterator[dict]:
-    """The angle of Q(X) by x, counted on through half turns from that of x = 0."""
+    """The angle of Q(X) by x, counted on through half turns from that of x = 0, and how far it is from what it should be."""
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)
     stacked[:, 1, 0] = x
@@ -65,7 +65,9 @@ def plane(settings: Settings) -> Iterator[dict]:
         q = of(stacked)  # (x, 2, 2)
         angles = np.unwrap(torch.atan2(q[:, 1, 0], q[:, 0, 0]).numpy())
         angles -= angles[len(x) // 2]
-        yield from ({"map": name, "x": at, "angle": angle} for at, angle in zip(x.tolist(), angles, strict=True))
+        errors = np.abs(angles - ANGLES[name](x.numpy()))
+        rows = zip(x.tolist(), angles, errors, strict=True)
+        yield from ({"map": name, "x": at, "angle": angle, "error": error} for at, angle, error in rows)
 
 
 def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
@@ -84,7 +86,7 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     plane, apart = tables["plane"], tables["apart"]
     angles = [
-        largest(f"{NAMES[name]}: error of the angle", (own["angle"] - ANGLES[name](own["x"])).abs(), TOLERANCE)
+        largest(f"{NAMES[name]}: error of the angle", own["error"], TOLERANCE)
         for name, own in plane.groupby("map", sort=False)
     ]
     return [

@@ -35,7 +35,7 @@ from pipeline.reporting.numbers import number
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest, log_log_slope
-from pipeline.studies.kernels_with_depth import draw_pictures, kernels_of, picture
+from pipeline.studies._kernels import kernels_of, picture
 
 place = 52
 SHAPED = {  # OSA shaped for depth with one of its changes left out: what is replaced, and how that is called
@@ -365,7 +365,7 @@ def pictured(settings: Settings, pictures: pd.DataFrame, lab: Lab) -> Finding:
             Measure(f"{label_of(model, lab)}: median cosine after {depth} blocks", float(np.median(last.loc[model])))
             for model in DRAWN
         ],
-        figure=draw_pictures(pictures, {model: label_of(model, lab) for model in DRAWN}),
+        figure=charts.pictures(pictures, {model: label_of(model, lab) for model in DRAWN}),
         caption="Black is a cosine of 1, white 0 or less. Blank patches differ by their positions alone.",
     )
 

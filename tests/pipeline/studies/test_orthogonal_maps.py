@@ -4,19 +4,24 @@ import pytest
 import torch
 
 from osa.orthogonal import MAPS
+from pipeline.core import files
 from pipeline.studies import orthogonal_maps
 from pipeline.studies.orthogonal_maps import Settings, findings, measure
 
 SETTINGS = Settings(seeds=[0], sizes=[3, 7])
 
 
-def check(lab):
-    (found,) = findings(SETTINGS, measure(SETTINGS, lab), lab)
+def check(lab, tmp_path):
+    """The finding of what was measured, as its files have it."""
+    tables = measure(SETTINGS, lab)
+    for name, table in tables.items():
+        files.write_csv(tmp_path / f"{name}.csv", table)
+    (found,) = findings(SETTINGS, {name: files.read_csv(tmp_path / f"{name}.csv") for name in tables}, lab)
     return found
 
 
-def test_the_maps_are_what_their_formulas_say(lab):
-    found = check(lab)
+def test_the_maps_are_what_their_formulas_say(lab, tmp_path):
+    found = check(lab, tmp_path)
     assert found.verdict == "passes" and len(found.measures) == 4 + 3 and found.figure is not None
 
 
@@ -33,9 +38,9 @@ def test_every_map_is_compared():
         ("householder", lambda x: MAPS["cayley"](x), [6]),
     ],
 )
-def test_another_map_in_its_place_is_caught(lab, monkeypatch, name, change, unmet):
+def test_another_map_in_its_place_is_caught(lab, monkeypatch, tmp_path, name, change, unmet):
     monkeypatch.setattr(orthogonal_maps, "MAPS", MAPS | {name: change})
-    assert [i for i, measure in enumerate(check(lab).measures) if not measure.is_met] == unmet
+    assert [i for i, measure in enumerate(check(lab, tmp_path).measures) if not measure.is_met] == unmet
 
 
 def test_distances_are_spectral_norms_along_one_direction(lab):

@@ -205,8 +205,9 @@ def closeness(finding: Finding) -> str:
     if used(worst) < 0:  # the limit is no scale to measure by
         return "Holds."
     if worst.side == "above":
-        above = f"{'just ' * (number(worst.value) == number(worst.limit))}above the {number(worst.limit)} asked"
-        return f"Holds; the closest is {worst.what}: {amount(worst)}, {above}."
+        if number(worst.value) == number(worst.limit):
+            return f"Holds; the closest is {worst.what}: it comes to the {amount(worst)} asked."
+        return f"Holds; the closest is {worst.what}: {amount(worst)}, above the {number(worst.limit)} asked."
     share = "under 0.1" if 0 < used(worst) < 1e-3 else f"{100 * used(worst):.2g}"
     return f"Holds; the worst case uses {share}% of {finding.allowance}."
 

@@ -27,7 +27,7 @@ from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding
 NEEDED = ("runs", "summary", "curves")
 FOLDER = Path("paper_outputs")
 BEYOND = range(50, 90)  # places of the studies whose claims are of other papers, or our own on what is not in the paper
-ABOUT_OSA = "section_5"  # the study whose claims about orthogonal variants are the answer that readers look for
+ABOUT_OSA = ("section_5", "stability")  # whose claims about orthogonal variants are the answer that readers look for
 DIRTY = " with uncommitted changes"
 ENVIRONMENT = ("device_name", "platform", "python", "torch", "num_threads")
 
@@ -171,6 +171,10 @@ def provenance(results: Results) -> dict:
         "runs": {name: dict(sorted(Counter(values).items())) for name, values in facts.items()},
         "code_sha256_here": record.code_sha256(),
         "runs_by_other_code": len(made_otherwise(results)),
+        "runs_by_code_that_replay_found_equal": sum(
+            made["code_sha256"] != record.code_sha256(made["environment"]["device"]) and record.is_of_today(made)
+            for made in records
+        ),
         "runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
         "stale_studies": stale_studies(results.lab.params),
         "parameters_sha256": hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest(),
@@ -183,7 +187,8 @@ def verdict(results: Results) -> dict:
     """The whole in a few numbers: how the claims about OSA came out, all claims and checks, and how many runs there are."""
     run, status = results.lab.params.run, Counter(results.lab.tables["runs"]["status"])
     orthogonal = {name for name, variant in results.lab.params.variants.items() if variant.attention == "orthogonal"}
-    osa = [each for each in results.found.get(ABOUT_OSA, []) if each.kind == CLAIM and orthogonal.intersection(each.models)]
+    about = itertools.chain(*(results.found.get(name, []) for name in ABOUT_OSA))
+    osa = [each for each in about if each.kind == CLAIM and orthogonal.intersection(each.models)]
     return {
         "about_osa": statistics.combine([finding.verdict for finding in osa] or [statistics.NOT_EVALUATED]),
         "claims_about_osa": count(osa, statistics.VERDICTS),

@@ -22,7 +22,7 @@ RULES = (
     "comparisons needs all of them, and any of them refutes it, at 5% for all together: where nothing is to be found, one "
     "claim in twenty is decided all the same. A check is an identity or a proved bound: it tests the code. An observation "
     "is a number worth knowing. The rules of Section 5’s claims stand in `pipeline/paper.yaml`, where git shows no change "
-    "since {}."
+    "since {}. A Table 2 of earlier code was known when they took this form; their limits are those that it was judged by."
 )
 SIZE = ("depth", "embed_dim", "num_heads")
 SHOWN_DIGEST = 8  # characters of a SHA-256 that tell codes apart
@@ -47,7 +47,7 @@ def tally(of: Results) -> str:
     ]
     passed = f"{checks['passes']} of {plural(checks['total'], 'check')} pass and {checks['fails']} fail"
     headlines = [finding.headline for found in of.found.values() for finding in found if finding.headline]
-    return " ".join([*claims, f"{passed}. {models}: {trained}.", *headlines])
+    return " ".join([*claims, f"{passed}. Table 2: {models}; {trained}.", *headlines])
 
 
 def rules(of: Results) -> str:
@@ -119,8 +119,9 @@ def limitations(of: Results) -> list[str]:
         f"With {seeds} of each model, {undecided} of {plural(len(claims), 'claim')} remain undecided or not evaluated.",
         f"Table 2 is of one data set, {lab.params.data.source}, and of one recipe at {size}.",
         f"{on_gpu or 'None'} of its {plural(len(of.records), 'run')} {'were' if on_gpu > 1 else 'was'} made on a GPU.",
-        f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from. It "
-        f"leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative is listed.",
+        f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from, "
+        f"as we read it. It leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative "
+        "is listed.",
     ]
 
 

@@ -20,7 +20,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
-from pipeline.reporting.looks import STYLE, look
+from pipeline.reporting.looks import INK, STYLE, look
 from pipeline.reporting.numbers import ABSENT, fixed, number, span
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import (
@@ -157,7 +157,8 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
             measures.append(Measure(f"{label}, {depth} blocks: last train loss", losses.mean(), n=len(losses), note=note))
         gradient = number(initial(model, depths[-1], "gradient"))
         theirs = f"{lab.paper.deep_losses[model]:g}" if model in lab.paper.deep_losses else ABSENT
-        rows.append([label, *(told(runs, model, depth) for depth in depths), theirs, gradient])
+        rate = " or ".join(f"{rate:g}" for rate in runs.loc[runs["variant"] == model, "learning_rate"].unique()) or ABSENT
+        rows.append([label, rate, *(told(runs, model, depth) for depth in depths), theirs, gradient])
     epochs = [f"{depth} blocks, {budget[depth]} epoch{'s' if budget[depth] > 1 else ''}" for depth in depths]
     return Finding(
         id="depth",
@@ -168,16 +169,17 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         f"{TRAINS * GUESSING:.2f}; above {DOES_NOT:g} × ln 10 = {DOES_NOT * GUESSING:.2f}, or if it diverges, it does not.",
         measures=measures,
         table=Table(
-            ["Model", *epochs, "Theirs, 36 blocks", f"‖∂loss/∂θ₁‖₂ at first, {depths[-1]}"],
+            ["Model", "Rate", *epochs, "Theirs, 36 blocks", f"‖∂loss/∂θ₁‖₂ at first, {depths[-1]}"],
             rows,
-            "l" * (1 + len(depths)) + "rr",
+            "lr" + "l" * len(depths) + "rr",
             note="Below each answer: last train loss, test accuracy, means over seeds, and seconds a training step by the "
-            "clock, in which the machine may have done other things. Theirs is the train loss on WikiText-103 (Table 1 and "
-            "Section 4), where a guess has more to choose from: compare the order alone. The gradient of the first block as "
-            f"initialised is of the study signals (`{SIGNALS}/blocks.csv`), of one seed.",
+            f"clock, in which the machine may have done other things.{of_accuracy(tables['histories'])} Theirs is the train "
+            "loss on WikiText-103 (Table 1 and Section 4), where a guess has more to choose from: compare the order alone. "
+            f"The gradient of the first block as initialised is of the study signals (`{SIGNALS}/blocks.csv`), of one seed.",
         ),
         figure=draw(tables["histories"], depths, settings.models, lab) if len(tables["histories"]) else None,
-        caption="Train loss, a line for each run; dashed: what trains is below the one, what does not above the other.",
+        caption="Train loss, a line for each run, cut where it begins higher. A model trains if it ends below the lower "
+        "dotted line, and does not if it ends above the upper one.",
         in_short=answer(runs, settings.models, depths, lab),
         headline=headline(runs, depths, lab),
         remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), of_other_code(runs)))),
@@ -232,7 +234,7 @@ def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
     seeds = "one seed, which decides nothing" if seeds == 1 else f"{seeds} seeds"
     without = f"{deepest} blocks without skips and LN"
     if words[deepest] == "trains":
-        return f"{label} trains at {without} (last train loss {reached(rows)}; {seeds}){beside(runs, deepest, lab)}."
+        return f"{label} trains at {without} (last train loss {reached(rows)}; {seeds}){beside(runs, deepest, lab)}"
     least = [depth for depth in depths if words[depth] == "trains"]
     where = f"; it does at {least[-1]}" if least else ""
     losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
@@ -242,27 +244,39 @@ def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
 
 
 def reached(rows: pd.DataFrame) -> str:
-    """Mean last train loss and accuracy of the runs of a cell."""
-    loss, accuracy = fixed(rows["train_loss"].mean(), 2), fixed(100 * rows["test_accuracy"].mean(), 1)
-    return f"{loss}, test accuracy {accuracy}%"
+    """Mean last train loss of the runs of a cell."""
+    return fixed(rows["train_loss"].mean(), 2)
 
 
 def beside(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
-    """What the control does there, as what a model reaches with OSA is not OSA's doing if softmax reaches it too."""
-    rows, label = cell(runs, CONTROL, depth), lab.label(CONTROL)
+    """What the control does there, as what a model reaches with OSA is not OSA's doing if softmax reaches it too; and which
+    models end lower."""
+    rows, label, ours = cell(runs, CONTROL, depth), lab.label(CONTROL), cell(runs, OSA, depth)["train_loss"].mean()
     said = {
         "not evaluated": "",
         "trains": f"; so does softmax attention with the same MLPs, {label} ({reached(rows)})",
         "undecided": f"; of softmax attention with the same MLPs, {label}, it is undecided",
         "does not": f"; softmax attention with the same MLPs, {label}, does not",
     }
-    return said[outcome(rows)]
+    losses = runs[runs["depth"] == depth].groupby("variant", sort=False)["train_loss"].mean()
+    lower = [f"{label_of(model, lab)} ({fixed(loss, 2)})" for model, loss in losses[losses < ours].sort_values().items()]
+    return f"{said[outcome(rows)]}." + (f" Lower losses: {', '.join(lower)}." if lower else "")
+
+
+def of_accuracy(histories: pd.DataFrame) -> str:
+    """By how much the test accuracy of one run differs within its last half epoch, at the most."""
+    if histories.empty:
+        return ""
+    last = histories.groupby(["variant", "depth", "seed"])["epoch"].transform("max")
+    late = histories[histories["epoch"] >= last - 0.5].groupby(["variant", "depth", "seed"])["test_accuracy"]
+    swing = fixed(100 * (late.max() - late.min()).max(), 1)
+    return f" Accuracies are those of the last step and order no models: one moved by {swing} points in the last half epoch."
 
 
 def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
     """What of it is attention, and what MLP: as initialised, and trained at that depth and at lesser ones."""
     middle = len(depths) // 2
-    depth, shown = depths[middle], depths[: middle + 1]
+    depth, deepest, shown = depths[middle], depths[-1], depths[: middle + 1]
     rows, measures = [], []
     for model, part in PARTS.items():
         numbers = {column: initial(model, depth, column) for column in ("gradient", "q", "rank")}
@@ -293,11 +307,13 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         ),
         in_short=f"In the same frame the tokens’ effective rank is {number(rank[OSA])} after OSA and "
         f"{number(rank['softmax_shaped'])} after softmax. The gradient of OSA’s first block is {number(gradient[OSA])}, and "
-        f"{number(gradient['gelu'])} where GELU is not shaped." + "".join(trained),
-        remark="In this frame signals and gradients keep their size around softmax too, where tokens do not stay apart. "
-        "Around OSA the gradient explodes if α does not fall with depth, or GELU is left as it is; it grows where V and O "
-        "are drawn per head; and tokens that are not normalised lose their rank. That is at initialisation: what trains is "
-        "another question.",
+        f"{number(gradient['gelu'])} where GELU is rescaled and not shaped." + "".join(trained),
+        remark="In this frame neither signals nor gradients vanish or explode around softmax either, where tokens do not "
+        "stay apart. Around OSA the gradient explodes if α does not fall with depth, or GELU is rescaled to keep q and not "
+        "shaped (left as it is, signals vanish: OSA (exact)); it grows where V and O are drawn per head; and tokens that "
+        f"are not normalised lose their rank. With {deepest} blocks, OSA’s own first gradient is "
+        f"{number(initial(OSA, deepest, 'gradient') / gradient[OSA])} times that with {depth}. All that is at "
+        "initialisation: what trains is another question.",
         sources=[f"{SIGNALS}/blocks.csv"],
         models=tuple(model for model in PARTS if model not in SHAPED),
     )
@@ -325,8 +341,8 @@ def of_the_pilot(lab: Lab) -> Finding:
         place="He et al. 2023, Appendix H.1",
         kind=OBSERVATION,
         statement=f"Mean train loss of the last {pilot.LAST} of {pilot.STEPS} steps at {pilot.DEPTH} blocks, with the seed "
-        f"{pilot.SEED}, which no study has. The rate is the one with the least loss, sought from the middle of three up or "
-        f"down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}.",
+        f"{pilot.SEED}, which no study has. The rate, which serves at every depth, is the one with the least loss, sought "
+        f"from the middle of three up or down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}.",
         measures=measures or [Measure("Trainings of the pilot", 0)],
         table=Table(["Model", "Learning rate", "α L", "Train loss", ""], rows, "lrrrl") if rows else None,
         in_short=f"Rates: {rates}.{alpha}" if rates else "No search is over yet.",
@@ -347,7 +363,7 @@ def draw(histories: pd.DataFrame, depths: list[int], models: list[str], lab: Lab
         for (model, _), curve in own.groupby(["variant", "seed"], sort=False):
             axes.plot(curve["epoch"], curve["train_loss"], **line_of(model))
         for share in (TRAINS, DOES_NOT):
-            axes.axhline(share * GUESSING, **charts.EXPECTED)
+            axes.axhline(share * GUESSING, color=INK, linestyle=":", linewidth=0.8)
         axes.set(title=f"{depth} blocks", xlabel="Epoch", ylim=(0, 1.5 * GUESSING))
     panels[0].set_ylabel("Train loss")
     drawn = [model for model in models if (histories["variant"] == model).any()]

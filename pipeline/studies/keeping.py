@@ -128,7 +128,7 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
         place=PLACE,
         kind=OBSERVATION,
         statement="Accuracy, speed of convergence and condition numbers after training; the first two rows are Table 2’s.",
-        in_short=f"{len(seen) or 'None'} of {len(RUNS)} models trained"
+        in_short=f"{len(seen) or 'None'} of {len(RUNS)} models trained so far"
         + (f"; by model, they reach {span((m.value for m in seen), lambda value: fixed(value, 2))}%." if seen else "."),
         measures=seen or [Measure("Models that are trained", 0)],
         table=Table(

@@ -366,7 +366,8 @@ def figures_1_and_7(settings: Settings, kernels: pd.DataFrame) -> Finding:
         place=f"{PAPER}, Figures 1 and 7",
         kind=CHECK,
         statement="Without skips, softmax attention quickly makes all tokens point one way, with RMSNorm or without, and "
-        "with Post-LN it does so more slowly. Signal-preserving attention does not, nor does Pre-LN",
+        "with Post-LN it does so more slowly. With Pre-LN and in signal-preserving attention the mean cosine stays below "
+        f"{COLLAPSED} for {last} blocks",
         rule=f"In exact kernel space, {settings.tokens} tokens of {settings.types} types, mean over {len(settings.seeds)} "
         f"draws: the mean cosine of two tokens ends above {COLLAPSED} in softmax without skips and with Post-LN, and below "
         "it in all others.",
@@ -376,7 +377,9 @@ def figures_1_and_7(settings: Settings, kernels: pd.DataFrame) -> Finding:
         caption="Mean cosine of two tokens, and effective rank of their cosines, through attention alone. Softmax has the "
         "causal biases of ALiBi and logits of zero.",
         remark="Value-SkipInit keeps the tokens as they are, and OSA every eigenvalue of their kernel (Theorem 2.2), if "
-        "not of the cosines, whose rank is shown: both leave it to training to make tokens more alike.",
+        "not of the cosines, whose rank is shown: both leave it to training to make tokens more alike. Below the line "
+        f"little of the rank may be left: {number(rank['pre_ln', last])} with Pre-LN, {number(rank['espa', last])} in "
+        "E-SPA.",
     )
 
 

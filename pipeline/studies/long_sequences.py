@@ -156,7 +156,7 @@ def costs(settings: Settings, runs: pd.DataFrame, lab: Lab) -> Finding:
         table=Table(["Model", "N", "Seconds a step", "Accuracy, %", "n"], rows) if rows else None,
         figure=draw(there, lab) if len(there) else None,
         caption="A line for each model, a point for each number of tokens, which stands beside it.",
-        in_short=f"{len(there) or 'None'} of {len(runs)} runs trained{ends(there, lab)}.",
+        in_short=f"{len(there) or 'None'} of {len(runs)} runs trained so far{ends(there, lab)}.",
         remark=of_other_code(runs),
         models=tuple(settings.models),
     )

@@ -45,12 +45,12 @@ def speed(benchmark: Benchmark) -> Finding:
     literal = others[(others["map"] == "givens") & (others["code"] == POST) & (others["tokens"] == TRAINING_TOKENS)]
     asked = {  # where the statement is weakest, and the ratio that it takes
         "No layer is as fast as a dense one": (others, 1.0),
-        f"Givens rotations one by one are significantly slower, by {MUCH_SLOWER:g} times": (literal, MUCH_SLOWER),
+        f"Givens rotations one by one are significantly slower, we say {MUCH_SLOWER:g} times": (literal, MUCH_SLOWER),
     }
     weakest = {what: (of.loc[of["p10_over_dense"].idxmin()], limit) for what, (of, limit) in asked.items()}
     sides, ours = {what: side(row, limit) for what, (row, limit) in weakest.items()}, goals(table)
     within = sum(measure.value <= GOAL for measure in ours)
-    told = [f"“{what}” {answer} here" for what, answer in sides.items()]
+    told = [f"{what}: it {answer} here" for what, answer in sides.items()]
     told += [f"{within} of our {len(ours)} layers are within our goal of {GOAL:g} times a dense one"]
     gpu = "" if on_gpu else " They are about GPUs, of which this machine has none: there they are not evaluated."
     return benchmark.finding(

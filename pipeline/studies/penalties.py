@@ -189,8 +189,9 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
         title="Dose and response of the penalties",
         place=PAPER,
         kind=OBSERVATION,
-        statement="ViTs trained with λ from 1e-10, a negative control, to 1. Those up to 1e-6 are the paper’s.",
-        in_short=f"{len(measures) or 'None'} of {sum(bool(cell.penalty) for cell in CELLS)} cells trained"
+        statement="ViTs trained with λ from 1e-10, the paper’s smallest and so a negative control, to 1. Those up to 1e-6 "
+        "are the paper’s.",
+        in_short=f"{len(measures) or 'None'} of {sum(bool(cell.penalty) for cell in CELLS)} cells trained so far"
         + (f"; by cell, {told}." if told else "."),
         measures=measures or [Measure("Cells that are trained", 0)],
         table=Table(

@@ -40,7 +40,7 @@ from pipeline.studies._kernels import kernels_of, picture
 place = 52
 SHAPED = {  # OSA shaped for depth with one of its changes left out: what is replaced, and how that is called
     "per_head": ({"joint_value_output": False}, "V and O per head"),
-    "gelu": ({"activation": "gelu"}, "GELU not shaped"),
+    "gelu": ({"activation": "gelu"}, "GELU rescaled, not shaped"),
     "tokens": ({"normalise_tokens": False}, "tokens not normalised"),
     "alpha": ({"alpha_times_depth": None}, "α = 0.1"),
 }
@@ -318,15 +318,16 @@ def at_a_glance(settings: Settings, blocks: pd.DataFrame, wholes: pd.DataFrame, 
         table=Table(
             columns,
             rows,
-            note=f"Of q the mean, and between which values it is for {BAND[1] - BAND[0]:.0%} of the tokens. κ is the "
-            "geometric mean over heads and images, ∞ where float64 cannot tell the product from a singular matrix; with "
-            "skips tokens go past it.",
+            note=f"q: the mean, and the range that holds {BAND[1] - BAND[0]:.0%} of the tokens. κ is the geometric mean "
+            "over heads and images, ∞ where float64 cannot tell the product from a singular matrix; with skips tokens go "
+            "past it.",
         ),
         figure=draw_glance(settings, first, last, lab),
         caption="A point for each depth, dark to light; of q with a line over most of the tokens. Triangles lie beyond the "
         "axis. Left of the first panel’s dashed line the gradient is smaller than AdamW’s ε.",
         remark="The four rows below OSA (shaped) each leave one of its changes out. In Value-SkipInit [cls] sees no patch "
-        "at first. In softmax without skips all tokens become one, with LN or without.",
+        "at first. In softmax without skips all tokens become one, with LN or without; with both, ViT’s have a mean "
+        f"cosine of {number(last.loc[('vit', deepest), 'cosine'])}.",
     )
 
 

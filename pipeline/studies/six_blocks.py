@@ -124,7 +124,7 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
             note="Mean ± standard deviation over the n seeds that finished. OSA (shaped) has the α L of the pilot.",
             variants=models,
         ),
-        in_short=f"{len(done) or 'None'} of {len(settings.models)} models trained"
+        in_short=f"{len(done) or 'None'} of {len(settings.models)} models trained so far"
         + (f"; the most accurate is {lab.label(best)} with {fixed(done[best], 2)}%." if done else "."),
         remark=remark,
         models=tuple(models),
@@ -150,6 +150,6 @@ def choices(results: Results) -> Finding:
         statement="Test accuracy in per cent with one value of a model replaced, LN among them.",
         measures=measures,
         table=Table(["Model", "Replaced", "Accuracy", "As it is", "Change", "n"], rows, "llrrrr"),
-        in_short=f"{len(done) or 'None'} of {len(CHOICES)} choices trained"
+        in_short=f"{len(done) or 'None'} of {len(CHOICES)} choices trained so far"
         + (f", which change the accuracy by {span(done, lambda change: signed(change, 2))} points." if done else "."),
     )

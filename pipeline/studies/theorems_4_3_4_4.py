@@ -172,11 +172,14 @@ def heads_of_models(layers: pd.DataFrame, lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement="The theorem speaks of the initialisation and of any X. In a model X is what the layers before make of an "
         "image, and training moves α and the weights.",
-        in_short=f"κ(J) of a head is at most {number(largest_initially.max())} as initialised"
+        in_short=f"κ(J) of a layer’s first head is at most {number(largest_initially.max())} as initialised"
         + (f", and {number(trained['jacobian_kappa'].max())} as trained." if len(trained) else "."),
         measures=[
-            *(Measure(f"{lab.label(v)}, as initialised: largest κ(J) of a head", k) for v, k in largest_initially.items()),
-            *worst_over_seeds(lab, trained, "jacobian_kappa", "largest κ(J) of a head"),
+            *(
+                Measure(f"{lab.label(v)}, as initialised: largest κ(J) of first heads", k)
+                for v, k in largest_initially.items()
+            ),
+            *worst_over_seeds(lab, trained, "jacobian_kappa", "largest κ(J) of first heads"),
         ],
         table=layer_table(medians, sources, lab),
         figure=draw_layers(medians, sources, lab),

@@ -275,7 +275,7 @@ def vanishing_gradients(table: pd.DataFrame, ends: tuple[int, int], lab: Lab) ->
         table=model_table(columns, lab),
         figure=draw(table, lab, {"first_gradient": "‖∂loss/∂θ₁‖₂"}, epsilon),
         caption="The first block’s gradient over depth, as initialised; dashed, AdamW’s ε. Geometric means over seeds.",
-        remark="GELU halves small signals, and without layer norm or skips nothing undoes that.",
+        remark="GELU halves small signals, and in models with neither layer norm nor skips nothing undoes that.",
     )
 
 

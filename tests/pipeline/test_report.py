@@ -394,6 +394,14 @@ def test_the_answer_is_about_osa(project, fakes, verdicts, headline, sentence):
     assert counted["claims"]["not_supported"] == 1 + verdicts.count(NOT_SUPPORTED)
 
 
+def test_the_stability_of_osa_is_one_of_the_claims_about_it(project):
+    of = results.read()
+    with_stability = replace(of, found=of.found | {"stability": [claim("stable", NOT_EVALUATED, ("osa_exact",))]})
+    counted = results.verdict(with_stability)
+    assert counted["about_osa"] == UNDECIDED
+    assert (counted["claims_about_osa"]["total"], counted["claims_about_osa"]["not_evaluated"]) == (3, 1)
+
+
 def test_claims_of_other_studies_are_not_in_the_headline(project, monkeypatch):
     other = claim("deep", NOT_SUPPORTED, ("osa_qr",))
     monkeypatch.setattr(studies.module("fake_2_1"), "findings", lambda *_: [other])
@@ -423,7 +431,7 @@ def test_the_verdict_file_has_words_for_keys(project):
     }
     text = read_page("report.html")
     assert "Of 2 claims about the paper, 2 are undecided. 1 of 1 check pass and 0 fail. " in text
-    assert "3 models, 3 seeds: 9 of 9 runs trained, 0 diverged." in text
+    assert "Table 2: 3 models, 3 seeds; 9 of 9 runs trained, 0 diverged." in text
 
 
 def test_a_check_that_fails_is_shown_as_failing(project):
@@ -467,7 +475,7 @@ def check_of(*measures: Measure) -> Finding:
             "Holds; the worst case uses 75% of what is allowed.",
         ),
         ([Measure("a", 15.0, side="above", limit=10.0)], "Holds; the closest is a: 15, above the 10 asked."),
-        ([Measure("a", 10.01, side="above", limit=10.0)], "Holds; the closest is a: 10, just above the 10 asked."),
+        ([Measure("a", 10.01, side="above", limit=10.0)], "Holds; the closest is a: it comes to the 10 asked."),
         ([Measure("a", -1.0, side="below", limit=0.0)], "Holds."),
         (
             [Measure("a", 1.0, side="below", limit=50.0), Measure("b", 5.0, "m", side="below", limit=4.0)],
@@ -504,7 +512,7 @@ def test_nothing_is_told_first_where_there_is_nothing_to_tell(project):
     assert cautions() == []
     report.main([])
     assert "\n>" not in read_page("report.md") and "Read with care" not in read_page("report.html")
-    assert "None of the values that the paper states is departed from." in read_page("report.html")
+    assert "None of the values that the paper states is departed from, as we read it." in read_page("report.html")
 
 
 OTHER_CODE = (
@@ -603,16 +611,18 @@ def test_departures_are_told_first_and_listed(project):
         "a difference to its numbers is no failure to replicate them.",
         "Not our recipe, where the paper states nothing: train.eps is 1e-06 and not 1e-08 (OSA (QR), ViT).",
     ]
-    assert "2 of the values that the paper states are departed from." in render().texts["limitations"]
+    assert "2 of the values that the paper states are departed from, as we read it." in render().texts["limitations"]
     assert pages.table_2(results.read()).columns == ["Model", "Ours", "n"]  # and no comparison
 
 
 def test_provenance_lists_every_value_that_occurs(project):
     edit_record("vit/1", resumptions=2, environment={"git_commit": None, "torch": "2.12.0"})
+    edit_record("vit/2", code_sha256="before", replays=[{"code_sha256": record.code_sha256()}])
     report.main([])
     facts = json.loads(read_page("provenance.json"))
     assert facts["runs"]["torch"] == {"2.11.0": 8, "2.12.0": 1} and facts["runs"]["commit"]["not recorded"] == 1
     assert facts["code_sha256_here"] == record.code_sha256() and facts["stale_studies"] == []
+    assert facts["runs_by_code_that_replay_found_equal"] == 1 and facts["runs_by_other_code"] == 0
     shown = Page(read_page("report.html")).table("provenance")
     assert ["torch", "2.11.0 (8 runs); 2.12.0 (1 run)"] in shown and ["resumptions", "2"] in shown
 

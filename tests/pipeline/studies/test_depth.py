@@ -45,19 +45,29 @@ def made_up(losses: dict[tuple[str, int], list[float | None]]) -> dict[str, pd.D
     """The tables of runs with these last train losses, by model and depth; one without a loss diverged."""
     rows = [
         {"variant": model, "depth": blocks, "seed": seed, "status": "diverged" if loss is None else "finished"}
-        | {"train_loss": loss, "test_accuracy": 0.9, "seconds_per_step": 2.0, "codes": "c0de", "device": "cpu"}
+        | {
+            "train_loss": loss,
+            "test_accuracy": 0.9,
+            "seconds_per_step": 2.0,
+            "learning_rate": 1e-4,
+            "codes": "c0de",
+            "device": "cpu",
+        }
         for (model, blocks), each in losses.items()
         for seed, loss in enumerate(each)
     ]
     histories = [
-        {"variant": model, "depth": blocks, "seed": seed, "epoch": epoch, "train_loss": loss, "test_loss": loss}
+        {"variant": model, "depth": blocks, "seed": seed, "epoch": epoch, "train_loss": loss, "test_accuracy": 0.9}
         for (model, blocks), each in losses.items()
         for seed in range(len(each))
         for epoch, loss in enumerate((2.3, 1.0))
     ]
     columns = ["variant", "depth", "seed", *_deep.RUN]
     runs = pd.DataFrame(rows, columns=columns).astype({"train_loss": float})
-    return {"runs": runs, "histories": pd.DataFrame(histories, columns=[*columns[:3], "epoch", "train_loss", "test_loss"])}
+    return {
+        "runs": runs,
+        "histories": pd.DataFrame(histories, columns=[*columns[:3], "epoch", "train_loss", "test_accuracy"]),
+    }
 
 
 def test_the_runs_that_are_wanted_in_the_order_of_training(lab):
@@ -98,12 +108,12 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
     tables = {"runs": files.read_csv("nothing/runs.csv"), "histories": made_up({})["histories"]}
     answer, _, *claims, of_pilot = findings(SETTINGS, tables, lab)
     assert answer.figure is None and answer.headline == ""
-    assert all(cell == "not evaluated" for row in answer.table.rows for cell in row[1:3])
+    assert all(cell == "not evaluated" for row in answer.table.rows for cell in row[2:4])
     assert answer.in_short.startswith("None of 3 models is trained yet.")
     assert {claim.verdict for claim in claims} == {NOT_EVALUATED} and len(claims) == 5
     assert of_pilot.table is None
     answer, *_ = findings(SETTINGS.model_copy(update={"models": ["espa", "vit"]}), made_up({}), lab)
-    assert [row[3] for row in answer.table.rows] == ["2.79", "–"], "what He et al. report"
+    assert [row[4] for row in answer.table.rows] == ["2.79", "–"], "what He et al. report"
 
 
 @pytest.mark.parametrize(
@@ -112,12 +122,13 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
         (
             [0.4],
             "trains",
-            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.40, test accuracy 90.0%; one seed",
+            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.40; one seed, which decides nothing). "
+            "Lower losses: ViT (0.20).",
         ),
         (
             [0.4, 0.5, 0.6],
             "trains",
-            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.50, test accuracy 90.0%; 3 seeds).",
+            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.50; 3 seeds). Lower losses: ViT",
         ),
         ([1.5], "undecided", "not shown to train at 36 blocks without skips and LN: its train loss ends at 1.50 (one seed"),
         (
@@ -135,8 +146,8 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     answer, *_ = findings(SETTINGS, tables, lab)
     assert headline in answer.headline
     cells = answer.table.rows[0]
-    assert cells[3] == "–"
-    assert cells[1].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[2].split("\n")[0] == word
+    assert cells[1] == "0.0001" and cells[4] == "–"
+    assert cells[2].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[3].split("\n")[0] == word
     trained = "with 2 of 3 models tried, 2 train: OSA (shaped); ViT." in answer.in_short
     assert "seed" not in answer.in_short and trained == (word == "trains")
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
@@ -214,9 +225,9 @@ def test_the_parts_are_told_at_every_depth_up_to_that_of_the_signals(lab):
     _, parts, *_ = findings(SETTINGS, tables, lab)
     told = {row[0]: [cell.split("\n")[0] for cell in row[-2:]] for row in parts.table.rows}
     assert told["OSA (shaped)"] == ["trains", "trains"]
-    assert told["OSA (shaped), GELU not shaped"] == ["does not", "not evaluated"]
+    assert told["OSA (shaped), GELU rescaled, not shaped"] == ["does not", "not evaluated"]
     assert parts.table.columns[-2:] == ["Trained, 12", "Trained, 36"]
-    at_12 = "Trained at 12 blocks – OSA (shaped), GELU not shaped: does not; OSA (shaped): trains."
+    at_12 = "Trained at 12 blocks – OSA (shaped), GELU rescaled, not shaped: does not; OSA (shaped): trains."
     assert parts.in_short.endswith(f"{at_12} Trained at 36 blocks – OSA (shaped): trains.")
 
 
@@ -233,7 +244,11 @@ def test_what_cls_knows_of_the_image_is_the_signals_number(lab, monkeypatch, tmp
     "losses, end",
     [
         ([], "which decides nothing)."),
-        ([0.6], "; so does softmax attention with the same MLPs, Softmax (shaped) (0.60, test accuracy 90.0%)."),
+        ([0.6], "; so does softmax attention with the same MLPs, Softmax (shaped) (0.60)."),
+        (
+            [0.3],
+            "with the same MLPs, Softmax (shaped) (0.30). Lower losses: Softmax (shaped) (0.30).",
+        ),
         ([1.5], "; of softmax attention with the same MLPs, Softmax (shaped), it is undecided."),
         ([2.3], "; softmax attention with the same MLPs, Softmax (shaped), does not."),
     ],
@@ -242,3 +257,12 @@ def test_the_first_screen_names_the_control_beside_osa(lab, losses, end):
     tables = made_up({("osa_shaped", 36): [0.4], ("softmax_shaped", 36): losses, ("softmax_shaped", 12): [0.2]})
     answer, *_ = findings(SETTINGS, tables, lab)
     assert answer.headline.endswith(end)
+
+
+def test_accuracies_that_move_are_told():
+    histories = pd.DataFrame(
+        [("vit", 36, 0, epoch, accuracy) for epoch, accuracy in ((1, 0.1), (1.5, 0.95), (1.75, 0.9), (2, 0.93))]
+        + [("espa", 36, 0, epoch, 0.9) for epoch in (1.5, 2)],
+        columns=["variant", "depth", "seed", "epoch", "test_accuracy"],
+    )
+    assert depth.of_accuracy(histories).endswith("one moved by 5.0 points in the last half epoch.")

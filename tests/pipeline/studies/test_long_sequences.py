@@ -81,5 +81,6 @@ def test_time_and_accuracy_on_the_same_axes(lab):
     assert finding.table.rows[-1] == ["ViT", "785", "–", "–", "not evaluated"]
     assert "N = 50" in figures.svg(finding.figure)
     assert finding.in_short == (
-        "2 of 3 runs trained; ViT: 0.40 s a step for 95.00% at N = 50; OSA (exact): 0.50 s a step for 94.00% at N = 50."
+        "2 of 3 runs trained so far; ViT: 0.40 s a step for 95.00% at N = 50; "
+        "OSA (exact): 0.50 s a step for 94.00% at N = 50."
     )

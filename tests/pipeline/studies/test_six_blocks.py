@@ -63,9 +63,9 @@ def test_each_choice_is_one_run_that_the_recipe_knows(lab):
 def test_what_a_choice_changes_stands_beside_its_model(lab):
     accuracies = {"espa": [0.96, 0.962, 0.964], "espa_norm": [0.952], "espa_gelu": [0.965]}
     finding = findings(SETTINGS, runs_of(accuracies, {}, ["variant", "depth", "seed"]), lab)[1]
-    assert finding.in_short == "2 of 11 choices trained, which change the accuracy by −1.00 to +0.30 points."
+    assert finding.in_short == "2 of 11 choices trained so far, which change the accuracy by −1.00 to +0.30 points."
     nothing = findings(SETTINGS, runs_of({"espa": [0.96]}, {}, ["variant", "depth", "seed"]), lab)[1]
-    assert nothing.in_short == "None of 11 choices trained."
+    assert nothing.in_short == "None of 11 choices trained so far."
     choices = {row[1]: row[2:] for row in finding.table.rows}
     assert choices["LN"] == ["95.20", "96.20", "−1.00", "1"] and choices["No weight decay"][-1] == "not evaluated"
 
@@ -80,7 +80,7 @@ def test_side_by_side_with_the_runs_of_table_2(lab):
     other = lab.params.train.model_copy(update={"epochs": 1})
     lab.params = lab.params.model_copy(update={"train": other})  # than the recipe has, with which Table 2 is no reference
     assert {row[0].split("\n")[0]: row[1:] for row in findings(SETTINGS, tables, lab)[0].table.rows}["ViT"][0] == "–"
-    assert table.in_short == "1 of 3 models trained; the most accurate is E-SPA (normalised skip) with 96.20%."
+    assert table.in_short == "1 of 3 models trained so far; the most accurate is E-SPA (normalised skip) with 96.20%."
     verdicts = {claim.id: claim.verdict for claim in claims}
     assert verdicts["espa_skip_matches_default"] == SUPPORTED
     assert {verdicts[name] for name in ("espa_fastest", "osa_not_below_espa", "softmax_skip_needs_norm")} == {NOT_EVALUATED}

@@ -167,7 +167,7 @@ def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
     seen = tables["watched"]["attention"]
     tables["watched"] = tables["watched"].assign(**dict.fromkeys(penalties.COLUMNS, seen), worst=0.1)
     found = findings("penalties", bench("penalties"), tables)
-    assert found["penalties_dose"].in_short == "2 of 26 cells trained; by cell, ViT reaches 96.00 to 97.00%."
+    assert found["penalties_dose"].in_short == "2 of 26 cells trained so far; by cell, ViT reaches 96.00 to 97.00%."
     by_depth = found["penalties_with_depth"]
     assert by_depth.table.rows[0] == ["ViT + VAR-III, λ = 1 × 10⁻⁶", "0", "0.96", "0", "0.96"]
     assert [row[0] for row in by_depth.table.rows][-1] == "ViT (no skip, no LN)" and len(by_depth.measures) == 3 * 4
@@ -180,7 +180,7 @@ def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
     found = findings("keeping", bench("keeping"), kept)
     assert {name for name in found if name.startswith("maps")} == {"maps_agree"} and len(found["maps_agree"].measures) == 4
     outcome = found["keeping_outcome"]
-    assert outcome.in_short == f"2 of {len(keeping.RUNS)} models trained; by model, they reach 95.00 to 97.00%."
+    assert outcome.in_short == f"2 of {len(keeping.RUNS)} models trained so far; by model, they reach 95.00 to 97.00%."
 
 
 @pytest.mark.parametrize("values, verdict", [([0.5, 0.51, 0.52], SUPPORTED), ([0.99, 1.0, 1.01], NOT_SUPPORTED)])

@@ -394,8 +394,9 @@ def test_the_answer_is_about_osa(project, fakes, verdicts, headline, sentence):
     assert counted["claims"]["not_supported"] == 1 + verdicts.count(NOT_SUPPORTED)
 
 
-def test_the_stability_of_osa_is_one_of_the_claims_about_it(project):
+def test_the_stability_of_osa_is_one_of_the_claims_about_it(project, monkeypatch):
     of = results.read()
+    monkeypatch.setattr(studies, "place", lambda name: 0)
     with_stability = replace(of, found=of.found | {"stability": [claim("stable", NOT_EVALUATED, ("osa_exact",))]})
     counted = results.verdict(with_stability)
     assert counted["about_osa"] == UNDECIDED

@@ -98,9 +98,9 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
             statement="In the plane, X₂₁ = x is a rotation by x for Givens and for the exponential, and by 2 arctan(x/2), "
             "which never comes to a half turn, for Cayley and for Householder. In more dimensions the exponential is left "
             "by the third power of the distance from I by Cayley, whose series agrees one term further, and by the second "
-            "by Givens and Householder, which take planes or vectors one after another",
+            "by Givens and Householder, which take planes or vectors one after another.",
             rule=f"In float64: every angle is right to {number(TOLERANCE)}, and along every random direction the slope of "
-            f"log ‖Q(tX) − exp(tA)‖₂ over log t, up to ‖tA‖₂ = {NEAR:g}, to {SLOPE_TOLERANCE:g}.",
+            f"log ‖Q(tX) − exp(tA)‖₂ over log t, up to ‖tA‖₂ = {NEAR:g}, is that power to {SLOPE_TOLERANCE:g}.",
             measures=[*angles, *(of_order(name, apart[apart["map"] == name]) for name in ORDERS)],
             figure=draw(plane, apart),
             caption="Left, the angle of rotation by x for n = 2; dashed, a half turn. Right, the distance from the "

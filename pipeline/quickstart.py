@@ -132,11 +132,12 @@ class Work:
         log = FOLDER / f"{module[0].removeprefix('pipeline.')}.log"
         process = start(log, module)
         try:
-            while process.poll() is None:
-                time.sleep(POLL_SECONDS)
-                is_over = process.poll() is not None
+            is_over = False
+            while not is_over:
+                is_over = process.poll() is not None  # asked before the log is read, which is then whole
                 self._look(log.read_text(errors="replace"), is_over, stage)
                 self._tell()
+                time.sleep(0 if is_over else POLL_SECONDS)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import yaml
@@ -101,6 +102,18 @@ def test_the_time_left_is_that_of_the_stages_which_run(work, capsys):
     assert told[0] == "quickstart: stage 1 of 2: tables; 0:00 gone, about 0:48 left"  # 40 + 8
     assert re.fullmatch(r"quickstart: stage 2 of 2: trainings; 0:00 gone, about 0:\d\d left", told[1]) and len(told) == 2
     assert work.seconds.keys() == {"tables", "trainings"} and all(0.2 < took < 5 for took in work.seconds.values())
+
+
+def test_a_stage_that_ends_right_after_a_look_is_over(work, monkeypatch):
+    answers = iter([None, None])
+
+    def start(log, module):
+        log.write_text("Running stage 'tables':\n")
+        return types.SimpleNamespace(poll=lambda: next(answers, 0), returncode=0)
+
+    monkeypatch.setattr(quickstart, "start", start)
+    work.do(["dvc"])
+    assert work.seconds.keys() == {"tables"}
 
 
 def test_a_stage_that_fails_is_told_in_one_sentence(work):

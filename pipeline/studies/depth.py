@@ -131,8 +131,8 @@ def told(runs: pd.DataFrame, model: str, depth: int) -> str:
     word, there = outcome(rows), rows[rows["status"] == "finished"]
     if len(there) == 0:
         return word
-    loss, accuracy = fixed(there["train_loss"].mean(), 2), fixed(100 * there["test_accuracy"].mean(), 1)
-    return f"{word}\n{loss}; {accuracy}%; {fixed(there['seconds_per_step'].median(), 2)} s"
+    accuracy, seconds = fixed(100 * there["test_accuracy"].mean(), 1), fixed(there["seconds_per_step"].median(), 2)
+    return f"{word}\n{reached(there)}; {accuracy}%; {seconds} s"
 
 
 def initial(model: str, depth: int, column: str) -> float:

@@ -129,6 +129,24 @@ class Lab:
     label = staticmethod(str)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that stands still but while a command is waited for that is cut off, however busy the machine is."""
+    now, run = [0.0], subprocess.run
+
+    def waited(command, timeout=None, **options):
+        try:
+            return run(command, timeout=timeout, **options)
+        except subprocess.TimeoutExpired:
+            now[0] += timeout + 0.01
+            raise
+
+    for module in (gpu, fan_out):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(subprocess, "run", waited)
+
+
+@pytest.mark.usefixtures("clock")
 def test_in_parts_that_end_in_time(monkeypatch, capsys):
     """A part that was cut off is begun again only with more time, so that what comes after it is done."""
     few = {"tests": ["-c", "import time; time.sleep(60)"], gpu.FIRST_RUNS: [], gpu.RUNS: []}

@@ -187,12 +187,12 @@ def _row(variant: str, before: Results, after: Results) -> list[str]:
         return [*sides, "", "", ""]
     if {seed: run.history for seed, run in old.items()} == {seed: run.history for seed, run in new.items()}:
         return [*sides, "", "", "the same runs"]
-    diverged = sum(run.accuracy is None for run in (*old.values(), *new.values()))
+    diverged = [sum(run.accuracy is None for run in runs.values()) for runs in (new, old)]
     found = judge([_accuracies(new), _accuracies(old)], (1, -1), limit=0, side="above", diverged=diverged)
     between = interval(found.low, found.high, 2)
     if math.isnan(found.low) and found.n:
         between = "one seed: no interval" if found.n == 1 else "no spread: no interval"
-    is_open = not diverged and found.n >= LEAST_RUNS and found.low <= 0 <= found.high
+    is_open = not any(diverged) and found.n >= LEAST_RUNS and found.low <= 0 <= found.high
     reading = {SUPPORTED: "higher", NOT_SUPPORTED: "lower"}.get(
         found.verdict, "no difference shown" if is_open else found.note
     )

@@ -9,7 +9,7 @@ negative as often as not.
                     1 − 0.05/k, because any of them refutes (Bonferroni)
     undecided       otherwise; with fewer than three runs in a sample; where no run differs from another, as that tells no
                     spread; and wherever a run diverged, as those that did not are then no fair sample
-    not evaluated   there is no run
+    not evaluated   of some sample there is no run
 """
 
 import math
@@ -74,7 +74,13 @@ class Judgement:
 
 
 def judge(
-    samples: Samples, weights: Sequence[float], *, limit: float, side: str, family: int = 1, diverged: int = 0
+    samples: Samples,
+    weights: Sequence[float],
+    *,
+    limit: float,
+    side: str,
+    family: int = 1,
+    diverged: Sequence[int] = (),
 ) -> Judgement:
     """The rule for Σ wᵢ · mean(sampleᵢ), to be "above" or "below" `limit`, by Welch's interval.
 
@@ -82,7 +88,7 @@ def judge(
         samples: values of independent runs, one sequence for each model. Ratios are judged by their logarithms.
         weights: of the means, such as (1, −1) for a difference.
         family: how many measures share the claim, of which any one refutes it.
-        diverged: how many runs of these models did.
+        diverged: how many runs of each model did; none is told of where it is empty.
     """
     region = {"above": (limit, math.inf), "below": (-math.inf, limit)}[side]
     return _judge_means(samples, weights, region, family, diverged, equal_spread=False)
@@ -94,7 +100,7 @@ def judge_within(
     *,
     margin: float,
     family: int = 1,
-    diverged: int = 0,
+    diverged: Sequence[int] = (),
     equal_spread: bool = True,
 ) -> Judgement:
     """The rule for what is to be within ±margin of 0. The samples share one spread, as those of one model do, or not."""
@@ -116,15 +122,16 @@ def judge_share(successes: int, n: int, *, limit: float = 0.5, family: int = 1, 
 
 
 def _judge_means(
-    samples: Samples, weights: Sequence[float], region: Interval, family: int, diverged: int, equal_spread: bool
+    samples: Samples, weights: Sequence[float], region: Interval, family: int, diverged: Sequence[int], equal_spread: bool
 ) -> Judgement:
-    value = combination(samples, weights)
+    value, diverged = combination(samples, weights), diverged or [0] * len(samples)
+    is_missing = any(len(sample) + lost == 0 for sample, lost in zip(samples, diverged, strict=True))
 
     def interval(level: float) -> Interval:
         half = half_width(samples, weights, 1 - level, equal_spread=equal_spread)
         return value - half, value + half
 
-    return _rule(value, min(map(len, samples)), region, interval, family, diverged)
+    return _rule(value, min(map(len, samples)), region, interval, family, 0 if is_missing else sum(diverged))
 
 
 def _rule(

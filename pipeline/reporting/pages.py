@@ -20,7 +20,7 @@ from pipeline.reporting.looks import look, on_page
 from pipeline.reporting.numbers import ABSENT, fixed, grouped, mean_std, number, per_cent, scripted, signed
 from pipeline.reporting.results import FOLDER, Results
 from pipeline.reporting.sentences import plural
-from pipeline.statistics import CONFIDENCE
+from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, UNDECIDED
 from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding, Measure, Table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -139,7 +139,7 @@ def in_short(finding: Finding) -> str:
     if len(deciding) > MOST_TOLD:
         counts = Counter(measure.verdict for measure in deciding)
         return f"Of {len(deciding)} comparisons, {sentences.listing(counts)}."
-    told = [f"{m.what} is {'not evaluated' if math.isnan(m.value) else value(m)}" for m in deciding]
+    told = [f"{m.what} is {value(m)}" for m in deciding]
     asked = {f"; {m.side} {number(m.limit)} is asked" for m in deciding if m.side}
     return f"{', '.join(told)}{asked.pop() if len(asked) == 1 else ''}."
 
@@ -157,7 +157,9 @@ def extremes(measures: list[Measure]) -> str:
 
 
 def value(measure: Measure) -> str:
-    """e.g. 0.43 points (−0.08 to 0.94)."""
+    """e.g. 0.43 points (−0.08 to 0.94); where there is none, not evaluated, or why it is not known."""
+    if math.isnan(measure.value):
+        return f"not known ({measure.note})" if measure.verdict == UNDECIDED else NOT_EVALUATED
     return f"{amount(measure)} ({ends})" if (ends := interval_of(measure)) else amount(measure)
 
 

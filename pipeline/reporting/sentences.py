@@ -116,8 +116,8 @@ def limitations(of: Results) -> list[str]:
     departures, topics = results.departures(of)["is_stated"].sum(), lab.paper.left_open
     tried = sum(bool(topic.alternatives) for topic in topics)
     return [
-        f"With {seeds} of each model, {undecided} of {plural(len(claims), 'claim')} remain undecided or not evaluated.",
-        f"Table 2 is of one data set, {lab.params.data.source}, and of one recipe at {size}.",
+        f"{undecided} of {plural(len(claims), 'claim')} remain undecided or not evaluated.",
+        f"Table 2 is of {seeds}, of one data set, {lab.params.data.source}, and of one recipe at {size}.",
         f"{on_gpu or 'None'} of its {plural(len(of.records), 'run')} {'were' if on_gpu > 1 else 'was'} made on a GPU.",
         f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from, "
         f"as we read it. It leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative "

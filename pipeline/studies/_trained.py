@@ -14,7 +14,16 @@ from pipeline.core import params
 from pipeline.core.params import Name, NonNegativeFloat, Section
 from pipeline.lab import Lab
 from pipeline.reporting.numbers import ABSENT, mean_std
-from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, judge, judge_within, summarise
+from pipeline.statistics import (
+    LEAST_RUNS,
+    NOT_EVALUATED,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    UNDECIDED,
+    judge,
+    judge_within,
+    summarise,
+)
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs, of_other_code
 from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim, judged_claim, of_recipe
@@ -64,8 +73,8 @@ class TrainedResults(Results):
 
     def cells(self, model: str) -> list[str]:
         """Test accuracy in per cent, and of how many runs, for a table; what was not trained is not evaluated."""
-        found = summarise(self.accuracies(model))
-        others = f", {self.diverged([model])} diverged" if self.diverged([model]) else ""
+        found, lost = summarise(self.accuracies(model)), sum(self.diverged([model]))
+        others = f", {lost} diverged" if lost else ""
         return [mean_std(found.mean, found.std, 2), f"{found.n}{others}"] if found.n or others else [NOT_EVALUATED, ABSENT]
 
 
@@ -153,6 +162,8 @@ def finding(name: str, prediction: Prediction, results: TrainedResults) -> Findi
     rule = prediction.rule
     models = tuple(name for name in rule.models if name in set(results.runs["variant"]))
     found = judged_claim(name, rule, rule.measures(results), statement=rule.sentence, sources=SOURCES, models=models)
-    came = {prediction.expected: "It came out so", UNDECIDED: "It is still open", NOT_EVALUATED: "It is still open"}
-    told = came.get(found.verdict, "It came out otherwise")
-    return replace(found, remark=f"Expected before the first run: {prediction.expected}. {prediction.why} {told}.")
+    is_decisive = all(measure.n >= LEAST_RUNS for measure in found.measures) and not any(results.diverged(rule.models))
+    is_so = found.verdict == prediction.expected and (found.verdict != UNDECIDED or is_decisive)
+    is_open = found.verdict in (UNDECIDED, NOT_EVALUATED)
+    came = "It came out so" if is_so else "It is still open" if is_open else "It came out otherwise"
+    return replace(found, remark=f"Expected before the first run: {prediction.expected}. {prediction.why} {came}.")

@@ -1,11 +1,14 @@
 """He et al. 2023, Section 4, and OSA beside it: which recipe trains at which depth? Theirs are language models of
 width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
 
-Models of 12, 36 and 72 blocks, all with the same budget, and each with the learning rate that a pilot found for its kind at
-36 blocks (pipeline/pilot.py). The stage gathers the runs that are there; `python -m pipeline.fan_out --only` trains others.
+Models of 12, 36 and 72 blocks, at each depth all with the same budget, and each with the learning rate that a pilot found
+for its kind at 36 blocks (pipeline/pilot.py). The stage gathers the runs that are there; `python -m pipeline.fan_out --only`
+trains others.
 """
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Annotated
 
 import matplotlib
@@ -22,6 +25,7 @@ from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import INK, STYLE, look
 from pipeline.reporting.numbers import ABSENT, fixed, number, span
+from pipeline.statistics import LEAST_RUNS
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import (
     DOES_NOT,
@@ -33,7 +37,8 @@ from pipeline.studies._deep import (
     outcome,
     read_claims,
 )
-from pipeline.studies._runs import Request, of_other_code
+from pipeline.studies._runs import Request, of_devices, of_other_code
+from pipeline.studies.section_5 import account
 from pipeline.studies.signals import SHAPED, label_of
 
 place = 53
@@ -113,26 +118,30 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     depths = sorted(blocks for blocks, _ in settings.depths)
-    return [
-        who_trains(settings, depths, tables, lab),
-        parts(depths, tables["runs"], lab),
-        *judged_claims(depths, tables, lab, lambda model: label_of(model, lab)),
-        of_the_pilot(lab),
-    ]
+    claims = judged_claims(depths, tables, lab, lambda model: label_of(model, lab))
+    first = replace(who_trains(settings, depths, tables, lab), headline=headline(tables["runs"], depths, claims, lab))
+    return [first, parts(depths, tables["runs"], lab), *claims, of_the_pilot(lab)]
 
 
 def cell(runs: pd.DataFrame, model: str, depth: int) -> pd.DataFrame:
     return runs[(runs["variant"] == model) & (runs["depth"] == depth)]
 
 
-def told(runs: pd.DataFrame, model: str, depth: int) -> str:
-    """e.g. trains, with its loss, accuracy and cost on a smaller line."""
+def tried(runs: pd.DataFrame, model: str, depth: int) -> pd.DataFrame:
+    """The runs of a cell that are there."""
     rows = cell(runs, model, depth)
+    return rows[rows["status"] != "missing"]
+
+
+def told(runs: pd.DataFrame, model: str, depth: int) -> str:
+    """e.g. trains, with its loss, accuracy and cost on a smaller line, and how many runs where it is not one."""
+    rows = tried(runs, model, depth)
     word, there = outcome(rows), rows[rows["status"] == "finished"]
-    if len(there) == 0:
-        return word
-    accuracy, seconds = fixed(100 * there["test_accuracy"].mean(), 1), fixed(there["seconds_per_step"].median(), 2)
-    return f"{word}\n{reached(there)}; {accuracy}%; {seconds} s"
+    numbers = [account(rows["status"])] if len(rows) > 1 or len(rows) > len(there) else []
+    if len(there):
+        accuracy, seconds = fixed(100 * there["test_accuracy"].mean(), 1), fixed(there["seconds_per_step"].median(), 2)
+        numbers = [reached(there), f"{accuracy}%", f"{seconds} s", *numbers]
+    return "\n".join(filter(None, (word, "; ".join(numbers))))
 
 
 def initial(model: str, depth: int, column: str) -> float:
@@ -166,7 +175,8 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         place="He et al. 2023, Section 4",
         kind=OBSERVATION,
         statement=f"Whether each model trains: its last recorded train loss is below {TRAINS:g} × ln 10 = "
-        f"{TRAINS * GUESSING:.2f}; above {DOES_NOT:g} × ln 10 = {DOES_NOT * GUESSING:.2f}, or if it diverges, it does not.",
+        f"{TRAINS * GUESSING:.2f}; above {DOES_NOT:g} × ln 10 = {DOES_NOT * GUESSING:.2f}, or if it diverges, it does not. "
+        "A run that diverges leaves a claim undecided.",
         measures=measures,
         table=Table(
             ["Model", "Rate", *epochs, "Theirs, 36 blocks", f"‖∂loss/∂θ₁‖₂ at first, {depths[-1]}"],
@@ -181,8 +191,7 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         caption="Train loss, a line for each run, cut where it begins higher. A model trains if it ends below the lower "
         "dotted line, and does not if it ends above the upper one.",
         in_short=answer(runs, settings.models, depths, lab),
-        headline=headline(runs, depths, lab),
-        remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), of_other_code(runs)))),
+        remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), *of_the_runs(budget, runs)))),
         models=tuple(model for model in settings.models if model not in SHAPED),
         sources=[f"{SIGNALS}/blocks.csv", f"{SIGNALS}/wholes.csv"],
     )
@@ -202,6 +211,19 @@ def of_the_task(depth: int, lab: Lab) -> str:
     )
 
 
+def of_the_runs(budget: dict[int, int], runs: pd.DataFrame) -> list[str]:
+    """Whether more blocks end higher after as many epochs, and remarks on what made the runs."""
+    losses = runs.groupby(["variant", "depth"])["train_loss"].mean().unstack("depth").reindex(columns=sorted(budget))
+    told = []
+    for few, more in itertools.pairwise(sorted(budget)):
+        both = losses[[few, more]].dropna()
+        if len(both) and budget[few] == budget[more]:
+            higher = int((both[more] > both[few]).sum())
+            told.append(f"{higher} of {len(both)} models that were trained at {few} and {more} blocks end higher at {more}.")
+    theirs = "Theirs of 72 and 108 blocks do after 100,000 steps, where those of 36 are ahead (Table 3)." if told else ""
+    return [*told, theirs, of_devices(runs), of_other_code(runs)]
+
+
 def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -> str:
     """Which models train at each depth, as far as they were trained."""
     sentences = []
@@ -210,8 +232,10 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
         done = [model for model in models if words[model] != "not evaluated"]
         trained = [label_of(model, lab) for model in done if words[model] == "trains"]
         if done:
-            which = f"{len(trained)} train{'s' * (len(trained) == 1)}: {'; '.join(trained)}" if trained else "none trains"
-            sentences.append(f"At {depth} blocks, with {len(done)} of {len(models)} models tried, {which}.")
+            count = f"{len(trained)} train{'s' * (len(trained) == 1)}" if trained else "none is shown to train"
+            is_open = [label_of(model, lab) for model in done if words[model] == "undecided"]
+            listed = [f": {'; '.join(trained)}" if trained else "", f"; undecided: {'; '.join(is_open)}" if is_open else ""]
+            sentences.append(f"At {depth} blocks, with {len(done)} of {len(models)} models tried, {count}{''.join(listed)}.")
     if sentences:
         return " ".join(sentences)
     deepest, labels = depths[-1], (label_of(OSA, lab), lab.label("osa_exact"))
@@ -222,19 +246,22 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
     )
 
 
-def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
+def headline(runs: pd.DataFrame, depths: list[int], claims: list[Finding], lab: Lab) -> str:
     """For the report's first screen: whether OSA trains at the greatest depth that was tried, and if not, where it stops."""
     words = {depth: outcome(cell(runs, OSA, depth)) for depth in depths}
-    tried = [depth for depth in depths if words[depth] != "not evaluated"]
-    if not tried:
+    ours = [depth for depth in depths if words[depth] != "not evaluated"]
+    if not ours:
         return ""
-    deepest, label = tried[-1], label_of(OSA, lab)
-    rows = cell(runs, OSA, deepest)
-    seeds = rows["status"].ne("missing").sum()
-    seeds = "one seed, which decides nothing" if seeds == 1 else f"{seeds} seeds"
+    deepest, label = ours[-1], label_of(OSA, lab)
+    rows = tried(runs, OSA, deepest)
+    seeds = number_of_seeds(rows)
+    if len(rows) < LEAST_RUNS:
+        seeds += f", which decide{'s' * (len(rows) == 1)} nothing"
+    else:
+        seeds += "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{deepest}")
     without = f"{deepest} blocks without skips and LN"
     if words[deepest] == "trains":
-        return f"{label} trains at {without} (last train loss {reached(rows)}; {seeds}){beside(runs, deepest, lab)}"
+        return f"{label} trains at {without} (last train loss {reached(rows)}; {seeds}){beside(runs, deepest, depths, lab)}"
     least = [depth for depth in depths if words[depth] == "trains"]
     where = f"; it does at {least[-1]}" if least else ""
     losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
@@ -243,24 +270,37 @@ def headline(runs: pd.DataFrame, depths: list[int], lab: Lab) -> str:
     return f"{label} is not shown to train at {without}: {', and '.join(ended)} ({seeds}){where}."
 
 
+def number_of_seeds(rows: pd.DataFrame) -> str:
+    return "one seed" if len(rows) == 1 else f"{len(rows)} seeds"
+
+
 def reached(rows: pd.DataFrame) -> str:
     """Mean last train loss of the runs of a cell."""
     return fixed(rows["train_loss"].mean(), 2)
 
 
-def beside(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
+def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     """What the control does there, as what a model reaches with OSA is not OSA's doing if softmax reaches it too; and which
-    models end lower."""
-    rows, label, ours = cell(runs, CONTROL, depth), lab.label(CONTROL), cell(runs, OSA, depth)["train_loss"].mean()
+    models end lower, none of whose runs diverged. Numbers of seeds are told where they are others than OSA's."""
+    ours, control = tried(runs, OSA, depth), f"softmax attention with the same MLPs, {lab.label(CONTROL)}"
+
+    def loss_of(model: str) -> str:
+        rows = tried(runs, model, depth)
+        return f"({reached(rows)}{f'; {number_of_seeds(rows)}' if len(rows) != len(ours) else ''})"
+
+    lesser = [each for each in depths if each < depth and outcome(cell(runs, CONTROL, each)) == "trains"]
     said = {
-        "not evaluated": "",
-        "trains": f"; so does softmax attention with the same MLPs, {label} ({reached(rows)})",
-        "undecided": f"; of softmax attention with the same MLPs, {label}, it is undecided",
-        "does not": f"; softmax attention with the same MLPs, {label}, does not",
+        "not evaluated": f"; {control}, is not tried there, and trains at {lesser[-1]}" if lesser else "",
+        "trains": f"; so does {control} {loss_of(CONTROL)}",
+        "undecided": f"; of {control}, it is undecided",
+        "does not": f"; {control}, does not",
     }
-    losses = runs[runs["depth"] == depth].groupby("variant", sort=False)["train_loss"].mean()
-    lower = [f"{label_of(model, lab)} ({fixed(loss, 2)})" for model, loss in losses[losses < ours].sort_values().items()]
-    return f"{said[outcome(rows)]}." + (f" Lower losses: {', '.join(lower)}." if lower else "")
+    there = runs[runs["depth"] == depth]
+    ended = there[~there["variant"].isin(there.loc[there["status"] == "diverged", "variant"])]
+    losses = ended.groupby("variant", sort=False)["train_loss"].mean()
+    lower = losses[losses < ours["train_loss"].mean()].sort_values()
+    listed = ", ".join(f"{label_of(model, lab)} {loss_of(model)}" for model in lower.index)
+    return f"{said[outcome(cell(runs, CONTROL, depth))]}." + (f" Lower losses: {listed}." if listed else "")
 
 
 def of_accuracy(histories: pd.DataFrame) -> str:

@@ -87,8 +87,12 @@ def gap(source: str, found: pd.DataFrame, of: dict[str, list[list[float]]], clai
     """By how much more the models differ on a data set than on MNIST."""
     ours = found[found["value"].isin([source, MNIST]) & found["variant"].isin(claim.models)]
     asked = {"side": "above", "limit": 0.0}
-    diverged = int((ours["status"] == "diverged").sum())
-    judged = judge_means(of[source] + of[MNIST], (1, -1, -1, 1), diverged=diverged, family=len(claim.data), **asked)
+    lost = [
+        int(((ours["value"] == name) & (ours["variant"] == model) & (ours["status"] == "diverged")).sum())
+        for name in (source, MNIST)
+        for model in claim.models
+    ]
+    judged = judge_means(of[source] + of[MNIST], (1, -1, -1, 1), diverged=lost, family=len(claim.data), **asked)
     counted = [f"{NAMES.get(name, name)} {account(ours.loc[ours['value'] == name, 'status'])}" for name in (source, MNIST)]
     what = f"{NAMES.get(source, source)}: difference beyond MNIST's"
     return Measure(what, **judged.as_measure("; ".join(counted)), unit="points", **asked)

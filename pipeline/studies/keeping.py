@@ -23,7 +23,7 @@ from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
 from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
-from pipeline.studies.section_5 import epochs_to_reach, target_loss
+from pipeline.studies.section_5 import epochs_to_reach, progress, target_loss
 from pipeline.training import loop
 
 place = 65
@@ -106,7 +106,7 @@ def error_of(weight: Tensor) -> float:
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     labels = {name: label for name, (_, _, label) in RUNS.items()} | GROUP_LABELS
     found = TrainedResults(tables, lab, labels, GROUPS)
-    observed = [along_training(found)] if len(found.watched) else []
+    observed = [along_training(found)] if len(found.ended) else []
     kept = found.watched.dropna(subset=["error"]) if len(found.watched) else found.watched
     return [*judged("keeping", found, lab), outcome(found, lab), *([is_kept(kept)] if len(kept) else []), *observed]
 
@@ -128,7 +128,7 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
         place=PLACE,
         kind=OBSERVATION,
         statement="Accuracy, speed of convergence and condition numbers after training; the first two rows are Table 2’s.",
-        in_short=f"{len(seen) or 'None'} of {len(RUNS)} models trained so far"
+        in_short=progress([found.statuses(name) for name in RUNS], "models")
         + (f"; by model, they reach {span((m.value for m in seen), lambda value: fixed(value, 2))}%." if seen else "."),
         measures=seen or [Measure("Models that are trained", 0)],
         table=Table(

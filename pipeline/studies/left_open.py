@@ -164,9 +164,9 @@ def sensitivity(found: list[Tried], results: Results, paper: Paper, runs: pd.Dat
 
 def measure_change(choice: Tried, results: Results, family: int) -> Measure:
     """The change of the mean accuracy from that of Table 2's runs."""
-    default, diverged = results.accuracies(choice.variant), choice.diverged + results.diverged([choice.variant])
+    default, diverged = results.accuracies(choice.variant), [choice.diverged, *results.diverged([choice.variant])]
     judged = judge_within([choice.accuracies, default], (1, -1), margin=MARGIN, family=family, diverged=diverged)
-    if len(choice.accuracies) < LEAST_RUNS and (judged.low > 0 or judged.high < 0):
+    if len(choice.accuracies) + choice.diverged < LEAST_RUNS and (judged.low > 0 or judged.high < 0):
         judged = replace(judged, note=f"{judged.note}; worth three seeds")
     fields = judged.as_measure(choice.account, f"default n = {len(default)}")
     return Measure(f"{results.label(choice.variant)}, {choice}", **fields, unit="points")
@@ -212,8 +212,9 @@ def robustness(found: list[Tried], results: Results, paper: Paper) -> Finding:
 
 def measure_comparison(contrast: Contrast, choice: Tried, results: Results, family: int) -> Measure:
     """A comparison of Section 5 with the runs of a choice in the place of its model's."""
-    samples = [choice.accuracies if model == choice.variant else results.accuracies(model) for model in contrast.models]
-    diverged = choice.diverged + results.diverged([model for model in contrast.models if model != choice.variant])
+    samples, diverged = [results.accuracies(model) for model in contrast.models], results.diverged(contrast.models)
+    place = list(contrast.models).index(choice.variant)
+    samples[place], diverged[place] = choice.accuracies, choice.diverged
     asked = {"side": "above", "limit": contrast.limit}
     judged = judge(samples, contrast.weights, family=family, diverged=diverged, **asked)
     what = f"{contrast.what}, {results.label(choice.variant)} with {choice}"

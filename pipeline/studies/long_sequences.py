@@ -32,7 +32,8 @@ from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import Wanted, gather
 from pipeline.studies._findings import log_log_slope
-from pipeline.studies._runs import Request, of_other_code
+from pipeline.studies._runs import Request, of_devices, of_other_code
+from pipeline.studies.section_5 import known, progress
 
 place = 55
 gathers = True
@@ -142,8 +143,7 @@ def costs(settings: Settings, runs: pd.DataFrame, lab: Lab) -> Finding:
         done = own["test_accuracy"].notna().sum()
         measures.append(Measure(f"{lab.label(model)}, N = {tokens}: test accuracy", accuracy, "%", n=int(done)))
         measures.append(Measure(f"{lab.label(model)}, N = {tokens}: time", seconds, "s a step"))
-        status = "not evaluated" if (own["status"] == "missing").all() else str(done)
-        rows.append([lab.label(model), str(tokens), fixed(seconds, 2), fixed(accuracy, 2), status])
+        rows.append([lab.label(model), str(tokens), fixed(seconds, 2), fixed(accuracy, 2), known(own["status"])])
     there = runs[runs["status"] == "finished"]
     return Finding(
         id="long_sequences",
@@ -156,8 +156,8 @@ def costs(settings: Settings, runs: pd.DataFrame, lab: Lab) -> Finding:
         table=Table(["Model", "N", "Seconds a step", "Accuracy, %", "n"], rows) if rows else None,
         figure=draw(there, lab) if len(there) else None,
         caption="A line for each model, a point for each number of tokens, which stands beside it.",
-        in_short=f"{len(there) or 'None'} of {len(runs)} runs trained so far{ends(there, lab)}.",
-        remark=of_other_code(runs),
+        in_short=f"{progress([run for _, run in runs['status'].groupby(level=0)], 'runs')}{ends(there, lab)}.",
+        remark=" ".join(filter(None, (of_devices(runs), of_other_code(runs)))),
         models=tuple(settings.models),
     )
 

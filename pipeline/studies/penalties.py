@@ -29,6 +29,7 @@ from pipeline.studies._runs import Request
 from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
+from pipeline.studies.section_5 import progress
 from pipeline.training import loop
 
 place = 64
@@ -166,7 +167,8 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
         for group, (_, variant, penalties, least, most) in GROUPS.items()
     }
     found = TrainedResults(tables, lab, labels, groups)
-    observed = [with_depth(found), bound(found)] if len(found.watched) else []
+    observed = [with_depth(found)] if len(found.ended) else []
+    observed += [bound(found)] if len(found.watched) else []
     return [*judged("penalties", found, lab), dose(found, lab), *observed]
 
 
@@ -191,7 +193,7 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement="ViTs trained with λ from 1e-10, the paper’s smallest and so a negative control, to 1. Those up to 1e-6 "
         "are the paper’s.",
-        in_short=f"{len(measures) or 'None'} of {sum(bool(cell.penalty) for cell in CELLS)} cells trained so far"
+        in_short=progress([found.statuses(cell.name) for cell in CELLS if cell.penalty], "cells")
         + (f"; by cell, {told}." if told else "."),
         measures=measures or [Measure("Cells that are trained", 0)],
         table=Table(

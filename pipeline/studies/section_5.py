@@ -35,6 +35,19 @@ def account(statuses: pd.Series) -> str:
     return f"n = {count.get('finished', 0)}{''.join(others)}"
 
 
+def known(statuses: pd.Series) -> str:
+    """`account` without its n, or not evaluated where there is no run at all."""
+    return account(statuses).removeprefix("n = ") if (statuses != "missing").any() else NOT_EVALUATED
+
+
+def progress(statuses: Sequence[pd.Series], things: str) -> str:
+    """Of how many things a run is there: 3 of 11 choices trained so far, 1 of which diverged."""
+    there = [each for each in statuses if (each != "missing").any()]
+    lost = sum((each != "finished").all() for each in there)
+    diverged = f", {lost} of which diverged" if lost else ""
+    return f"{len(there) or 'None'} of {len(statuses)} {things} trained so far{diverged}"
+
+
 class Results:
     """Runs as the rules ask for them: those of Table 2, or others with the same two tables."""
 
@@ -55,14 +68,17 @@ class Results:
         of_model = self.histories[self.histories["variant"] == model]
         return {seed: of_model[of_model["seed"] == seed] for seed in self.rows(model, "finished")["seed"]}
 
-    def diverged(self, models: Sequence[str]) -> int:
-        """How many runs of these models did."""
-        return sum(len(self.rows(model, "diverged")) for model in models)
+    def diverged(self, models: Sequence[str]) -> list[int]:
+        """How many runs of each of these models did."""
+        return [len(self.rows(model, "diverged")) for model in models]
+
+    def statuses(self, model: str) -> pd.Series:
+        """What became of each run of a model: finished, diverged or missing."""
+        return self.runs.loc[self.runs["variant"] == model, "status"]
 
     def account(self, models: Sequence[str]) -> str:
         """`account` of each model: ViT n = 3, 1 missing."""
-        statuses = {model: self.runs.loc[self.runs["variant"] == model, "status"] for model in models}
-        return "; ".join(f"{self.label(model)} {account(status)}" for model, status in statuses.items())
+        return "; ".join(f"{self.label(model)} {account(self.statuses(model))}" for model in models)
 
 
 def of_recipe(lab: Lab) -> Tables:
@@ -171,11 +187,14 @@ class SpeedClaim(Comparison):
         what, account = " / ".join(map(results.label, pair)), results.account(pair)
         rule = {"family": len(self.compare), "diverged": results.diverged(pair)}
         if why := no_comparison(loss, first, second):
-            judged = Judgement(math.nan, math.nan, math.nan, 0, UNDECIDED if rule["diverged"] else NOT_EVALUATED, why)
+            is_there = all(len(own) or lost for own, lost in zip((first, second), rule["diverged"], strict=True))
+            n, verdict = min(len(first), len(second)), UNDECIDED if is_there else NOT_EVALUATED
+            judged = Judgement(math.nan, math.nan, math.nan, n, verdict, why)
         elif never := int(np.isinf(first).sum()):
             fast = (first / second).dropna() < self.at_most_factor  # of the seeds that both have
             account += f"; {never} of {len(first)} runs never get there"
-            return measure_share(f"{what}: fast enough", fast, 0.5, account, **rule)
+            diverged = sum(rule["diverged"])
+            return measure_share(f"{what}: fast enough", fast, 0.5, account, family=rule["family"], diverged=diverged)
         else:
             logs = [np.log(epochs).tolist() for epochs in (first, second)]
             judged = judge_means(logs, (1, -1), limit=math.log(self.at_most_factor), side="below", **rule)
@@ -201,7 +220,7 @@ class StabilityClaim(Claim):
         rises, account = [largest_rise(curve) for curve in results.curves(model).values()], results.account([model])
         if rises:
             account += f"; largest rise {number(max(rises))} × the lowest loss before"
-        stable = [rise <= self.at_most_rise for rise in rises] + [False] * results.diverged([model])
+        stable = [rise <= self.at_most_rise for rise in rises] + [False] * sum(results.diverged([model]))
         what = f"{results.label(model)}: share of stable runs"
         return measure_share(what, stable, self.share, account, family=len(self.models), diverged=0)  # which are counted
 
@@ -240,10 +259,10 @@ def judged_claim(name: str, claim: Claim, measures: list[Measure], **others) -> 
     )
 
 
-def judge_means(samples: list[list[float]], weights: Sequence[float], *, diverged: int, **asked) -> Judgement:
+def judge_means(samples: list[list[float]], weights: Sequence[float], *, diverged: Sequence[int], **asked) -> Judgement:
     """`judge`, with a note on how many seeds would decide what is undecided: none where a run diverged."""
     judged = judge(samples, weights, diverged=diverged, **asked)
-    return judged if diverged else with_outlook(judged, seeds_needed(samples, weights, **asked))
+    return judged if any(diverged) else with_outlook(judged, seeds_needed(samples, weights, **asked))
 
 
 def with_outlook(judged: Judgement, needed: int | None) -> Judgement:

@@ -18,7 +18,7 @@ from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import Wanted, gather, judged_claims, results_at
 from pipeline.studies._runs import Request, of_other_code
-from pipeline.studies.section_5 import Results, account, of_recipe
+from pipeline.studies.section_5 import Results, known, of_recipe, progress
 
 place = 54
 gathers = True
@@ -42,6 +42,13 @@ CHOICES: dict[str, tuple[str, Overrides, str]] = {  # a name, its model, what is
     "espa_gaussian": ("espa", {"variant": {"value_out_init": "gaussian"}}, "W^V and W^O Gaussian, not orthogonal"),
     "espa_no_decay": ("espa", {"train": {"weight_decay": 0.0}}, "No weight decay"),
     "uspa_slow": ("uspa", {"variant": {"kernel_last": 0.6}}, "ρ_L = 0.6, not 0.8"),
+}
+ALIKE = 0.5  # points
+EXPECTED = {  # what the change of the accuracy lies between by what He et al. say, in points
+    "espa_norm": (-math.inf, ALIKE),  # LN is unimportant, or harmful (Table 1)
+    "espa_zero_key": (-ALIKE, ALIKE),  # the three ways perform similarly (Section 3.3)
+    "espa_small": (-ALIKE, ALIKE),
+    "espa_gaussian": (-math.inf, 0.0),  # orthogonal is slightly better (Figure 9)
 }
 
 
@@ -103,13 +110,14 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
         found, losses = summarise(results.accuracies(model)), results.rows(model, "finished")["train_loss"]
         what = f"{lab.label(model)}: test accuracy"
         measures.append(Measure(what, found.mean, "%", low=found.low, high=found.high, n=found.n))
-        status = results.runs.loc[results.runs["variant"] == model, "status"]
-        runs = account(status).removeprefix("n = ") if found.n else "not evaluated"
         label = f"{lab.label(model)}\nTable 2" if model in BESIDE else lab.label(model)
         accuracy = mean_std(found.mean, found.std, 2) if found.n else ABSENT
+        runs = known(results.statuses(model))
         rows.append([label, accuracy, interval(found.low, found.high, 2), fixed(losses.mean(), 3), runs])
-    done = {model: measure.value for model, measure in zip(settings.models, measures, strict=False) if measure.n}
-    best = max(done, key=done.get, default=None)
+    done = {model: measure for model, measure in zip(settings.models, measures, strict=False) if measure.n}
+    best = max(done, key=lambda model: done[model].value, default=None)
+    reaches = f"{fixed(done[best].value, 2)}% (n = {done[best].n})" if done else ""
+    most = f"; the most accurate is {lab.label(best)} with {reaches}" if done else ""
     return Finding(
         id="six_blocks",
         title="Without skips or LN, side by side",
@@ -124,8 +132,7 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
             note="Mean ± standard deviation over the n seeds that finished. OSA (shaped) has the α L of the pilot.",
             variants=models,
         ),
-        in_short=f"{len(done) or 'None'} of {len(settings.models)} models trained so far"
-        + (f"; the most accurate is {lab.label(best)} with {fixed(done[best], 2)}%." if done else "."),
+        in_short=f"{progress([results.statuses(model) for model in settings.models], 'models')}{most}.",
         remark=remark,
         models=tuple(models),
         sources=[RUNS],
@@ -134,22 +141,40 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
 
 def choices(results: Results) -> Finding:
     """What one value changes: of one seed a tendency, and nothing is judged by it."""
-    measures, rows, done = [], [], []
+    measures, rows, done = [], [], {}
     for name, (model, _, what) in CHOICES.items():
-        tried, own = summarise(results.accuracies(name)), summarise(results.accuracies(model))
-        change = tried.mean - own.mean
-        done += [] if math.isnan(change) else [change]
-        measures.append(Measure(f"{results.label(model)}, {what}: change", change, "points", n=tried.n))
-        numbers = fixed(tried.mean, 2), fixed(own.mean, 2), signed(change, 2)
-        rows.append([results.label(model), what, *numbers, str(tried.n) if tried.n else "not evaluated"])
+        tried, own = (100 * results.rows(each, "finished").set_index("seed")["test_accuracy"] for each in (name, model))
+        changes = (tried - own).dropna()  # of the seeds that both have
+        done |= {name: changes.mean()} if len(changes) else {}
+        measures.append(Measure(f"{results.label(model)}, {what}: change", changes.mean(), "points", n=len(changes)))
+        numbers = fixed(tried.mean(), 2), fixed(own.reindex(tried.index).mean(), 2), signed(changes.mean(), 2)
+        rows.append([results.label(model), what, *numbers, expected(name), known(results.statuses(name))])
+    asked = {name: EXPECTED[name] for name in done if name in EXPECTED}
+    so = sum(low <= done[name] <= high for name, (low, high) in asked.items())
+    as_expected = f", {so} of {len(asked)} as He et al. expect" if asked else ""
     return Finding(
         id="six_blocks_choices",
         title="What He et al. 2023 leave open, or call unimportant",
         place="He et al. 2023, Sections 3.3 and 4, Table 1",
         kind=OBSERVATION,
-        statement="Test accuracy in per cent with one value of a model replaced, LN among them.",
+        statement="Test accuracy in per cent with one value of a model replaced, LN among them, and as it is with the same "
+        "seeds.",
         measures=measures,
-        table=Table(["Model", "Replaced", "Accuracy", "As it is", "Change", "n"], rows, "llrrrr"),
-        in_short=f"{len(done) or 'None'} of {len(CHOICES)} choices trained so far"
-        + (f", which change the accuracy by {span(done, lambda change: signed(change, 2))} points." if done else "."),
+        table=Table(
+            ["Model", "Replaced", "Accuracy", "As it is", "Change", "Expected", "n"],
+            rows,
+            "llrrrlr",
+            note=f"Expected is what He et al. say of a change, with {ALIKE:g} points for alike, set before the first run.",
+        ),
+        in_short=progress([results.statuses(name) for name in CHOICES], "choices")
+        + (f"; they change the accuracy by {span(done.values(), lambda change: signed(change, 2))} points" if done else "")
+        + f"{as_expected}.",
     )
+
+
+def expected(choice: str) -> str:
+    """What He et al. say of a choice, e.g. within ±0.5; nothing of most."""
+    low, high = EXPECTED.get(choice, (-math.inf, math.inf))
+    if math.isinf(high):
+        return ""
+    return f"at most {signed(high, 1)}" if math.isinf(low) else f"within ±{high:g}"

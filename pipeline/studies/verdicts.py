@@ -72,7 +72,7 @@ def share(runs: Runs, n: int, effect: float) -> str:
 def diverging(runs: Runs, n: int, effect: float) -> str:
     """Two models, and the runs of the first that would have been worst diverge."""
     there = [value for value in runs(NS, n, effect) if value > WORST * NS]
-    return judge([there, runs(VIT, n)], (1, -1), limit=0, side="above", diverged=n - len(there)).verdict
+    return judge([there, runs(VIT, n)], (1, -1), limit=0, side="above", diverged=(n - len(there), 0)).verdict
 
 
 NULLS: dict[str, tuple[Experiment, float]] = {  # and the effect at which nothing is to be found

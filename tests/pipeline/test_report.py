@@ -632,8 +632,11 @@ def test_limitations_and_compute_come_from_the_files(project):
     edit_record("vit/1", environment={"device": "cuda"}, seconds=7200.0)
     files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("runs/table_2/vit/1/record.json"))
     page, compute = render(), results.compute(results.read())
-    assert "With 3 seeds of each model, 2 of 2 claims remain undecided or not evaluated." in page.texts["limitations"]
-    assert "one data set, mnist, and of one recipe at depth 6, embed_dim 64, num_heads 4." in page.texts["limitations"]
+    assert "2 of 2 claims remain undecided or not evaluated." in page.texts["limitations"]
+    assert (
+        "Table 2 is of 3 seeds, of one data set, mnist, and of one recipe at depth 6, embed_dim 64, num_heads 4."
+        in page.texts["limitations"]
+    )
     assert "1 of its 9 runs was made on a GPU." in page.texts["limitations"]
     assert compute["fake_2_1"] == {"runs": 1, "hours": 2.0, "machines": ["Imaginary CPU, 2 threads"]}
     whole = sum(each["hours"] for each in compute.values())

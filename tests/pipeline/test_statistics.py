@@ -83,16 +83,18 @@ def test_fewer_than_three_runs_decide_nothing(n):
 def test_a_diverged_run_caps_a_verdict():
     """Those that did not diverge are the better ones: 8 of 10 lost and two good ones are no reason to believe."""
     for first in (BASE, [90.0, 90.1, 90.2]):
-        judged = difference(first, [93.0, 93.1, 93.2], diverged=1)
+        judged = difference(first, [93.0, 93.1, 93.2], diverged=(1, 0))
         assert judged.verdict == UNDECIDED and judged.note == "1 of the runs diverged"
     assert judge_share(10, 10, diverged=1).verdict == UNDECIDED
 
 
 def test_no_run_is_not_evaluated():
     assert difference([], BASE).verdict == judge_share(0, 0).verdict == NOT_EVALUATED
-    diverged = judge([[], BASE], (1, -1), limit=0, side="above", diverged=3)
+    diverged = difference([], BASE, diverged=(3, 0))
     assert diverged.verdict == UNDECIDED and diverged.note == "no run finished; 3 diverged", "which are runs"
-    assert difference([], BASE, diverged=3).note == "no run finished; 3 diverged"
+    for rule in (difference, lambda first, second, **lost: judge_within([first, second], (1, -1), margin=1, **lost)):
+        assert rule([], BASE, diverged=(0, 1)).verdict == NOT_EVALUATED, "the others have runs"
+        assert rule([], [], diverged=(1, 2)).note == "no run finished; 3 diverged"
 
 
 @pytest.mark.parametrize("rule, asked", [(judge, {"limit": 0, "side": "above"}), (judge_within, {"margin": 1})])

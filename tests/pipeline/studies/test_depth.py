@@ -128,15 +128,25 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
         (
             [0.4, 0.5, 0.6],
             "trains",
-            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.50; 3 seeds). Lower losses: ViT",
+            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.50; 3 seeds: supported). "
+            "Lower losses: ViT (0.20; one seed).",
+        ),
+        (
+            [0.3, 0.5, 1.14],
+            "trains",
+            "OSA (shaped) trains at 36 blocks without skips and LN (last train loss 0.65; 3 seeds: undecided).",
         ),
         ([1.5], "undecided", "not shown to train at 36 blocks without skips and LN: its train loss ends at 1.50 (one seed"),
         (
             [0.3, 0.3, 2.3],
             "undecided",
-            "36 blocks without skips and LN: its train loss ends at 0.30 to 2.30 (3 seeds)",
+            "36 blocks without skips and LN: its train loss ends at 0.30 to 2.30 (3 seeds: undecided)",
         ),
-        ([0.3, None], "undecided", "its train loss ends at 0.30, and 1 of its runs diverges (2 seeds); it does at 12."),
+        (
+            [0.3, None],
+            "undecided",
+            "its train loss ends at 0.30, and 1 of its runs diverges (2 seeds, which decide nothing); it does at 12.",
+        ),
         ([2.1], "does not", "its train loss ends at 2.10 (one seed, which decides nothing); it does at 12."),
         ([None], "does not", "without skips and LN: 1 of its runs diverges (one seed"),
     ],
@@ -148,8 +158,10 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     cells = answer.table.rows[0]
     assert cells[1] == "0.0001" and cells[4] == "–"
     assert cells[2].startswith("trains\n0.30; 90.0%; 2.00 s") and cells[3].split("\n")[0] == word
-    trained = "with 2 of 3 models tried, 2 train: OSA (shaped); ViT." in answer.in_short
-    assert "seed" not in answer.in_short and trained == (word == "trains")
+    listed = {"trains": "2 train: OSA (shaped); ViT.", "undecided": "1 trains: ViT; undecided: OSA (shaped)."}
+    assert f"with 2 of 3 models tried, {listed.get(word, '1 trains: ViT.')}" in answer.in_short
+    several = f"n = {sum(loss is not None for loss in losses)}" + ", 1 diverged" * (None in losses)
+    assert cells[3].endswith(several) == (losses not in ([0.4], [1.5], [2.1])), "of one run it is not said"
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
 
 
@@ -243,7 +255,10 @@ def test_what_cls_knows_of_the_image_is_the_signals_number(lab, monkeypatch, tmp
 @pytest.mark.parametrize(
     "losses, end",
     [
-        ([], "which decides nothing)."),
+        (
+            [],
+            "; softmax attention with the same MLPs, Softmax (shaped), is not tried there, and trains at 12.",
+        ),
         ([0.6], "; so does softmax attention with the same MLPs, Softmax (shaped) (0.60)."),
         (
             [0.3],
@@ -257,6 +272,19 @@ def test_the_first_screen_names_the_control_beside_osa(lab, losses, end):
     tables = made_up({("osa_shaped", 36): [0.4], ("softmax_shaped", 36): losses, ("softmax_shaped", 12): [0.2]})
     answer, *_ = findings(SETTINGS, tables, lab)
     assert answer.headline.endswith(end)
+
+
+def test_what_diverged_is_not_lower_and_what_ends_higher_with_depth_is_told(lab):
+    losses = {("osa_shaped", 36): [0.4], ("vit", 36): [0.2, None], ("softmax_shaped", 36): [0.3, 0.3]}
+    settings = Settings(models=[*MODELS, "softmax_shaped"], depths=[[12, 2], [36, 2], [72, 1]], seeds=[0], claim_seeds=[0])
+    less = {("osa_shaped", 12): [0.5], ("vit", 12): [0.1], ("vskipinit", 12): [1.5]}
+    answer, *_ = findings(settings, made_up(losses | less), lab)
+    assert answer.headline.endswith("Softmax (shaped) (0.30; 2 seeds). Lower losses: Softmax (shaped) (0.30; 2 seeds).")
+    assert "1 of 2 models that were trained at 12 and 36 blocks end higher at 36." in answer.remark
+    both = made_up(losses)
+    both["runs"].loc[0, "device"] = "cuda"
+    answer, *_ = findings(settings, both, lab)
+    assert "Seconds a step are of cpu and cuda, and not to be compared." in answer.remark and "Table 3)" not in answer.remark
 
 
 def test_accuracies_that_move_are_told():

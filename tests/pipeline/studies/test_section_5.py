@@ -175,9 +175,20 @@ def test_the_target_is_the_geometric_mean_over_the_runs():
         ([halving(1)] * 3, [[math.nan] * 9] * 3, "no train loss"),
     ],
 )
-def test_speeds_that_cannot_be_compared_are_not_evaluated(first, second, why):
+def test_speeds_that_cannot_be_compared_are_undecided(first, second, why):
     (measure,) = judge(SPEED, curves={"a": first, "b": second}).measures
-    assert measure.verdict == NOT_EVALUATED and math.isnan(measure.value) and why in measure.note
+    assert measure.verdict == UNDECIDED and math.isnan(measure.value) and why in measure.note and measure.n == 3
+
+
+@pytest.mark.parametrize(
+    "runs, verdict",
+    [({"b": 3}, NOT_EVALUATED), ({"a": 2, "b": 3}, UNDECIDED), ({"a": 1}, NOT_EVALUATED), ({}, NOT_EVALUATED)],
+)
+def test_a_speed_without_a_model_is_not_evaluated_whatever_the_other_did(runs, verdict):
+    """Of each model that is there one more run diverged."""
+    curves = {model: [halving(1)] * n for model, n in runs.items()}
+    (measure,) = judge(SPEED, curves=curves, diverged={(model, n) for model, n in runs.items()}).measures
+    assert measure.verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The table beside Table 2's runs, and the claims about six blocks, from made-up runs."""
 
+import math
+
 import pandas as pd
 import pytest
 
@@ -62,12 +64,19 @@ def test_each_choice_is_one_run_that_the_recipe_knows(lab):
 
 def test_what_a_choice_changes_stands_beside_its_model(lab):
     accuracies = {"espa": [0.96, 0.962, 0.964], "espa_norm": [0.952], "espa_gelu": [0.965]}
-    finding = findings(SETTINGS, runs_of(accuracies, {}, ["variant", "depth", "seed"]), lab)[1]
-    assert finding.in_short == "2 of 11 choices trained so far, which change the accuracy by −1.00 to +0.30 points."
+    tables = runs_of(accuracies | {"espa_small": [0.9]}, {}, ["variant", "depth", "seed"])
+    tables["runs"].loc[tables["runs"]["variant"] == "espa_small", ["status", "test_accuracy"]] = ["diverged", math.nan]
+    finding = findings(SETTINGS, tables, lab)[1]
+    assert finding.in_short == (
+        "3 of 11 choices trained so far, 1 of which diverged; they change the accuracy by −0.80 to +0.50 points, 1 of 1 as "
+        "He et al. expect."
+    )
     nothing = findings(SETTINGS, runs_of({"espa": [0.96]}, {}, ["variant", "depth", "seed"]), lab)[1]
     assert nothing.in_short == "None of 11 choices trained so far."
     choices = {row[1]: row[2:] for row in finding.table.rows}
-    assert choices["LN"] == ["95.20", "96.20", "−1.00", "1"] and choices["No weight decay"][-1] == "not evaluated"
+    assert choices["LN"] == ["95.20", "96.00", "−0.80", "at most +0.5", "1"], "beside the run of the same seed"
+    assert choices["No weight decay"][2:] == ["–", "", "not evaluated"]
+    assert choices["W^Q and W^K small, not W^Q = 0"] == ["–", "–", "–", "within ±0.5", "0, 1 diverged"]
 
 
 def test_side_by_side_with_the_runs_of_table_2(lab):
@@ -80,7 +89,9 @@ def test_side_by_side_with_the_runs_of_table_2(lab):
     other = lab.params.train.model_copy(update={"epochs": 1})
     lab.params = lab.params.model_copy(update={"train": other})  # than the recipe has, with which Table 2 is no reference
     assert {row[0].split("\n")[0]: row[1:] for row in findings(SETTINGS, tables, lab)[0].table.rows}["ViT"][0] == "–"
-    assert table.in_short == "1 of 3 models trained so far; the most accurate is E-SPA (normalised skip) with 96.20%."
+    assert (
+        table.in_short == "1 of 3 models trained so far; the most accurate is E-SPA (normalised skip) with 96.20% (n = 3)."
+    )
     verdicts = {claim.id: claim.verdict for claim in claims}
     assert verdicts["espa_skip_matches_default"] == SUPPORTED
     assert {verdicts[name] for name in ("espa_fastest", "osa_not_below_espa", "softmax_skip_needs_norm")} == {NOT_EVALUATED}

@@ -183,6 +183,37 @@ def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
     assert outcome.in_short == f"2 of {len(keeping.RUNS)} models trained so far; by model, they reach 95.00 to 97.00%."
 
 
+@pytest.mark.parametrize("study", MODULES)
+def test_where_every_run_diverged_so_it_is_told(bench, study):
+    names = [each.name for each in MODULES[study].every(MODULES[study].Settings(seeds=[0, 1, 2]))]
+    tables = made_up(**{name: [math.nan] * 3 for name in names})
+    tables["runs"]["status"] = "diverged"
+    tables["watched"] = tables["watched"].assign(**dict.fromkeys(keeping.KAPPAS, 1.0), error=0.0, worst=0.1)
+    found = findings(study, bench(study), tables)
+    assert {each.verdict for each in found.values() if each.kind == "claim"} == {UNDECIDED}
+    assert "trained so far, " in (told := next(each for each in found.values() if each.table).in_short)
+    assert told.split(" ")[0] == told.split("so far, ")[1].split(" ")[0], "all of them diverged"
+    assert {each.id for each in found.values() if each.kind == "check"}, "what was seen until then is checked"
+
+
+@pytest.mark.parametrize(
+    "accuracies, came",
+    [
+        ([0.969, 0.973, 0.971], "It came out so."),  # undecided, as expected
+        ([0.969, 0.973], "It is still open."),
+        ([0.969, 0.973, None], "It is still open."),
+        ([0.991, 0.992, 0.993], "It came out otherwise."),
+        ([], "It is still open."),
+    ],
+)
+def test_what_is_expected_to_stay_undecided_comes_out_so_once_its_runs_are_there(bench, accuracies, came):
+    tables = made_up(osa_kept=[math.nan if each is None else each for each in accuracies])
+    tables["runs"].loc[tables["runs"]["test_accuracy"].isna(), "status"] = "diverged"
+    tables["watched"] = tables["watched"][:0]
+    finding = findings("keeping", bench("keeping"), tables)["keeping_helps"]
+    assert "Expected before the first run: undecided." in finding.remark and finding.remark.endswith(came)
+
+
 @pytest.mark.parametrize("values, verdict", [([0.5, 0.51, 0.52], SUPPORTED), ([0.99, 1.0, 1.01], NOT_SUPPORTED)])
 def test_what_was_seen_is_judged_by_its_ratio(bench, values, verdict):
     lab, prediction = bench("penalties"), predictions(bench("penalties"), "penalties")["strong_weights_show"]
@@ -201,7 +232,7 @@ def test_runs_of_one_seed_are_one_run_of_their_group(bench):
     groups = {"all": ["a", "b", "c"], "last": ["a", "c"], "none": ["e"], "partly": ["a", "d"]}
     found = TrainedResults(tables, bench("penalties"), {}, groups)
     assert found.accuracies("partly") == pytest.approx([40, 60]), "one of two is no mean of two"
-    assert found.accuracies("all") == pytest.approx([50, 60]) and found.diverged(["all"]) == 1
+    assert found.accuracies("all") == pytest.approx([50, 60]) and found.diverged(["all", "last"]) == [1, 0]
     assert found.accuracies("last") == pytest.approx([55, 40, 60]) and found.accuracies("none") == []
     assert found.values("last", "attention") == pytest.approx([0.55, 0.4, 0.6])
 

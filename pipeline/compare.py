@@ -90,7 +90,8 @@ def read(name: str) -> Results:
         settings = YAML(typ="safe").load(found.get("params.yaml", b"{}").decode())
     except (YAMLError, ValueError) as error:
         raise UserError(f"{name}: params.yaml is not valid YAML ({str(error).splitlines()[0]}): mend it.") from None
-    listed = settings.get("run") or {}  # an experiment keeps the files of the runs that it left out
+    settings = settings if isinstance(settings, dict) else {}
+    listed = {key: each for key, each in (settings.get("run") or {}).items() if each}  # those of others are there too
     runs = {
         variant: {seed: run for seed, run in of.items() if seed in listed.get("seeds", of)}
         for variant, of in runs.items()

@@ -23,6 +23,7 @@ NEEDED = {"dvc", "filelock", "jinja2", "matplotlib", "numpy", "pandas", "pydanti
 LOCKS = (".dvc/tmp/lock", ".checkpoints/fan_out.lock")
 SHOWN = 3  # packages that are named
 WIDTH = 9
+LAST_PORT = 65535
 
 
 class Line(NamedTuple):
@@ -151,7 +152,10 @@ def mlflow() -> Iterator[Line]:
                 yield Line("MLflow", f"{count} runs in {store}")
             except sqlite3.DatabaseError as error:
                 yield Line("MLflow", f"{store} cannot be read ({error})", f"delete {store}, and `make ui`")
-    port = os.environ.get("PORT", "5000")
+    port = os.environ.get("PORT") or "5000"
+    if not port.isdecimal() or int(port) > LAST_PORT:
+        yield Line("port", f"{port} is none", "choose another, as in `PORT=5001 make ui`")
+        return
     with socket.socket() as client:
         taken = client.connect_ex(("127.0.0.1", int(port))) == 0
     yield Line("port", f"{port} {'taken' if taken else 'free'}", f"`make ui PORT={int(port) + 1}`" if taken else "")
@@ -180,7 +184,7 @@ def data_() -> Iterator[Line]:
             yield digested(source, is_asked=source == asked)
     if asked in absent:
         remedy = f"`make reproduce` fetches it, or from a copy with OSA_{asked.upper()}_MIRROR=/path/to/it"
-        yield Line("data", f"{asked}, which params.yaml asks for, is not here", remedy, is_needed=True)
+        yield Line("data", f"{asked}, which params.yaml asks for, is not here", remedy)
     if others := [source for source in absent if source != asked]:
         yield Line("data", f"not here, nor asked for: {', '.join(others)}")
 
@@ -211,7 +215,7 @@ def runs_() -> Iterator[Line]:
     remedy = "`dvc pull` where there is a remote, or `make reproduce`" if len(trained) < len(jobs) else ""
     yield Line("weights", f"{len(trained)} of {len(jobs)} runs have theirs", remedy)
     there = [(run, config) for run, config in jobs if run.is_there()]
-    current = [run for run, config in there if runs.is_current(run, config, digests.get(config.data.source))]
+    current = [run for run, config in there if runs.is_recorded(run, config, digests.get(config.data.source))]
     found = f"{len(there)} of {len(jobs)} runs have theirs, {len(current)} of today's code, data and parameters"
     remedy = "`make plan` says why, `make reproduce` trains them" if len(current) < len(jobs) else ""
     yield Line("records", found, remedy)

@@ -11,10 +11,13 @@ import contextlib
 import fnmatch
 import functools
 import io
+import itertools
 import json
 import math
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,8 @@ SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, 
 RETRIES = 3  # on other nodes, where one dies
 NOT_TOLD = "DVC could not be told of the trainings, which are there: mend what it says, and run this again."
 Job = tuple[Run, RunConfig]
+STARTED: set[subprocess.Popen] = set()  # and not ended yet
+ENDED_BY: list[int] = []  # the signal that ends this process, once there is one
 
 
 @entry_point
@@ -56,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     LOCK.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(LOCK, timeout=0):
+        with FileLock(LOCK, timeout=0), ended_together():
             asked = wanted(params.load(), chosen.only)
             left, jobs = [job for job in asked if not is_there(*job)], chosen.jobs or slots()
             try:
@@ -74,6 +79,25 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
 
 
+@contextlib.contextmanager
+def ended_together() -> Iterator[None]:
+    """Inside, a signal that ends this process ends its trainings too, as an interrupt from a terminal does by itself."""
+
+    def end(number: int, _) -> None:
+        ENDED_BY.append(number)
+        for process in set(STARTED):
+            process.terminate()
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ENDED_BY.clear()
+
+
 def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -87,7 +111,7 @@ def missing(settings: Params, patterns: list[str] | None = None) -> list[Job]:
 
 def is_there(run: Run, config: RunConfig) -> bool:
     """Whether a run is, with weights, as today's code, data and parameters make it."""
-    if not (run.weights.exists() and runs.is_current(run, config, None)):  # without a look at data that may be missing
+    if not runs.is_current(run, config, None):  # without a look at data that may be missing
         return False
     return runs.is_current(run, config, digest(config.data.source))
 
@@ -170,31 +194,56 @@ def command(run: Run) -> list[str]:
 def execute(arguments: list[str], folder: Path, environment: dict[str, str], deadline: float = math.inf) -> bool:
     """Runs Python with one thread in a folder that has code, parameters and data, until `deadline` by time.monotonic().
 
-    Returns whether it has ended by itself. Raises RuntimeError if it fails.
+    Returns whether it has ended by itself. What it warns of is told. Raises RuntimeError if it fails.
     """
     settings = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
-    if (left := deadline - time.monotonic()) <= 0:
+    if ENDED_BY or (left := deadline - time.monotonic()) <= 0:
         return False
-    options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, text=True, check=False)
-    try:
-        done = subprocess.run([sys.executable, *arguments], timeout=None if math.isinf(left) else left, **options)
-    except subprocess.TimeoutExpired:
-        return False
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
-        raise RuntimeError(last[0].removeprefix("error: "))
-    return True
+    options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, *arguments], **options) as process:
+        STARTED.add(process)
+        try:
+            if ENDED_BY:  # since this one was asked for
+                process.terminate()
+            said = process.communicate(timeout=None if math.isinf(left) else left)[1].strip().splitlines()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return False
+        finally:
+            STARTED.discard(process)
+    for line in said:
+        if line.startswith("warning: "):
+            tqdm.write(line, file=sys.stderr)
+    if process.returncode and not ENDED_BY:
+        raise RuntimeError(why_it_failed(process.returncode, said))
+    return not process.returncode
+
+
+def why_it_failed(status: int, said: list[str]) -> str:
+    """The signal that ended a process, or its last word that is no warning."""
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    last = [line for line in said if not line.startswith("warning: ")][-1:]
+    return last[0].removeprefix("error: ") if last else f"exit status {status}"
 
 
 def here(wanted: list[Job], jobs: int, options: list[str], deadline: float = math.inf) -> Iterator[Run]:
     """Trains side by side on this machine, and yields each run as it ends. At the deadline the others are cut off: each goes
     on at its last epoch's end when it is next asked for."""
-    devices = torch.cuda.device_count()
+    free: queue.SimpleQueue = queue.SimpleQueue()
+    for device in itertools.islice(itertools.cycle(gpus() or [""]), jobs):
+        free.put(device)
+
+    def train(run: Run) -> bool:
+        device = free.get()
+        try:
+            environment = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+            return execute(command(run) + options, Path(), environment, deadline)
+        finally:
+            free.put(device)
+
     with ThreadPoolExecutor(jobs) as pool:
-        started = {}
-        for number, (run, _) in enumerate(wanted):
-            environment = {"CUDA_VISIBLE_DEVICES": str(number % devices)} if devices else {}
-            started[pool.submit(execute, command(run) + options, Path(), environment, deadline)] = run
+        started = {pool.submit(train, run): run for run, _ in wanted}
         try:
             for future in as_completed(started):
                 with told_of(started[future]):
@@ -203,6 +252,13 @@ def here(wanted: list[Job], jobs: int, options: list[str], deadline: float = mat
                     yield started[future]
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def gpus() -> list[str]:
+    """The devices of this process as CUDA_VISIBLE_DEVICES names them, numbers where it does not."""
+    count = torch.cuda.device_count()
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named[:count] or list(map(str, range(count)))
 
 
 def on_cluster(wanted: list[Job], address: str) -> Iterator[Run]:
@@ -224,7 +280,7 @@ def on_cluster(wanted: list[Job], address: str) -> Iterator[Run]:
         while pending:
             (ready,), _ = ray.wait(list(pending))
             run = pending.pop(ready)
-            with told_of(run):
+            with told_of(run, ray.exceptions.RayError):
                 receive(run, ray.get(ready))
             yield run
     finally:
@@ -232,11 +288,11 @@ def on_cluster(wanted: list[Job], address: str) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def told_of(run: Run) -> Iterator[None]:
-    """Names the run whose training fails inside."""
+def told_of(run: Run, *others: type[Exception]) -> Iterator[None]:
+    """Names the run whose training fails inside, with a RuntimeError or one of these others."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, *others) as error:
         raise UserError(f"{run} was not trained: {str(error).strip().splitlines()[-1]}") from None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dvc.dependency import ParamsDependency
 from dvc.exceptions import DvcException
+from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
 from dvc.stage import Stage
@@ -43,6 +44,8 @@ def main() -> None:
     params.load_paper()
     try:
         found = plan(Repo())
+    except LockError:
+        raise UserError("another process works with DVC here: wait for it, and ask again.") from None
     except DvcException as error:
         raise UserError(
             f"DVC cannot say what has changed ({str(error).splitlines()[0]}): mend dvc.yaml or dvc.lock."

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     params.load()  # names the root's own file where that is at fault
     settings = prepare()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     seconds = run(settings)
     if chosen.record:
@@ -61,19 +61,20 @@ def prepare() -> Params:
     changes = params.read(CHANGES)
     changes |= {study: False for study in studies.measuring() if study not in changes}
     quick = params.deep_merge(params.read("params.yaml"), changes)
-    graph = params.read(ROOT / "dvc.yaml")
-    stages = {name: stage for name, stage in graph["stages"].items() if quick.get(name, True)}
+    if not (FOLDER / "params.yaml").exists():
+        write_yaml("params.yaml", quick, f"params.yaml with {CHANGES.name} in it, yours to edit")
+    settings, graph = params.load(FOLDER / "params.yaml"), params.read(ROOT / "dvc.yaml")
+    left_out = set(studies.measuring()) - settings.studies.keys()
+    stages = {name: stage for name, stage in graph["stages"].items() if name not in left_out}
     stages["train"]["cmd"] += " --no-tracking"  # MLflow, which imports the runs at any time, takes as long to start as they
     for by_hand in ("benchmarks", "trust"):
         stages["report"]["deps"].remove(f"paper_outputs/{by_hand}")
-    if not (FOLDER / "params.yaml").exists():
-        write_yaml("params.yaml", quick, f"params.yaml with {CHANGES.name} in it, yours to edit")
     write_yaml("dvc.yaml", graph | {"stages": stages}, "dvc.yaml without the studies that the quickstart leaves out")
     files.write_text(FOLDER / ".dvc/config", CONFIG)
     for code in ("osa", "pipeline"):
         if not (FOLDER / code).is_symlink():
             (FOLDER / code).symlink_to(os.path.relpath(ROOT / code, FOLDER.resolve()))
-    return params.load(FOLDER / "params.yaml")
+    return settings
 
 
 def write_yaml(name: str, values: dict, note: str) -> None:

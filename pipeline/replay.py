@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ruamel.yaml import YAML
+from ruamel.yaml import YAML, YAMLError
 from tqdm import tqdm
 
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import ROOT
 from pipeline.core.params import RunConfig
-from pipeline.runs import FOLDER, TABLE_2, TRIES, Run, history_csv
+from pipeline.runs import FOLDER, TABLE_2, TRIES, Run, history_csv, read_record
 from pipeline.training.loop import Observer, Training, make_deterministic
 
 POINTS = 2  # step 0, and the first point after it
@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", type=Path, metavar="FILE", help="write digests of the states instead of comparing")
     chosen = parser.parse_args(arguments)
     make_deterministic()
+    read_lock()  # which is the last to be written, and so has to be whole
     code = record.code_sha256(record.default_device().type)
     found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
@@ -116,15 +117,14 @@ def read_run(name: str) -> Run:
     folder = FOLDER / name
     if not (folder / "record.json").exists():
         raise UserError(f"{folder} holds no run: name one as in table_2/osa_qr/0.")
-    made = files.read_json(folder / "record.json")
+    made = read_record(folder)
     return Run(made["variant"], made["seed"], made["study"], made["overrides"])
 
 
 def relock(run: Run) -> None:
     """Tells DVC's lock that today's code and the new record belong to the stage of a run; nothing else of it changes."""
-    yaml, text = YAML(), io.StringIO()
+    yaml, text, lock = YAML(), io.StringIO(), read_lock()
     yaml.default_flow_style = False  # as DVC writes it
-    lock = yaml.load(LOCK)
     stage = lock["stages"].get(f"train@{run.variant}-{run.seed}")
     if stage is None:
         return
@@ -134,6 +134,14 @@ def relock(run: Run) -> None:
     stage["outs"] = [_locked(made, Path(made)) if out["path"] == made else out for out in stage["outs"]]
     yaml.dump(lock, text)
     files.write_text(LOCK, text.getvalue())
+
+
+def read_lock() -> dict:
+    """The content of DVC's lock, nothing where there is none. Raises UserError if it is not YAML."""
+    try:
+        return YAML().load(LOCK) if LOCK.exists() else {}
+    except YAMLError:
+        raise UserError(f"{LOCK} is not valid YAML: `git checkout HEAD {LOCK}`.") from None
 
 
 def _locked(name: str, path: Path) -> dict:

@@ -12,6 +12,7 @@ import csv
 import hashlib
 import io
 import math
+import shlex
 import shutil
 import sys
 import time
@@ -33,9 +34,10 @@ from pipeline.training.loop import COLUMNS, Observer, Training, build_model
 
 TABLE_2, TRIES = "table_2", "tries"
 FOLDER, WEIGHTS = Path("runs"), Path("weights")
+IDENTITY = ("study", "name", "variant", "seed")
 EXPECTED = {  # what other stages read from a run's files
     "metrics": ("diverged", "test_accuracy"),
-    "record": ("config", "code_sha256", "data_sha256", "environment", "seconds"),
+    "record": (*IDENTITY, "status", "config", "code_sha256", "data_sha256", "environment", "seconds"),
     "evaluation": ("metrics_sha256", "test_loss", "test_accuracy", "per_class", "confusion", "layers"),
 }
 FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
@@ -80,8 +82,8 @@ class Run:
     def command(self) -> str:
         """What makes it."""
         if self.study == TRIES:
-            options = [f"--set {change}" for change in self.name.split("+")[1:]]
-            return " ".join(["python -m pipeline.train", self.variant, str(self.seed), *options])
+            options = params.as_options(self.overrides)
+            return f"python -m pipeline.train {shlex.join([self.variant, str(self.seed), *options])}"
         if self.study == TABLE_2:
             return f"dvc repro -f train@{self.variant}-{self.seed}"
         return f"python -m pipeline.fan_out --only '{self}'"
@@ -103,12 +105,7 @@ class Run:
 
     def read(self, name: str) -> dict:
         """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed."""
-        path = self.folder / f"{name}.json"
-        content = files.read_json(path)
-        missing = [key for key in EXPECTED[name] if not isinstance(content, dict) or key not in content]
-        if missing:
-            raise UserError(f"{path} has no {missing[0]!r}, and so is damaged: delete it and run `{self.command}`.")
-        return content
+        return read(self.folder / f"{name}.json", f"run `{self.command}`")
 
     def load_model(self, config: RunConfig) -> torch.nn.Module:
         """The trained model. Raises UserError if its weights are not there, not those that its record knows, or not those
@@ -129,6 +126,20 @@ class Run:
         return model.eval()
 
 
+def read(path: Path, remedy: str) -> dict:
+    """One of a run's JSON files, whole. Raises UserError if it is absent or malformed."""
+    content = files.read_json(path)
+    missing = [key for key in EXPECTED[path.stem] if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise UserError(f"{path} has no {missing[0]!r}, and so is damaged: delete it and {remedy}.")
+    return content
+
+
+def read_record(folder: Path) -> dict:
+    """The record of whatever run is in a folder. Raises UserError if there is none, or it is malformed."""
+    return read(folder / "record.json", "train the run again, or `git checkout` it")
+
+
 def watch_of(study: str) -> Callable[[Training], list[dict[str, float]]] | None:
     """What a study sees of its models at every point of their training, where it does: rows of numbers."""
     from pipeline import studies  # whose modules import this one
@@ -142,6 +153,11 @@ def same_config(recorded: dict, config: RunConfig) -> bool:
 
 
 def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
+    """`is_recorded`, and its weights are there."""
+    return run.weights.exists() and is_recorded(run, config, data_sha256)
+
+
+def is_recorded(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
     """Whether the run is there, and of this configuration, of this data if any is given, and of today's code."""
     if (made := run.record_if_there()) is None:
         return False
@@ -151,7 +167,7 @@ def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
 
 def finished() -> list[dict]:
     """The records of all runs that finished."""
-    made = map(files.read_json, sorted(FOLDER.glob("*/*/*/record.json")))
+    made = [read_record(path.parent) for path in sorted(FOLDER.glob("*/*/*/record.json"))]
     return [each for each in made if each["status"] == "finished"]
 
 

@@ -4,11 +4,12 @@ What the tables say is judged and drawn by the report.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import pandas as pd
 
-from pipeline import sources, studies
+from pipeline import runs, sources, studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.lab import Lab
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     section = settings.studies[chosen.name]
     for training in [] if chosen.collect or studies.gathers(chosen.name) else studies.trainings(chosen.name, section, lab):
         lab.train(*training)
+    warn_of_lost_weights(chosen.name)
     tables = studies.module(chosen.name).measure(section, lab)
     folder = FOLDER / chosen.name
     for name, table in tables.items():
@@ -44,6 +46,18 @@ def main(arguments: list[str] | None = None) -> None:
     made_by = {"source_sha256": sources.digest(chosen.name), "settings": section.model_dump()}
     environment = record.describe_environment(record.default_device())
     files.write_json(folder / RECORD, made_by | {"environment": environment})
+
+
+def warn_of_lost_weights(name: str) -> None:
+    """Says so where weights of recorded runs are not here, which DVC takes for gone when it writes its lock."""
+    recorded = [path.parent.relative_to(runs.FOLDER) for path in runs.FOLDER.glob(f"{name}/*/*/record.json")]
+    lost = sum(not (runs.WEIGHTS / f"{run}.pt").exists() for run in recorded)
+    if lost:
+        print(
+            f"warning: the weights of {lost} of {len(recorded)} runs of {name} are not here, and dvc.lock forgets them: "
+            f"`dvc pull {name}` first, where a remote has them.",
+            file=sys.stderr,
+        )
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:

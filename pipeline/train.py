@@ -8,7 +8,7 @@ With `--set train.learning_rate=1e-3` it is a try: it lies under runs/tries, and
 
 import argparse
 
-from pipeline import runs
+from pipeline import runs, studies
 from pipeline.core import params
 from pipeline.core.errors import entry_point
 from pipeline.training.loop import make_deterministic
@@ -28,6 +28,7 @@ def main() -> None:
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (runs.TRIES if overrides else runs.TABLE_2)
     if arguments.study:
+        studies.check_trains(arguments.study)
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
     else:
         config = params.resolve(settings, arguments.variant, overrides)

@@ -16,7 +16,7 @@ from benchmarks import attention, gpu, orthogonal, results, step
 from pipeline import fan_out, studies
 from pipeline.core import files, params
 from pipeline.runs import Run
-from pipeline.studies import benchmarks
+from pipeline.studies import benchmarks, orthogonal_speed
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 
@@ -39,7 +39,9 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "PEAK_SIZE", 256)
     for name, few in {"WIDTHS": [16], "METHODS": ["exact"], "BACKENDS": {}}.items():
         monkeypatch.setattr(attention, name, few)
-    monkeypatch.setattr(orthogonal, "TOKENS", [orthogonal.TRAINING_TOKENS])
+    monkeypatch.setattr(orthogonal, "TOKENS", [7])
+    for module in (orthogonal, orthogonal_speed):
+        monkeypatch.setattr(module, "TRAINING_TOKENS", 7)
     for script in (attention, orthogonal, step):
         monkeypatch.setattr(script, "SAMPLE_SECONDS", 1e-9)
     synthetic.write_params(tmp_path, edit)

@@ -1,7 +1,9 @@
 """Campaigns count what is survived and what is not, and the report shows it."""
 
+import contextlib
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -13,7 +15,7 @@ from pipeline.reporting.numbers import grouped
 from pipeline.studies import FAILS, NOT_EVALUATED, PASSES
 from pipeline.studies import trust as study
 from tests.pipeline.mnist_files import write_mnist
-from tests.pipeline.studies.conftest import lab  # noqa: F401  a fixture
+from tests.pipeline.studies.conftest import lab, small_project  # noqa: F401  fixtures
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,17 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setitem(trust.TINY["train"], "batch_size", 13)
     monkeypatch.setitem(trust.LIMITS, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setitem(trust.LIMITS, "DEADLINE_SECONDS", 0.2)
+    download = fetch._download
+
+    def patient(url, *arguments):
+        """An honest answer may take its time on a busy machine."""
+        *_, about, name = url.split("/")
+        is_honest = about not in name or "/honest/" in url
+        limits = {"TIMEOUT_SECONDS": 60, "DEADLINE_SECONDS": 60} if is_honest else {}
+        with mock.patch.multiple(fetch, **limits) if limits else contextlib.nullcontext():
+            return download(url, *arguments)
+
+    monkeypatch.setattr(fetch, "_download", patient)
 
 
 def campaign(name: str, trials: int) -> dict:

@@ -21,9 +21,12 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             if error.filename is None:
                 raise
-            sentence = (
-                f"{error.filename} cannot be used ({error.strerror}): make room for it, or let it be read and written."
-            )
+            remedy = "make room for it, or let it be read and written"
+            if isinstance(error, FileNotFoundError):
+                remedy = "run from the repository root, `git checkout` it, or let `dvc repro` make it"
+            sentence = f"{error.filename} cannot be used ({error.strerror}): {remedy}."
+        except KeyboardInterrupt:
+            sentence = "interrupted: the same command goes on from there, or begins anew."
         print(f"error: {sentence}", file=sys.stderr)
         sys.exit(1)
 

@@ -29,8 +29,15 @@ def _distinct(items: list) -> list:
     return items
 
 
+def _drawable(text: str) -> str:
+    if "$" in text:
+        raise ValueError(f"{text!r} has a $, which figures take for mathematics; leave it out")
+    return text
+
+
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also a stage name and a folder
 MAX_SEED = 2**31 - 1
+UNREADABLE = (YAMLError, ValueError, RecursionError)  # also a date that is none, or a list in a list in a list …
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)]
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -231,7 +238,7 @@ class Params(Shared):
 
     run: Run
     variants: dict[Name, Variant]
-    labels: dict[Name, str]
+    labels: dict[Name, Annotated[str, AfterValidator(_drawable)]]
 
     @property
     def studies(self) -> dict[str, Section]:
@@ -318,7 +325,9 @@ def load(path: str | Path = "params.yaml") -> Params:
 
     modules = {name: studies.module(name) for name in studies.names()}
     sections = {name: (module.Settings, ...) for name, module in modules.items() if hasattr(module, "Settings")}
-    raw = with_library(read(path))
+    raw = read(path)
+    check_blocks(raw, str(path))
+    raw = with_library(raw)
     for name in [name for name in sections if isinstance(raw, dict) and raw.get(name) is False]:
         del sections[name], raw[name]
     params = validate(create_model("Params", __base__=Params, **sections), raw, str(path))
@@ -327,17 +336,32 @@ def load(path: str | Path = "params.yaml") -> Params:
     return params
 
 
+def check_blocks(raw: Any, path: str) -> None:
+    """Raises UserError if a model of the library is to be a stage of DVC, which looks for its block, and has none."""
+    blocks = raw.get("variants") if isinstance(raw, dict) else None
+    names = raw["run"].get("variants") if isinstance(blocks, dict) and isinstance(raw.get("run"), dict) else None
+    for name in [name for name in names or [] if isinstance(name, str) and name not in blocks]:
+        if block := library().get(name):
+            written = ", ".join(f"{key}: {json.dumps(value)}" for key, value in block.items())
+            raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{written}}}.")
+
+
 def with_library(raw: Any) -> Any:
     """The content of params.yaml with the models of the library that have no block there."""
+    if not (isinstance(raw, dict) and isinstance(raw.get("variants"), dict)):
+        return raw  # which the schema refuses
+    return raw | {"variants": library() | raw["variants"]}
+
+
+def library() -> dict[str, dict]:
+    """The models of the library as blocks of params.yaml."""
     import osa.models  # torch takes seconds to import
 
     def block(options: dict) -> dict:
         init = options["mlp_init"]
         return {key: value for key, value in options.items() if key != "mlp_init"} | {"init": {"suo": "osa"}.get(init, init)}
 
-    if not (isinstance(raw, dict) and isinstance(raw.get("variants"), dict)):
-        return raw  # which the schema refuses
-    return raw | {"variants": {name: block(options) for name, options in osa.models.MODELS.items()} | raw["variants"]}
+    return {name: block(options) for name, options in osa.models.MODELS.items()}
 
 
 def load_paper() -> Paper:
@@ -389,7 +413,7 @@ def parse_overrides(texts: list[str]) -> Overrides:
             raise UserError(f"--set {text} is not of the form section.key=value, as in --set train.learning_rate=1e-3.")
         try:
             overrides.setdefault(section, {})[name] = YAML(typ="safe").load(value)
-        except YAMLError:
+        except UNREADABLE:
             raise UserError(f"--set {text}: {value} is not a value of YAML.") from None
     return overrides
 
@@ -436,7 +460,7 @@ def read(path: str | Path) -> Any:
         return YAML(typ="safe").load(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
-    except (YAMLError, ValueError, RecursionError) as error:  # a date that is none, or a list in a list in a list …
+    except UNREADABLE as error:
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -118,7 +118,7 @@ def compute(results: Results) -> dict[str, dict]:
     records = {"Table 2": list(results.records.values())}
     for name in studies.measuring():
         paths = sorted((runs.FOLDER / name).glob("*/*/record.json"))
-        records |= {name: [files.read_json(path) for path in paths]} if paths else {}
+        records |= {name: [runs.read_record(path.parent) for path in paths]} if paths else {}
     return {
         name: {
             "runs": len(made),

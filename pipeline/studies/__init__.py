@@ -27,6 +27,7 @@ from types import ModuleType
 import pandas as pd
 from matplotlib.figure import Figure
 
+from pipeline.core.errors import UserError
 from pipeline.core.files import rounded
 from pipeline.statistics import NOT_EVALUATED, combine
 
@@ -160,6 +161,13 @@ def measuring() -> list[str]:
 def trainings(name: str, settings, lab) -> list[tuple[str, dict, int]]:
     """What a study trains, which is nothing for most: (variant, overrides, seed) each."""
     return getattr(module(name), "trainings", lambda *_: [])(settings, lab)
+
+
+def check_trains(name: str) -> None:
+    """Raises UserError if there is no such study, or it trains nothing."""
+    trains = [each for each in names() if hasattr(module(each), "trainings")]
+    if name not in trains:
+        raise UserError(f"--study {name} is no study that trains: name one of {', '.join(trains)}.")
 
 
 def gathers(name: str) -> bool:

@@ -44,6 +44,12 @@ def results_at(depth: int, tables: Tables, lab: Lab, label: Callable[[str], str]
     return Results(lab, {name: own[own["depth"] == depth] for name, own in tables.items()}, label)
 
 
+def of_devices(runs: pd.DataFrame) -> str:
+    """A remark on seconds a step, where the runs are of several devices."""
+    devices = sorted(set(runs["device"].dropna()))
+    return f"Seconds a step are of {' and '.join(devices)}, and not to be compared." if len(devices) > 1 else ""
+
+
 def outcome(rows: pd.DataFrame) -> str:
     """Of the runs of one cell: trains, does not, or undecided, by each one's last train loss; diverged, it does not."""
     there = rows[rows["status"] != "missing"]

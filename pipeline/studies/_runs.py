@@ -53,12 +53,6 @@ def told(run: Run, config: RunConfig) -> dict:
     return row | {"status": "finished"} | {key: metrics[key] for key in MEASURED}
 
 
-def of_devices(runs: pd.DataFrame) -> str:
-    """A remark on seconds, where the runs are of several devices."""
-    devices = sorted(set(runs["device"].dropna()))
-    return f"Seconds a step are of {' and '.join(devices)}, and not to be compared." if len(devices) > 1 else ""
-
-
 def of_other_code(runs: pd.DataFrame) -> str:
     """A remark on the runs that today's code is not known to give, where there are some."""
     there = runs[runs["status"] != "missing"]

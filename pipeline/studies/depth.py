@@ -34,10 +34,11 @@ from pipeline.studies._deep import (
     Wanted,
     gather,
     judged_claims,
+    of_devices,
     outcome,
     read_claims,
 )
-from pipeline.studies._runs import Request, of_devices, of_other_code
+from pipeline.studies._runs import Request, of_other_code
 from pipeline.studies.section_5 import account
 from pipeline.studies.signals import SHAPED, label_of
 

@@ -30,9 +30,9 @@ from pipeline.reporting.looks import STYLE, look
 from pipeline.reporting.numbers import fixed, number
 from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._deep import Wanted, gather
+from pipeline.studies._deep import Wanted, gather, of_devices
 from pipeline.studies._findings import log_log_slope
-from pipeline.studies._runs import Request, of_devices, of_other_code
+from pipeline.studies._runs import Request, of_other_code
 from pipeline.studies.section_5 import known, progress
 
 place = 55

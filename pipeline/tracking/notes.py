@@ -73,5 +73,6 @@ class Notes:
 
 
 def replaced(run: dict) -> list[str]:
-    """What the name of a run says is replaced, as in init.head=zeros."""
-    return re.split(r"\+(?=[a-z])", run["name"].removeprefix(run["variant"]))[1:]
+    """What the name of a run says is replaced, as in init.head=zeros, and null where it says None."""
+    changes = re.split(r"\+(?=[a-z])", run["name"].removeprefix(run["variant"]))[1:]
+    return [re.sub(r"=None$", "=null", change) for change in changes]

@@ -36,6 +36,7 @@ ENVIRONMENT = {  # set before MLflow is imported, where the user has not set the
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "GIT_PYTHON_REFRESH": "quiet",
 }
+PATIENCE_SECONDS = 60  # with another process that writes
 POINTS_PER_BATCH = 100  # MLflow takes 1,000 metrics at once; a point has five
 ENDED = ("FINISHED", "FAILED")  # in MLflow's words; the second has diverged
 # In the order in which they are logged, which is that of MLflow's pages: the page Compare opens on the first.
@@ -62,7 +63,7 @@ class Tracker:
         database = Path(uri.removeprefix("sqlite:///").partition("?")[0]) if is_sqlite else root() / "mlflow.db"
         if not database.parent.is_dir():
             raise UserError(f"MLFLOW_TRACKING_URI names {database}, but there is no folder {database.parent}: create it.")
-        self.lock = FileLock(f"{database}.lock", timeout=60)
+        self.lock = FileLock(f"{database}.lock", timeout=PATIENCE_SECONDS)
         with self.lock:  # two processes must create neither the database nor the experiment at once
             if is_sqlite and not (database.exists() and database.stat().st_size):
                 # Half a migration cannot be mended, so that a kill must not leave one: made aside, then renamed.

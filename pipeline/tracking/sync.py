@@ -33,13 +33,20 @@ def sync(base: Path) -> Tracker:
     except ImportError as error:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     except Exception as error:
+        from filelock import Timeout
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
         if not isinstance(error, MlflowException | SQLAlchemyError | OSError):
             raise
-        is_server = store.startswith("http")
-        remedy = "start it, or unset MLFLOW_TRACKING_URI" if is_server else "delete it, which this command rebuilds"
+        if isinstance(error, Timeout):
+            remedy = "another process writes to it, so wait for that and give the command again"
+        elif store.startswith("http"):
+            remedy = "start it, or unset MLFLOW_TRACKING_URI"
+        elif store.startswith("sqlite"):
+            remedy = "delete it, which this command rebuilds"
+        else:
+            remedy = "mend it, or unset MLFLOW_TRACKING_URI"
         raise UserError(f"MLflow at {store} failed ({cause(error)}): {remedy}.") from error
     hint = "" if paths else " Trainings leave records: run `dvc repro` or `dvc pull`."
     print(f"{imported} of {len(paths)} recorded runs were new to MLflow at {store}.{hint}", flush=True)

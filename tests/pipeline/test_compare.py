@@ -132,6 +132,12 @@ def test_what_cannot_be_compared_is_one_sentence(repository, capsys):
     assert not (repository / "comparisons").exists()
 
 
+@pytest.mark.parametrize("text", ["", "[]", "run:\n", "run: {variants: , seeds: }"])
+def test_parameters_that_list_nothing_leave_nothing_out(repository, text):
+    (repository / "params.yaml").write_text(text)
+    assert len(compare.read(".").runs) == len(compare.read("HEAD").runs) > 0
+
+
 def test_runs_that_params_yaml_leaves_out_do_not_count(repository):
     assert sorted(compare.read(".").runs["vit"]) == [0, 1, 2]
     files.write_text("params.yaml", f"{PARAMS}run: {{variants: [vit, osa_new], seeds: [0, 2]}}\n")

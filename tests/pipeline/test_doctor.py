@@ -60,7 +60,7 @@ def test_packages_that_are_not_as_pinned(monkeypatch):
 
 def test_data_and_runs():
     assert told(doctor.data_)[0].startswith(
-        "NO  data      mnist, which params.yaml asks for, is not here: `make reproduce` fe"
+        "--  data      mnist, which params.yaml asks for, is not here: `make reproduce` fe"
     )
     assert told(doctor.runs_)[1].startswith("--  records   0 of 1 runs have theirs, 0 of today's")
     write_data()
@@ -99,3 +99,6 @@ def test_what_is_locked_taken_or_broken(monkeypatch):
         store, taken = told(doctor.mlflow)
     assert store.startswith("--  MLflow    mlflow.db cannot be read (file is not a database): delete mlflow.db")
     assert taken == f"--  port      {port} taken: `make ui PORT={port + 1}`"
+    for none in ("abc", "65536"):
+        monkeypatch.setenv("PORT", none)
+        assert told(doctor.mlflow)[-1] == f"--  port      {none} is none: choose another, as in `PORT=5001 make ui`"

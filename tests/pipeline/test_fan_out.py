@@ -1,11 +1,16 @@
 """Runs that are trained side by side, here or on a cluster, are there once each, with the bits of one trained alone."""
 
+import contextlib
+import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from pipeline import fan_out, studies
@@ -66,7 +71,9 @@ def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(projec
     assert "0/3 trainings, time left unknown [" in shown and "3/3 trainings" in shown and "image" not in shown
     together = {run.variant: outputs(run) for run in (Run("vit", 0), Run("osa_exact", 0))}
     assert CHOICE.is_there() and all_runs() == []
-    fan_out.main(["--jobs", "2", "--no-tracking"])
+    with monkeypatch.context() as patch:
+        patch.setattr(fan_out, "execute", lambda *_: pytest.fail("trains again"))
+        fan_out.main(["--jobs", "2", "--no-tracking"])
     shutil.rmtree("runs"), shutil.rmtree("weights")
     assert {variant: outputs(trained(variant)) for variant in together} == together
 
@@ -89,14 +96,84 @@ def test_a_failure_is_named_and_loses_no_other_run(monkeypatch, capsys):
     assert "error: table_2/vit/0 was not trained: train.batch_size 100 is more than the 43 images" in capsys.readouterr().err
 
 
-def test_at_the_deadline_what_runs_is_cut_off_and_nothing_begins():
+def test_at_the_deadline_what_runs_is_cut_off_and_nothing_begins(monkeypatch):
     begun = Path("begun")
-    slow = ["-c", f"import time; open('{begun}', 'w'); time.sleep(60)"]
-    assert not fan_out.execute(slow, Path(), {}, time.monotonic() + 5) and begun.exists()
-    begun.unlink()
-    assert not fan_out.execute(slow, Path(), {}, time.monotonic()) and not begun.exists()
+    slow = ["-c", f"touch {begun}; exec sleep 60"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/sh")  # which starts at once
+        assert not fan_out.execute(slow, Path(), {}, time.monotonic() + 2) and begun.exists()
+        begun.unlink()
+        assert not fan_out.execute(slow, Path(), {}, time.monotonic()) and not begun.exists()
     assert list(fan_out.here(fan_out.missing(params.load()), 2, ["--no-tracking"], time.monotonic())) == []
     assert len(all_runs()) == 3 and fan_out.execute(["-c", "pass"], Path(), {}, time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, number):
+    """Two of the three run, the third waits for its turn."""
+    begun = [Path("vit"), Path("osa_exact"), Path("waits")]
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    names = iter(begun)
+    monkeypatch.setattr(fan_out, "command", lambda _: ["-c", f"touch {next(names)}; exec sleep 60"])
+    monkeypatch.setattr(fan_out, "commit", lambda done: True)
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+
+    def kill():
+        while not all(path.exists() for path in begun[:2]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    start = time.monotonic()
+    with pytest.raises(SystemExit):
+        fan_out.main(["--jobs", "2"])
+    killer.join()
+    assert "error: interrupted: the same command goes on" in capsys.readouterr().err and time.monotonic() - start < 50
+    assert not begun[2].exists() and not fan_out.STARTED and not fan_out.ENDED_BY
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+@pytest.mark.parametrize(
+    "script, told, why",
+    [
+        ("echo 'warning: no MLflow' >&2", "warning: no MLflow\n", ""),
+        ("echo 'warning: slow' >&2; echo 'error: no data' >&2; exit 1", "warning: slow\n", "^no data$"),
+        ("echo 'warning: slow' >&2; kill -9 $$", "warning: slow\n", "^ended by SIGKILL$"),
+        ("exit 3", "", "^exit status 3$"),
+    ],
+)
+def test_what_a_training_warns_of_is_told_and_is_not_why_it_failed(monkeypatch, capsys, script, told, why):
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
+        assert fan_out.execute(["-c", script], Path(), {})
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("given, names", [("2,GPU-8a", {"2", "GPU-8a"}), (None, {"0", "1"})])
+def test_each_training_has_a_gpu_to_itself_of_those_that_are_given(monkeypatch, given, names):
+    """A free one, whichever has been waiting."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given) if given else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    busy, seen, clashes = [], [], []
+
+    def execute(arguments, folder, environment, deadline):
+        device = environment["CUDA_VISIBLE_DEVICES"]
+        clashes.extend([device] * (device in busy))
+        busy.append(device), seen.append(device)
+        time.sleep(0.05 * (len(seen) == 1))
+        busy.remove(device)
+        return True
+
+    monkeypatch.setattr(fan_out, "execute", execute)
+    wanted = [(Run("vit", seed), None) for seed in range(7)]
+    assert len(list(fan_out.here(wanted, 2, []))) == 7
+    assert set(seen) == names and not clashes
+
+
+def test_without_a_gpu_none_is_named(monkeypatch):
+    monkeypatch.setattr(fan_out, "execute", lambda arguments, folder, environment, deadline: environment == {})
+    assert list(fan_out.here([(Run("vit", 0), None)], 2, [])) == [Run("vit", 0)]
 
 
 def test_dvc_is_told_of_every_run_that_is_there_also_after_a_kill(monkeypatch, capsys):

@@ -146,6 +146,23 @@ def test_a_file_that_the_system_refuses_is_one_line(tmp_path, capsys):
     assert capsys.readouterr() == ("", f"error: {tmp_path}/runs/record.json {sentence}\n")
 
 
+def test_a_file_that_is_missing_has_another_remedy(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        entry_point((tmp_path / "result.md").read_text)()
+    sentence = "run from the repository root, `git checkout` it, or let `dvc repro` make it."
+    assert capsys.readouterr().err == f"error: {tmp_path}/result.md cannot be used (No such file or directory): {sentence}\n"
+
+
+def test_an_interrupt_is_one_line(capsys):
+    @entry_point
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == "error: interrupted: the same command goes on from there, or begins anew.\n"
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EIO, "Input/output error")])
 def test_any_other_error_is_not_hidden(error):
     @entry_point

@@ -9,7 +9,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import sources, studies
-from pipeline.core import params, record
+from pipeline.core import params
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,10 +72,6 @@ def test_the_report_depends_on_the_benchmarks():
 
 def test_no_training_depends_on_how_it_is_told(upstream):
     assert all(upstream[name] == {"fetch"} for name in upstream if name.startswith("train@"))
-
-
-def test_the_code_of_a_training_is_all_that_its_loop_imports():
-    assert set(record.code_files()) == sources.imported_files("pipeline.training.loop")
 
 
 def test_an_experiment_with_other_settings_leaves_the_studies_alone():

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_the_repositorys_parameters_are_valid():
     assert set(settings.run.variants) <= set(WRITTEN["variants"]) <= set(settings.variants)
     for variant, block in WRITTEN["variants"].items():
         assert params.resolve(settings, variant).variant.attention == block["attention"]
+
+
+def test_a_model_of_the_library_needs_its_block_to_be_a_stage_and_the_one_that_is_told_is_it(tmp_path):
+    path, text = tmp_path / "params.yaml", (ROOT / "params.yaml").read_text()
+    asked = text.replace("variants: [osa_qr,", "variants: [osa_shaped, osa_qr,")
+    path.write_text(asked)
+    with pytest.raises(UserError, match=r"run.variants names 'osa_shaped'; write its block under variants: ") as caught:
+        params.load(path)
+    block = str(caught.value).partition("under variants: ")[2].rstrip(".")
+    path.write_text(re.sub(r"^variants:.*$", f"variants:\n  {block}", asked, flags=re.MULTILINE))
+    assert params.load(path).variants["osa_shaped"] == params.load(ROOT / "params.yaml").variants["osa_shaped"]
 
 
 def test_models_of_the_library_need_no_block():
@@ -167,6 +179,11 @@ SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist' or
         ("variants.espa.alpha_times_depth", 0.3, "variants.espa: alpha_times_depth belongs to attention: orthogonal."),
         ("variants.espa_skip.skip", False, "variants.espa_skip: normalised_skip needs skip: true."),
         ("labels.osa_rq", "OSA", "labels names 'osa_rq', which has no block under variants; did you mean 'osa_qr'?"),
+        (
+            "labels.osa_qr",
+            "a $\\foo$",
+            "labels.osa_qr: 'a $\\\\foo$' has a $, which figures take for mathematics; leave it out.",
+        ),
         # overrides
         (
             "variants.vit.overrides",

@@ -210,6 +210,16 @@ def test_states_are_digests_of_everything_that_goes_on(tmp_path):
     assert states["table_2/vit/1"]["lines"] == runs.history_csv(beginning.progress.history).splitlines()[1:]
 
 
+def test_a_lock_in_conflict_is_named_before_anything_is_written(capsys):
+    run = Run("vit", 0)
+    age(run)
+    LOCK.write_text("stages:\n<<<<<<< HEAD\n  a: 1\n")
+    before = contents()
+    refused()
+    assert "error: dvc.lock is not valid YAML: `git checkout HEAD dvc.lock`.\n" == capsys.readouterr().err
+    assert contents() == before
+
+
 def test_a_run_that_is_not_there_is_named(capsys):
     refused("table_2/vit/7")
     assert capsys.readouterr().err == "error: runs/table_2/vit/7 holds no run: name one as in table_2/osa_qr/0.\n"

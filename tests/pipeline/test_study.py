@@ -113,7 +113,7 @@ def counted(monkeypatch) -> list[str]:
     return begun
 
 
-def test_a_study_trains_once(project, counted):
+def test_a_study_trains_once(project, counted, capsys):
     """And again only where the run that is there would come out otherwise."""
     path = project / f"pipeline/studies/{NAME}.py"
     path.write_text(TEXT.replace("\ndef norm(", TRAINS + "\ndef norm("))
@@ -124,6 +124,7 @@ def test_a_study_trains_once(project, counted):
     for _ in range(2):
         study.main([NAME, "--no-tracking"])
         assert counted == [1, 1]
+        assert "warning" not in capsys.readouterr().err
     made = [files.read_json(path) for path in sorted(Path("runs", NAME).glob("*/*/record.json"))]
     assert [(each["name"], each["seed"], each["study"]) for each in made] == [
         ("vit+train.epochs=1", 0, NAME),
@@ -136,6 +137,10 @@ def test_a_study_trains_once(project, counted):
     assert table["test_loss"].tolist() == pytest.approx(expected, rel=1e-5)
     assert table["status"].tolist() == ["finished"] * 2 and set(table["codes"]) == {record.code_sha256()}
     assert histories.groupby("seed")["test_loss"].last().tolist() == pytest.approx(expected, rel=1e-5)
+    bench().run("vit", {"train": {"epochs": 1}}, 1).weights.unlink()
+    study.main([NAME, "--collect"])
+    lost = f"warning: the weights of 1 of 2 runs of {NAME} are not here, and dvc.lock forgets them: `dvc pull {NAME}` first"
+    assert lost in capsys.readouterr().err and counted == [1, 1]
 
 
 def quickly(variant="vit", seed=0, **overrides) -> runs.Run:
@@ -162,6 +167,13 @@ def test_a_training_is_known_by_its_variant_seed_configuration_data_and_code(cou
         assert len(counted) == number
         train()
         assert len(counted) == number
+
+
+def test_a_run_without_its_weights_is_trained_again(counted):
+    run = quickly()
+    before = run.weights.read_bytes()
+    run.weights.unlink()
+    assert quickly().weights.read_bytes() == before and len(counted) == 2
 
 
 def test_a_training_follows_the_recipe_and_not_what_one_edits(counted):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
+from filelock import FileLock
 
 from pipeline import runs
 from pipeline.core import files, params
@@ -522,6 +523,12 @@ def test_sync_says_in_one_sentence_what_is_wrong(database, monkeypatch, capsys):
     Path("mlflow.db").write_bytes(b"no database" * 100)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     with pytest.raises(UserError, match="file is not a database.*: delete it"):
+        sync(Path("."))
+
+
+def test_a_store_that_another_process_writes_to_is_waited_for_and_not_deleted(folder, monkeypatch):
+    monkeypatch.setattr(tracked, "PATIENCE_SECONDS", 0.1)
+    with FileLock("mlflow.db.lock"), pytest.raises(UserError, match="another process writes to it, so wait for that"):
         sync(Path("."))
 
 

@@ -1,5 +1,7 @@
 """A lab of small models and studies, in a folder of its own."""
 
+import shutil
+
 import pytest
 
 from pipeline.core import params
@@ -8,11 +10,22 @@ from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.synthetic import write_params
 
 
+@pytest.fixture(scope="session")
+def small_project(tmp_path_factory):
+    """A folder with parameters and data, and what is read of it: made once, and copied for each test."""
+    folder = tmp_path_factory.mktemp("small_project")
+    write_params(folder)
+    write_mnist(folder / "data/mnist", train=5, test=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return folder, params.load(), params.load_paper()
+
+
 @pytest.fixture
-def lab(tmp_path, monkeypatch):
-    write_params(tmp_path)
-    write_mnist(tmp_path / "data/mnist", train=5, test=7)
+def lab(small_project, tmp_path, monkeypatch):
+    folder, settings, paper = small_project
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    lab = Lab("a_study", params.load(), params.load_paper())
+    lab = Lab("a_study", settings.model_copy(deep=True), paper.model_copy(deep=True))
     lab.tables = {}  # nothing is evaluated
     return lab

@@ -296,7 +296,9 @@ def test_no_rule_has_changed_since_the_date_that_the_report_gives():
 def test_no_rule_has_changed_since_the_first_run_that_it_judges(section, studies):
     records = [path for study in studies for path in (ROOT / "runs" / study).glob("*/*/record.json")]
     starts = [files.read_json(path)["started_at"] for path in records]
-    assert not starts or changed_rules(ROOT, min(starts), section) == []
+    if not starts:
+        pytest.skip("no run that it judges is here")
+    assert changed_rules(ROOT, min(starts), section) == []
 
 
 def test_a_rule_that_was_changed_later_is_noticed(tmp_path):

@@ -34,7 +34,7 @@ from pipeline.training.loop import COLUMNS, Observer, Training, build_model
 
 TABLE_2, TRIES = "table_2", "tries"
 FOLDER, WEIGHTS = Path("runs"), Path("weights")
-IDENTITY = ("study", "name", "variant", "seed")
+IDENTITY = ("study", "name", "variant", "overrides", "seed")
 EXPECTED = {  # what other stages read from a run's files
     "metrics": ("diverged", "test_accuracy"),
     "record": (*IDENTITY, "status", "config", "code_sha256", "data_sha256", "environment", "seconds"),

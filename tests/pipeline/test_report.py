@@ -158,6 +158,12 @@ def write_tables(settings: params.Params | None = None) -> None:
 
 def write_record(settings: params.Params, variant: str, seed: int, seconds: float, speed: float) -> None:
     made = {
+        "study": "table_2",
+        "name": variant,
+        "variant": variant,
+        "overrides": {},
+        "seed": seed,
+        "status": "finished",
         "config": params.resolve(settings, variant).model_dump(mode="json"),
         "data_sha256": "da7a" * 16,
         "code_sha256": record.code_sha256(),

@@ -338,9 +338,12 @@ def load(path: str | Path = "params.yaml") -> Params:
 
 def check_blocks(raw: Any, path: str) -> None:
     """Raises UserError if a model of the library is to be a stage of DVC, which looks for its block, and has none."""
-    blocks = raw.get("variants") if isinstance(raw, dict) else None
-    names = raw["run"].get("variants") if isinstance(blocks, dict) and isinstance(raw.get("run"), dict) else None
-    for name in [name for name in names or [] if isinstance(name, str) and name not in blocks]:
+    match raw:
+        case {"run": {"variants": [*names]}, "variants": dict(blocks)}:
+            without = [name for name in names if isinstance(name, str) and name not in blocks]
+        case _:
+            return  # which the schema refuses
+    for name in without:
         if block := library().get(name):
             written = ", ".join(f"{key}: {json.dumps(value)}" for key, value in block.items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{written}}}.")

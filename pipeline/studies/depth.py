@@ -221,7 +221,7 @@ def of_the_runs(budget: dict[int, int], runs: pd.DataFrame) -> list[str]:
         if len(both) and budget[few] == budget[more]:
             higher = int((both[more] > both[few]).sum())
             told.append(f"{higher} of {len(both)} models that were trained at {few} and {more} blocks end higher at {more}.")
-    theirs = "Theirs of 72 and 108 blocks do after 100,000 steps, where those of 36 are ahead (Table 3)." if told else ""
+    theirs = "Theirs of 72 and 108 blocks end higher than those of 36 after 100,000 steps (Table 3)." if told else ""
     return [*told, theirs, of_devices(runs), of_other_code(runs)]
 
 

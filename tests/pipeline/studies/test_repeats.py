@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from pipeline.core import files
-from pipeline.runs import Run
+from pipeline.runs import EXPECTED, Run
 from pipeline.statistics import NOT_EVALUATED
 from pipeline.studies import FAILS, PASSES, repeats
 from pipeline.studies.repeats import Settings, findings, measure
@@ -26,7 +26,7 @@ def write(run: Run, accuracy: float, weights: str = "a", code: str = "c0de", mac
     files.write_json(run.folder / "metrics.json", {"diverged": False, "test_accuracy": accuracy})
     environment = {"device": "cpu", "device_name": machine, "num_threads": 1, "torch": "2.11.0"}
     digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
-    made = {"config": {}, "data_sha256": "da7a", "code_sha256": code, "environment": environment, "seconds": 1.0}
+    made = dict.fromkeys(EXPECTED["record"]) | {"config": {}, "code_sha256": code, "environment": environment}
     files.write_json(run.folder / "record.json", made | digests | {"weights_sha256": weights})
 
 

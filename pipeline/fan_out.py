@@ -89,12 +89,15 @@ def ended_together() -> Iterator[None]:
             process.terminate()
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # as under nohup
+    for number in heard:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in heard:
+            signal.signal(number, before[number])
         ENDED_BY.clear()
 
 

@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     params.load()  # names the root's own file where that is at fault
     settings = prepare()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, stop)
     seconds = run(settings)
     if chosen.record:
         files.write_json(MEASURED, timing(seconds))

@@ -116,7 +116,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     names = iter(begun)
     monkeypatch.setattr(fan_out, "command", lambda _: ["-c", f"touch {next(names)}; exec sleep 60"])
     monkeypatch.setattr(fan_out, "commit", lambda done: True)
-    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    outside = signal.signal(number, signal.default_int_handler)  # the tests themselves may run under nohup
 
     def kill():
         while not all(path.exists() for path in begun[:2]):
@@ -129,9 +129,16 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     with pytest.raises(SystemExit):
         fan_out.main(["--jobs", "2"])
     killer.join()
+    assert signal.signal(number, outside) == signal.default_int_handler
     assert "error: interrupted: the same command goes on" in capsys.readouterr().err and time.monotonic() - start < 50
     assert not begun[2].exists() and not fan_out.STARTED and not fan_out.ENDED_BY
-    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_what_nohup_ignores_stays_ignored():
+    outside = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with fan_out.ended_together():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN != signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGHUP, outside)
 
 
 @pytest.mark.parametrize(

@@ -189,8 +189,8 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
             f"The gradient of the first block as initialised is of the study signals (`{SIGNALS}/blocks.csv`), of one seed.",
         ),
         figure=draw(tables["histories"], depths, settings.models, lab) if len(tables["histories"]) else None,
-        caption="Train loss, a line for each run, cut where it begins higher. A model trains if it ends below the lower "
-        "dotted line, and does not if it ends above the upper one.",
+        caption="Train loss, a line for each run, cut where it is higher, even if throughout. A model trains if it ends "
+        "below the lower dotted line, and does not if it ends above the upper one.",
         in_short=answer(runs, settings.models, depths, lab),
         remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), *of_the_runs(budget, runs)))),
         models=tuple(model for model in settings.models if model not in SHAPED),

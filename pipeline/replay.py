@@ -49,7 +49,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", type=Path, metavar="FILE", help="write digests of the states instead of comparing")
     chosen = parser.parse_args(arguments)
     make_deterministic()
-    read_lock()  # which is the last to be written, and so has to be whole
     code = record.code_sha256(record.default_device().type)
     found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
@@ -57,6 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
         files.write_json(chosen.states, states)
         return
     stale = [run for run in found if not record.is_of_today(run.read("record"))]
+    if stale:
+        read_lock()  # which is the last to be written, and so has to be whole
     confirmed = [run for run in tqdm(stale, unit="run", disable=None) if replay(run, code)]
     print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {code[:8]}.")
     if len(confirmed) < len(stale):

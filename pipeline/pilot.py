@@ -26,6 +26,7 @@ MODELS = (OSA, "vskipinit", "espa", "softmax_shaped", "vit", "osa_exact")  # wha
 RATES, FIRST_RATE = (3e-5, 1e-4, 3e-4), 1e-4
 ALPHAS, FIRST_ALPHA = (0.1, 0.36, 1.0, 3.0), 0.36  # α L
 DEPTH, STEPS, LAST, SEED = 36, 200, 50, 100
+TELLS = 0.01  # by which the losses of rates have to differ at least, or none is better than another
 COLUMNS = ["model", "learning_rate", "alpha_times_depth", "depth", "steps", "seed", "loss", "seconds_per_step", "key"]
 
 Loss = Callable[[str, float, float], float]  # of a model, a rate and α L
@@ -58,16 +59,25 @@ def valley(grid: Sequence[float], start: float, loss: Callable[[float], float]) 
     return grid[best]
 
 
-def found(model: str) -> tuple[float, float] | None:
-    """What the committed table says of a model: its rate, and α L; None where the search is not over, or nothing learns."""
+def found(model: str, usual: float) -> tuple[float, float] | None:
+    """What the committed table says of a model: its rate, and α L; None where a search is not over, or all diverge.
+
+    Where the losses of all rates are within `TELLS` of one another, as where none learns, the rate is the `usual` one.
+    """
     rows = read().fillna({"alpha_times_depth": FIRST_ALPHA})
     rows = rows[(rows["depth"] == DEPTH) & (rows["steps"] == STEPS) & (rows["seed"] == SEED)]
     rows = rows.set_index(["model", "learning_rate", "alpha_times_depth"])["loss"].to_dict()
     try:
-        chosen = search(model, lambda *cell: finite(rows[cell]))
+        rate, alpha = search(model, lambda *cell: finite(rows[cell]))
     except KeyError:
         return None
-    return chosen if math.isfinite(rows[model, *chosen]) else None
+    if tells_nothing([loss for (name, *_), loss in rows.items() if name == model]):
+        return usual, FIRST_ALPHA
+    return (rate, alpha) if math.isfinite(rows[model, rate, alpha]) else None
+
+
+def tells_nothing(losses: Sequence[float]) -> bool:
+    return max(losses) - min(losses) < TELLS
 
 
 def read() -> pd.DataFrame:

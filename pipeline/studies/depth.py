@@ -100,7 +100,7 @@ def wanted(settings: Settings, lab: Lab) -> Wanted:
     ]
     found = {}
     for model, blocks, epochs, seed in dict.fromkeys(cells):
-        if chosen := pilot.found(PILOTS.get(model, model)):
+        if chosen := pilot.found(PILOTS.get(model, model), lab.paper.recipe.train.learning_rate):
             found[model, blocks, seed] = training(model, blocks, epochs, seed, *chosen)
     return found
 
@@ -362,9 +362,10 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
 
 def of_the_pilot(lab: Lab) -> Finding:
     """What the pilot tried, and what it chose."""
-    table, chosen = pilot.read(), {model: pilot.found(model) for model in pilot.MODELS}
+    usual, table = lab.paper.recipe.train.learning_rate, pilot.read()
+    chosen = {model: pilot.found(model, usual) for model in pilot.MODELS}
     rows, measures = [], []
-    for each in table.itertuples():
+    for each in table.sort_values(["model", "learning_rate", "alpha_times_depth"]).itertuples():
         label, alpha = lab.label(each.model), number(each.alpha_times_depth)
         of = pilot.FIRST_ALPHA if math.isnan(each.alpha_times_depth) else each.alpha_times_depth  # of others than OSA none
         is_chosen = chosen[each.model] == (each.learning_rate, of)
@@ -372,7 +373,10 @@ def of_the_pilot(lab: Lab) -> Finding:
         rows.append([label, f"{each.learning_rate:g}", alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
     rates = "; ".join(f"{lab.label(model)} {found[0]:g}" for model, found in chosen.items() if found)
     ends = min(pilot.RATES), max(pilot.RATES)
-    edge = [lab.label(model) for model, found in chosen.items() if found and found[0] in ends]
+    losses = {model: own.tolist() for model, own in table.groupby("model")["loss"]}
+    alike = [model for model in losses if chosen[model] and pilot.tells_nothing(losses[model])]
+    edge = [lab.label(model) for model, found in chosen.items() if found and model not in alike and found[0] in ends]
+    equal = "; ".join(map(lab.label, alike))
     users = {of: [label_of(model, lab) for model in PILOTS if PILOTS[model] == of] for of in dict.fromkeys(PILOTS.values())}
     borrowed = "; ".join(f"that of {lab.label(of)} serves {' and '.join(models)}" for of, models in users.items())
     alpha = f" OSA (shaped) has α = {chosen[OSA][1]:g}/L." if chosen[OSA] else ""
@@ -383,12 +387,14 @@ def of_the_pilot(lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement=f"Mean train loss of the last {pilot.LAST} of {pilot.STEPS} steps at {pilot.DEPTH} blocks, with the seed "
         f"{pilot.SEED}, which no study has. The rate, which serves at every depth, is the one with the least loss, sought "
-        f"from the middle of three up or down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}.",
+        f"from the middle of three up or down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}. Where the losses "
+        f"of all rates are within {pilot.TELLS:g} of one another, it is the paper’s, {usual:g}.",
         measures=measures or [Measure("Trainings of the pilot", 0)],
         table=Table(["Model", "Learning rate", "α L", "Train loss", ""], rows, "lrrrl") if rows else None,
         in_short=f"Rates: {rates}.{alpha}" if rates else "No search is over yet.",
         remark=f"A model without a pilot of its own takes the rate of the nearest kind, and may do better with another: "
         f"{borrowed}."
+        + (f" No rate is better than another, so that it is the paper’s: {equal}." if equal else "")
         + (f" At an end of the rates tried, so that a better one may lie beyond: {'; '.join(edge)}." if edge else ""),
         sources=[str(pilot.TABLE)],
     )

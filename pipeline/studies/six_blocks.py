@@ -71,7 +71,7 @@ def wanted(settings: Settings, lab: Lab) -> Wanted:
         for model in settings.models:
             if model != pilot.OSA:
                 found[model, depth, seed] = (model, {}, seed)
-            elif chosen := pilot.found(pilot.OSA):
+            elif chosen := pilot.found(pilot.OSA, lab.paper.recipe.train.learning_rate):
                 found[model, depth, seed] = (model, {"variant": {"alpha_times_depth": chosen[1]}}, seed)
     for seed in settings.choice_seeds:
         for name, (model, changes, _) in CHOICES.items():

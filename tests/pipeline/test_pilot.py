@@ -51,17 +51,21 @@ def test_what_the_table_says_once_a_search_is_over(lab):
     rows = [("vit", rate, None, loss) for rate, loss in ((1e-4, 1.5), (3e-4, math.nan), (3e-5, 1.6))]
     osa = [(1e-4, 0.36, 2.0), (3e-4, 0.36, 2.1), (3e-5, 0.36, 1.9), (3e-5, 1.0, 1.8), (3e-5, 3.0, 2.5), (3e-5, 0.1, 2.2)]
     rows += [("osa_shaped", *each) for each in osa]
-    assert pilot.found("vit") is None
+    assert pilot.found("vit", 7e-4) is None
     write(rows)
-    assert pilot.found("vit") == (1e-4, pilot.FIRST_ALPHA)
-    assert pilot.found("osa_shaped") == (3e-5, 1.0)
-    assert pilot.found("espa") is None
+    assert pilot.found("vit", 7e-4) == (1e-4, pilot.FIRST_ALPHA)
+    assert pilot.found("osa_shaped", 7e-4) == (3e-5, 1.0)
+    assert pilot.found("espa", 7e-4) is None
     write(rows, depth=12)
-    assert pilot.found("vit") is None, "of another depth"
+    assert pilot.found("vit", 7e-4) is None, "of another depth"
     write([("vit", rate, None, math.inf) for rate in pilot.RATES])
-    assert pilot.found("vit") is None, "nothing learns"
+    assert pilot.found("vit", 7e-4) is None, "every rate diverges"
+    write([("vit", rate, None, 2.3 + 1e-4 * i) for i, rate in enumerate(pilot.RATES)])
+    assert pilot.found("vit", 7e-4) == (7e-4, pilot.FIRST_ALPHA), "no rate is better than another"
+    write([("vit", rate, None, 2.3 + 0.1 * i) for i, rate in enumerate(pilot.RATES)])
+    assert pilot.found("vit", 7e-4) == (pilot.RATES[0], pilot.FIRST_ALPHA)
     write([row for row in rows if row[:3] != ("osa_shaped", 3e-5, 3.0)])
-    assert pilot.found("osa_shaped") is None, "whether 3 is better than 1 is not known"
+    assert pilot.found("osa_shaped", 7e-4) is None, "whether 3 is better than 1 is not known"
 
 
 def test_a_training_is_done_once_and_again_by_other_code(lab, monkeypatch):

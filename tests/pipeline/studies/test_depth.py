@@ -25,7 +25,7 @@ RATES = {"osa_shaped": (3e-5, 1.0), "vit": (1e-4, 0.36)}
 def lab(lab, monkeypatch):
     """After a pilot of two kinds of models."""
     lab.study = "depth"
-    monkeypatch.setattr(pilot, "found", RATES.get)
+    monkeypatch.setattr(pilot, "found", lambda model, usual: RATES.get(model))
     return lab
 
 
@@ -223,13 +223,18 @@ def test_a_claim_that_is_not_as_its_rule_needs_it(lab):
 
 
 def test_what_the_pilot_did_is_told(lab, monkeypatch):
-    monkeypatch.setattr(pilot, "found", (RATES | {"osa_shaped": (3e-5, pilot.FIRST_ALPHA)}).get)
+    rates = RATES | {"osa_shaped": (3e-5, pilot.FIRST_ALPHA), "osa_exact": (3e-4, pilot.FIRST_ALPHA)}
+    monkeypatch.setattr(pilot, "found", lambda model, usual: rates.get(model))
     cells = [(3e-5, pilot.FIRST_ALPHA, 1.2), (1e-4, pilot.FIRST_ALPHA, 1.4), (3e-5, 1.0, 1.3)]
-    rows = [*(("osa_shaped", *cell) for cell in cells), ("vit", 1e-4, math.nan, 0.5)]
+    rows = [*(("osa_shaped", *cell) for cell in cells), ("vit", 1e-4, math.nan, 0.5), ("vit", 3e-4, math.nan, 0.7)]
+    rows += [("osa_exact", rate, pilot.FIRST_ALPHA, 2.302) for rate in (1e-4, 3e-4)]
     files.write_csv(pilot.TABLE, pd.DataFrame(rows, columns=["model", "learning_rate", "alpha_times_depth", "loss"]))
     finding = depth.of_the_pilot(lab)
-    assert [row[-1] for row in finding.table.rows] == ["chosen", "", "", "chosen"]
-    assert finding.in_short == "Rates: OSA (shaped) 3e-05; ViT 0.0001. OSA (shaped) has α = 0.36/L."
+    chosen = [(row[0], row[1]) for row in finding.table.rows if row[-1]]
+    assert chosen == [("OSA (exact)", "0.0003"), ("OSA (shaped)", "3e-05"), ("ViT", "0.0001")]
+    assert finding.in_short == "Rates: OSA (shaped) 3e-05; ViT 0.0001; OSA (exact) 0.0003. OSA (shaped) has α = 0.36/L."
+    assert "so that it is the paper’s: OSA (exact)." in finding.remark
+    assert finding.remark.endswith("a better one may lie beyond: OSA (shaped).")
 
 
 def test_the_parts_are_told_at_every_depth_up_to_that_of_the_signals(lab):

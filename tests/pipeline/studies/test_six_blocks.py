@@ -47,7 +47,7 @@ def runs_of(accuracies: dict[str, list[float]], rates: dict[str, float], columns
 
 def test_runs_are_wanted_seed_by_seed_and_osa_waits_for_the_pilot(lab, monkeypatch):
     assert list(wanted(SETTINGS, lab)) == [(m, DEPTH, seed) for seed in (0, 1) for m in ("vskipinit", "espa_skip")]
-    monkeypatch.setattr(pilot, "found", {"osa_shaped": (3e-5, 1.0)}.get)
+    monkeypatch.setattr(pilot, "found", lambda model, usual: {"osa_shaped": (3e-5, 1.0)}.get(model))
     found = wanted(SETTINGS, lab)
     assert found["osa_shaped", DEPTH, 1] == ("osa_shaped", {"variant": {"alpha_times_depth": 1.0}}, 1)
     assert found["vskipinit", DEPTH, 0] == ("vskipinit", {}, 0) and len(found) == 6

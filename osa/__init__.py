@@ -1,6 +1,7 @@
 """Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost."""
 
 from osa import functional, init, linalg, orthogonal, penalties, shaped
+from osa.functional import orthogonal_attention
 from osa.models import MODELS, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.vit import VisionTransformer
@@ -18,6 +19,7 @@ __all__ = [
     "init",
     "linalg",
     "orthogonal",
+    "orthogonal_attention",
     "penalties",
     "shaped",
 ]

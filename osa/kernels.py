@@ -697,7 +697,8 @@ def fits(query: Tensor, key: Tensor, value: Tensor, method: str) -> bool:
     """Whether `attend` takes tensors such as these: on CUDA, by a method that has one, and under no function transform.
 
     A kernel that does not compile, or gives other numbers than the plain route when it is first to be used, does not fit
-    either, and says so once.
+    either, and says so once. While a CUDA graph is recorded none is tried: what is recorded has to have run before with the
+    same shapes, as torch asks of every capture.
     """
     tokens, width = query.shape[-2:]
     return (
@@ -733,7 +734,9 @@ def attend(
     num_iterations: int | None,
     epsilon: float,
 ) -> Tensor:
-    """`osa.orthogonal_attention` of tensors that fit, by one operator, which autograd and torch.compile know as a whole."""
+    """`orthogonal_attention` of tensors that fit, by one operator, which autograd and torch.compile know as a whole."""
+    if isinstance(scale, Tensor) and not _is_whole(scale):  # a function transform holds it alone
+        return functional._attend(query, key, value, scale, method, num_iterations, epsilon)
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     if scale is None:
         scale = 1 / math.sqrt(query.shape[-1])
@@ -894,15 +897,20 @@ def _is_whole(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or linalg.is_eager(x)
 
 
+_TRIED: dict[tuple, bool] = {}  # whether a kernel of these types and widths agrees
+
+
 @torch._dynamo.assume_constant_result
 def _is_right(method: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
-    """Whether a kernel's numbers are right on this device, which is found out once."""
+    """Whether a kernel's numbers are right on this device, which is found out once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and so is what follows
-    return not torch.cuda.is_current_stream_capturing() and _agrees(method, device, dtype, width, value_width)
+    kernel = method, device, dtype, width, value_width
+    if kernel not in _TRIED and not torch.cuda.is_current_stream_capturing():
+        _TRIED[kernel] = _agrees(*kernel)
+    return _TRIED.get(kernel, False)
 
 
-@functools.cache
 def _agrees(method: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int) -> bool:
     """Whether values and gradients on this device are those of the plain route on the CPU in float64."""
     with (

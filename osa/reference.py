@@ -24,7 +24,7 @@ def skew(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
 
 def orthogonal_attention_matrix(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
     """A = exp(S) ∈ SO(N), (..., N, N): Eq. 5."""
-    return torch.linalg.matrix_exp(skew(query, key, scale))
+    return _exponential(skew(query, key, scale))
 
 
 def orthogonal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def newton_schulz_basis(query: Tensor, key: Tensor, *, num_iterations: int = 6, 
     """
     basis = torch.cat([query, key], dim=-1).double()
     basis = basis / (torch.linalg.matrix_norm(basis, keepdim=True) + epsilon)
-    identity = torch.eye(basis.shape[-1], dtype=basis.dtype)
+    identity = torch.eye(basis.shape[-1]).to(basis)
     for _ in range(num_iterations):
         basis = basis @ (3 * identity - basis.mT @ basis) / 2
     return basis
@@ -57,8 +57,8 @@ def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Te
     Equals exp(S) if the columns of B are orthonormal and span those of Q and K; otherwise Theorem 3.1 bounds the error.
     """
     small = basis.mT @ skew(query, key, scale) @ basis  # (..., r, r)
-    exp_minus_identity = torch.linalg.matrix_exp(small) - torch.eye(small.shape[-1], dtype=small.dtype)
-    return torch.eye(basis.shape[-2], dtype=basis.dtype) + basis @ exp_minus_identity @ basis.mT
+    exp_minus_identity = _exponential(small) - torch.eye(small.shape[-1]).to(small)
+    return torch.eye(basis.shape[-2]).to(basis) + basis @ exp_minus_identity @ basis.mT
 
 
 def qr_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
@@ -122,3 +122,8 @@ def multi_head_softmax_attention(
         weights = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)
         total = total + weights @ value @ w_out.double()
     return total + out_bias.double()
+
+
+def _exponential(s: Tensor) -> Tensor:
+    """torch's `matrix_exp` of a batch: of a single small matrix it is right to 1e-10 only (PyTorch issue 196592)."""
+    return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import osa
 from osa import reference
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.linalg import POLAR_EXPRESS
@@ -589,3 +590,21 @@ def test_turning_twice_is_turning_by_twice_the_angle(method, problem):
     twice = orthogonal_attention(query, key, once, scale=scale, method=method)
     directly = orthogonal_attention(query, key, value, scale=2 * scale, method=method)
     assert relative_error(directly, twice) < rounding(query, key, 2 * scale)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tokens, width", [(11, 2), (7, 5)])
+def test_tokens_whose_query_and_key_are_zero_are_left_out(method, tokens, width):
+    """As the documents say of padding: a mask multiplied onto both."""
+    query, key, value = (x.requires_grad_() for x in draw(tokens, width))
+    mask = torch.ones(tokens, 1, dtype=query.dtype)
+    mask[-3:] = 0
+    masked = osa.orthogonal_attention(query * mask, key * mask, value, scale=0.3, method=method)
+    alone = osa.orthogonal_attention(*(x[..., :-3, :] for x in (query, key, value)), scale=0.3, method=method)
+    assert relative_error(masked[..., :-3, :], alone) < 1e-12
+    assert torch.equal(masked[..., -3:, :], value[..., -3:, :])
+    if method != "qr_literal":
+        weight = torch.randn_like(alone)  # of a sum that A, which keeps norms, does not leave as it is
+        both = (torch.autograd.grad((y[..., : tokens - 3, :] * weight).sum(), (query, key, value)) for y in (masked, alone))
+        for actual, expected in zip(*both, strict=True):
+            assert relative_error(actual, expected) < 1e-10

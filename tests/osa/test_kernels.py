@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import osa
-from osa import functional, reference
+from osa import functional, linalg, reference
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import draw, polar_express_basis, relative_error
 
@@ -327,10 +327,18 @@ def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(monkeypa
     torch.testing.assert_close(torch.vmap(fused)(*inputs), plain(*inputs))
 
 
-def test_a_kernel_is_tried_once_and_left_with_one_warning_if_it_fails_or_errs(monkeypatch):
+@pytest.fixture
+def untried(monkeypatch):
+    """As on a GPU with which no kernel was used yet, where no graph is recorded."""
+    monkeypatch.setattr(kernels, "_TRIED", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_a_kernel_is_tried_once_and_left_with_one_warning_if_it_fails_or_errs(monkeypatch, untried):
     arguments = "exact", DEVICE, torch.float32, 2, 3
     with torch.inference_mode(), FakeTensorMode():  # wherever the first use is, the kernel is tried on true tensors
-        assert kernel_count(lambda: kernels._agrees(*arguments)) == [] and kernels._agrees(*arguments)
+        assert kernel_count(lambda: kernels._is_right(*arguments)) == [] and kernels._is_right(*arguments)
 
     def breaks(*args, **kwargs):
         raise RuntimeError("no such architecture\nand more")
@@ -339,13 +347,34 @@ def test_a_kernel_is_tried_once_and_left_with_one_warning_if_it_fails_or_errs(mo
         return value + 0 * (query.sum() + key.sum() + scale.sum())
 
     for function, reason in ((breaks, "RuntimeError: no such architecture$"), (errs, r"its error is \d")):
-        kernels._agrees.cache_clear()
+        kernels._TRIED.clear()
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "attend", function)
             with pytest.warns(UserWarning, match=reason):
-                assert not kernels._agrees(*arguments)
-            assert not kernels._agrees(*arguments)
-    kernels._agrees.cache_clear()
+                assert not kernels._is_right(*arguments)
+            assert not kernels._is_right(*arguments)
+
+
+def test_while_a_graph_is_recorded_kernels_that_were_tried_go_into_it_and_no_other_is_tried(monkeypatch, untried):
+    used, unused = (torch.randn(2, 3, 5, width, device=DEVICE) for width in (2, 3))
+    assert kernels.fits(used, used, used, "exact")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(kernels, "_agrees", lambda *_: pytest.fail("tries"))
+    assert kernels.fits(used, used, used, "exact") and not kernels.fits(unused, unused, unused, "exact")
+
+
+@pytest.mark.parametrize("method", kernels.METHODS)
+def test_a_transform_of_the_scale_alone_goes_the_plain_way(monkeypatch, method):
+    for module in (functional, osa.linalg):
+        monkeypatch.setattr(module, "has_kernels", lambda x: True)
+    query, key, value = (torch.randn(2, 3, 5, 2, device=DEVICE) for _ in range(3))
+
+    def total(scale, function=orthogonal_attention):
+        return function(query, key, value, scale=scale, method=method).square().sum()
+
+    scale = torch.tensor(0.2, device=DEVICE)
+    plain = partial(functional._attend, num_iterations=None, epsilon=linalg.EPSILON)
+    torch.testing.assert_close(torch.func.grad(total)(scale), torch.func.grad(total)(scale, plain))
 
 
 @pytest.fixture(scope="module")

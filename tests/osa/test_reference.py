@@ -11,12 +11,12 @@ from tests.osa.helpers import draw, relative_error
 SIZES = [(1, 3), (5, 3), (7, 3), (11, 5)]  # (N, d_v), with N < 2d_v and N > 2d_v
 
 
-def test_two_tokens_turn_by_the_angle_worked_by_hand():
+@pytest.mark.parametrize("angle", [0.04, 0.7])  # the first is where `matrix_exp` of a single matrix errs
+def test_two_tokens_turn_by_the_angle_worked_by_hand(angle):
     query, key = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [5.0]])  # QKᵀ − KQᵀ = [[0, −1], [1, 0]]
-    angle = 0.7
     rotation = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
     matrix = reference.orthogonal_attention_matrix(query, key, angle)
-    torch.testing.assert_close(matrix, torch.tensor(rotation, dtype=torch.float64))
+    torch.testing.assert_close(matrix, torch.tensor(rotation, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("tokens, width", SIZES)

@@ -56,6 +56,7 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) python -m benchmarks.attention
 	$(RUN) python -m benchmarks.step
 	$(RUN) python -m benchmarks.profile
+	$(RUN) python -m benchmarks.depth
 	$(RUN) python -m benchmarks.orthogonal
 	$(RUN) dvc repro --single-item report
 

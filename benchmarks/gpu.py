@@ -32,7 +32,7 @@ from ruamel.yaml import YAML
 
 from benchmarks import attention, results
 from benchmarks.step import EXACT, SEED
-from pipeline import fan_out, runs, study
+from pipeline import fan_out, pilot, runs, study
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import ROOT
@@ -44,6 +44,7 @@ from pipeline.studies.complexity import FORWARD
 from pipeline.training import data
 
 STATE = Path("parts.json")  # how each part went
+SHALLOW = 6  # blocks of the deep models in a rehearsal
 REHEARSAL = ROOT / "benchmarks/rehearsal.yaml"
 FIRST_RUNS, RUNS = "first_runs", "runs"  # the first are those whose weights the step is timed with
 DONE, FAILED, CUT_OFF = "done", "failed", "cut off"
@@ -126,6 +127,7 @@ def parts(settings: Params, is_rehearsal: bool) -> dict[str, list[str]]:
         "attention_norm": script("attention", "--norm", LARGEST_NORM, "--largest", attention.MOST_TOKENS_ERROR, largest=128),
         "attention": script("attention", largest=128),
         "profile": script("profile"),
+        "depth": script("depth", "--depth", SHALLOW if is_rehearsal else pilot.DEPTH),
         "orthogonal": script("orthogonal", largest=8),
         "complexity": ["-m", "pipeline.study", "complexity", "--no-tracking"],
         RUNS: [],

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import attention, profile, results, step, straightforward
+from benchmarks import attention, depth, profile, results, step, straightforward
 from osa.functional import orthogonal_attention
 from pipeline import cost
 from pipeline.core import params, record
@@ -49,6 +49,17 @@ def read(name):
     facts = json.loads(path.with_suffix(".json").read_text())
     assert path.parent.name == results.slug(record.describe_environment(record.default_device()))
     return pd.read_csv(path), facts
+
+
+def test_deep_models_are_compared_round_by_round(project, monkeypatch):
+    monkeypatch.setattr(depth, "MODELS", ("vit", "osa_shaped", "per_head"))
+    monkeypatch.setattr(depth, "SAMPLE_SECONDS", 1e-9)
+    depth.main(["--depth", "6", "--repeats", "2"])
+    table, facts = read("depth")
+    assert list(table["model"]) == ["vit", "osa_shaped", "per_head"] and (table["seconds"] > 0).all()
+    assert (facts["depth"], facts["rounds"]) == (6, 2)
+    rounds = depth.compared({"vit": [1.0, 2.0, 4.0], "espa": [3.0, 4.0, 12.0]}).set_index("model")
+    assert rounds.loc["espa", ["seconds", "over_vit"]].tolist() == [4, 3] and rounds.loc["vit", "high"] == 1
 
 
 def models(variant, shared_alpha=False):

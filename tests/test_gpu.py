@@ -21,7 +21,7 @@ from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 
 VIT = Run("vit", 0)
-SCRIPTS = ("step", "attention_bfloat16", "attention_heads", "attention_norm", "attention", "profile", "orthogonal")
+SCRIPTS = ("step", "attention_bfloat16", "attention_heads", "attention_norm", "attention", "profile", "depth", "orthogonal")
 MEASURED = {"exact", "literal, forward", "literal, forward and backward", "epochs", "orthogonality"}
 
 

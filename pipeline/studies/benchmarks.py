@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -22,6 +23,7 @@ from pipeline.reporting.numbers import ABSENT, fixed, grouped, number, per_cent,
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies.complexity import BOTH, FORWARD
+from pipeline.studies.signals import SHAPED, label_of
 
 place = 47
 
@@ -31,9 +33,10 @@ Label = Callable[[str], str]
 
 
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
-    kinds = {"targets": targets, "step": step, "profile": profile, "attention": attention, "attention_bfloat16": attention}
+    kinds = {"targets": targets, "step": step, "depth": deep_step, "profile": profile}
+    kinds |= {"attention": attention, "attention_bfloat16": attention}
     measured = [
-        make(Benchmark.read(folder, name), lab.label)
+        make(Benchmark.read(folder, name), partial(label_of, lab=lab))
         for folder, (name, make) in itertools.product(sorted(FOLDER.glob("*/")), kinds.items())
         if (folder / f"{name}.json").exists()
     ]
@@ -205,10 +208,11 @@ def step_sentence(ratios: dict, label: Label) -> str:
     weights, of = list(ratios.items())[-1]
     models = ", ".join(f"{label(name)} {fixed(ratio, 2)}" for name, ratio in of["over_vit"].items())
     text = f"With {weights} weights, a training step takes in multiples of ViT's: {models}."
-    if ALL_MODELS in of["straightforward_over_ours"]:
-        times = fixed(of["straightforward_over_ours"][ALL_MODELS], 2)
+    if {ALL_MODELS, OSA_MODELS} <= of["straightforward_over_ours"].keys():
+        times, for_osa = (fixed(of["straightforward_over_ours"][models], 2) for models in (ALL_MODELS, OSA_MODELS))
         text += (
-            f" A plain script, whose steps are those of the equations, takes {times} times as long, of all these together."
+            f" A plain script, whose steps are those of the equations, takes {times} times as long for the paper’s models "
+            f"together, and {for_osa} times for its OSA models."
         )
     return text
 
@@ -254,6 +258,36 @@ def spread(of: dict[str, float] | None) -> str:
     ms = {name: fixed(1000 * of[name], 1) for name in ("seconds", "p10", "p90")}
     share = "" if math.isnan(of["share"]) else f"\n{per_cent(round(of['share'], 2))} of peak"
     return f"{ms['seconds']}\n{ms['p10']} to {ms['p90']}{share}"
+
+
+COMPARED = ("osa_shaped", "osa_exact", "espa", "uspa", "vskipinit", "softmax_shaped")  # in the sentence on deep models
+
+
+def deep_step(benchmark: Benchmark, label: Label) -> Finding:
+    table, facts = benchmark.table.sort_values("over_vit"), benchmark.facts
+    rows = [
+        [label(row.model), *(fixed(value, 2) for value in (row.seconds, row.over_vit)), f"{row.low:.2f} to {row.high:.2f}"]
+        for row in table.itertuples()
+    ]
+    costs = {row.model: f"{label(row.model)} {fixed(row.over_vit, 2)}" for row in table.itertuples()}
+    told = ", ".join(costs[model] for model in COMPARED if model in costs)
+    return benchmark.finding(
+        f"Training step at {facts['depth']} blocks",
+        f"A whole training step of each model of {facts['depth']} blocks that the study depth trains, in units of ViT's.",
+        measures=[
+            Measure(f"{label(row.model)}: a step in units of ViT's", row.over_vit, low=row.low, high=row.high)
+            for row in table.itertuples()
+        ],
+        table=Table(
+            ["Model", "Seconds", "Over ViT", "10 to 90 per cent"],
+            rows,
+            "lrrr",
+            note=f"One step of {facts['batch_size']} images from the initial weights: medians of {facts['rounds']} rounds, "
+            "in each of which every model has its turn; a ratio is that of one round.",
+        ),
+        in_short=f"At {facts['depth']} blocks a training step takes in multiples of ViT's: {told}." if told else "",
+        models=tuple(model for model in table["model"] if model not in SHAPED),
+    )
 
 
 # Its parts

@@ -33,7 +33,7 @@ sdpa,4096,16,forward and backward,float32,0.04
 RATIOS = {
     "initialised": {
         "over_vit": {"osa_exact": 1.2},
-        "straightforward_over_ours": {"vit": 2.0, "all models of the paper": 3.25},
+        "straightforward_over_ours": {"vit": 2.0, "the paper's OSA models": 4.5, "all models of the paper": 3.25},
     }
 }
 ATTENTION_RATIOS = [
@@ -76,19 +76,40 @@ def test_a_machine_has_an_observation_for_each_script(findings):
 def test_the_step(findings):
     write_machine()
     step = findings()[0]
-    assert "OSA (exact) 1.20." in step.in_short and "3.25 times as long" in step.in_short
+    assert "OSA (exact) 1.20." in step.in_short
+    assert step.in_short.endswith(
+        "takes 3.25 times as long for the paper’s models together, and 4.50 times for its OSA models."
+    )
     assert step.table.rows == [
         ["ViT", "initialised", "100.0\n90.0 to 110.0", "200.0\n190.0 to 210.0", "–", "2.00"],
         ["OSA (exact)", "initialised", "120.0\n110.0 to 130.0", "–", "1.20", "–"],
+        ["The paper's OSA models", "initialised", "–", "–", "–", "4.50"],
         ["All models of the paper", "initialised", "–", "–", "–", "3.25"],
     ]
     assert step.table.columns[2:4] == ["Ours, ms", "Straightforward, ms"]
-    assert step.table.variants == ["vit", "osa_exact", None] and step.models == ("vit", "osa_exact")
+    assert step.table.variants == ["vit", "osa_exact", None, None] and step.models == ("vit", "osa_exact")
     assert values(step) == {
         "OSA (exact): a step in units of ViT's": (1.2, "initialised weights"),
         "ViT: straightforward over ours": (2.0, "initialised weights"),
+        "the paper's OSA models: straightforward over ours": (4.5, "initialised weights"),
         "all models of the paper: straightforward over ours": (3.25, "initialised weights"),
     }
+
+
+def test_the_step_of_deep_models(findings):
+    folder = write_machine()
+    files.write_text(
+        folder / "depth.csv", "model,seconds,over_vit,low,high\nvit,1,1,1,1\ngelu,3,3.1,3,3.2\nespa,1.5,1.5,1.4,1.6\n"
+    )
+    facts = files.read_json(folder / "profile.json") | {"depth": 36, "rounds": 9, "batch_size": 128}
+    files.write_json(folder / "depth.json", facts)
+    deep = findings()[1]
+    assert deep.in_short == "At 36 blocks a training step takes in multiples of ViT's: E-SPA 1.50."
+    assert deep.table.rows[1:] == [
+        ["E-SPA", "1.50", "1.50", "1.40 to 1.60"],
+        ["OSA (shaped), GELU rescaled, not shaped", "3.00", "3.10", "3.00 to 3.20"],
+    ]
+    assert deep.models == ("vit", "espa")
 
 
 def test_the_share_of_the_peak_that_a_step_reaches(findings):

@@ -138,6 +138,12 @@ def test_a_statement_is_judged_by_the_spread_of_the_rounds(low, high, expected):
     assert orthogonal_speed.side(row, 1.0).startswith(expected)
 
 
+def test_a_row_that_refutes_is_not_hidden_by_one_that_begins_lower():
+    table = pd.DataFrame({"p10_over_dense": [0.85, 0.80, 2.0], "p90_over_dense": [0.95, 1.20, 3.0]})
+    assert orthogonal_speed.nearest_to_failing(table, 1.0).name == 0
+    assert orthogonal_speed.nearest_to_failing(table[1:], 1.0).name == 1
+
+
 def test_our_goal_is_judged_where_it_is_set():
     row = {"map": "cayley", "code": OURS, "tokens": 6400, "pass": BOTH, "p10_over_dense": 1.0, "p90_over_dense": 2.0}
     sizes = {32: 9.0, 64: 1.2, 256: 1.31, 512: 9.0}

@@ -18,6 +18,7 @@ from ruamel.yaml import YAML, YAMLError
 
 from osa.init import QUERY_KEY, VALUE_OUT
 from osa.orthogonal import MAPS
+from osa.penalties import PENALTIES
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 
@@ -158,7 +159,7 @@ class Variant(Section):
     activation: Literal["gelu", "dks_gelu", "tat_leaky_relu"] | None = None
     normalise_tokens: bool | None = None
     normalised_skip: PositiveFloat | None = None
-    penalty: Literal["VAR-I", "VAR-II", "VAR-III", "VAR-II-separate", "heads"] | None = None
+    penalty: Literal[*PENALTIES] | None = None
     penalty_weight: NonNegativeFloat | None = None
     keep: Literal["value_out", "query_key", "attention", "whole_value_out", "whole_key_value"] | None = None
     keep_by: Literal["retraction", *MAPS] | None = None

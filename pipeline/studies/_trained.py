@@ -1,6 +1,7 @@
 """What the studies that train models of their own have in common: their runs by name, and the rules of pipeline/paper.yaml,
 written with what was expected before the first run, that judge them."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -116,22 +117,24 @@ class WithinClaim(Comparison):
 
 
 class MeasuredClaim(Comparison):
-    """Of the first model, something is less than a factor times what it is of the second."""
+    """Of the first model of a pair, what its column has is less than a factor times what it is of the second."""
 
     kind: Literal["measured"]
-    column: str
+    columns: Annotated[list[str], Field(min_length=1)]  # of what is watched: each of every pair
     at_most_factor: Annotated[float, Field(gt=0)]
     how = "Judged by Welch's interval of the difference of mean logarithms over seeds."
 
     def measures(self, results: TrainedResults) -> list[Measure]:
         measures, scale = [], {"side": "below", "limit": self.at_most_factor}
-        for pair in self.compare:
-            logs = [np.log(results.values(model, self.column)).tolist() for model in pair]
-            asked = {"limit": math.log(self.at_most_factor), "side": "below", "family": len(self.compare)}
+        for pair, column in itertools.product(self.compare, self.columns):
+            logs = [np.log(results.values(model, column)).tolist() for model in pair]
+            asked = {"limit": math.log(self.at_most_factor), "side": "below"}
+            asked["family"] = len(self.compare) * len(self.columns)
             judged = judge(logs, (1, -1), diverged=results.diverged(pair), **asked)
             judged = replace(judged, **{end: math.exp(getattr(judged, end)) for end in ("value", "low", "high")})
             fields = judged.as_measure(results.account(pair)) | scale
-            measures.append(Measure(" / ".join(map(results.label, pair)), **fields, unit="× as much"))
+            what = f"{' / '.join(map(results.label, pair))}: {results.label(column)}"
+            measures.append(Measure(what, **fields, unit="× as much"))
         return measures
 
 

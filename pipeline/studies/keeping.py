@@ -17,7 +17,7 @@ from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import LINE_WIDTH, PALETTE, STYLE
-from pipeline.reporting.numbers import fixed, number, span
+from pipeline.reporting.numbers import ABSENT, fixed, number, span
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
@@ -50,6 +50,7 @@ RUNS = {  # a name, its variant, the options in place of the variant's own, and 
     for name in MAPS
 }
 GROUPS, GROUP_LABELS = {"osa_soft": ("osa_soft_weak", "osa_soft_strong")}, {"osa_soft": "OSA, soft"}
+OF_OSA = (REFERENCE, *(name for name, (variant, *_) in RUNS.items() if variant == REFERENCE))
 BY_MAPS = tuple(f"osa_{name}" for name in MAPS)
 THREE_SEEDS = ("osa_kept", "osa_joint")
 KAPPAS = {
@@ -116,7 +117,10 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
     loss, rows, seen = target_loss(found.curves(REFERENCE).values(), OF_TRAINING), [], []
     for name in (REFERENCE, "vit", *RUNS):
         epochs = pd.Series([epochs_to_reach(curve, loss) for curve in found.curves(name).values()], dtype=float).median()
-        kappas = [number(summarise(found.values(name, column)).mean) for column in KAPPAS]
+        medians = found.ended.loc[found.ended["variant"] == name].reindex(columns=[*KAPPAS]).median()
+        kappas = [
+            ABSENT if column == "weight_kappa" and name not in OF_OSA else number(medians[column]) for column in KAPPAS
+        ]
         rows.append([found.label(name), *found.cells(name), number(epochs if loss > 0 else math.nan), *kappas])
         accuracy = summarise(found.accuracies(name))
         if name in RUNS and accuracy.n:
@@ -135,7 +139,8 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
             ["Model", "Test accuracy", "Runs", f"Epochs to {lab.label(REFERENCE)}’s loss", *KAPPAS.values()],
             rows,
             note=f"The loss is the lowest of the first {OF_TRAINING:.0%} of training, the geometric mean of runs. Of epochs "
-            "the median, ∞ where it is not reached; of condition numbers the mean over layers, heads and seeds.",
+            "the median, ∞ where it is not reached; of condition numbers the median over layers, heads and seeds; κ(W̃) is "
+            "OSA’s alone.",
         ),
         remark=found.remark,
         models=(REFERENCE, "vit"),
@@ -177,7 +182,7 @@ def along_training(found: TrainedResults) -> Finding:
 @matplotlib.rc_context(STYLE)
 def draw(found: TrainedResults) -> Figure:
     """A panel for each kind of κ, with the first seed of each orthogonal model; of the maps one would cover the other."""
-    watched = found.watched[[RUNS[name][0] == REFERENCE and name not in BY_MAPS for name in found.watched["variant"]]]
+    watched = found.watched[[name in OF_OSA and name not in BY_MAPS for name in found.watched["variant"]]]
     first = watched[watched["seed"] == watched.groupby("variant")["seed"].transform("min")]
     names = list(dict.fromkeys(first["variant"]))
     figure, panels = charts.panels(len(KAPPAS), 4.6)

@@ -47,7 +47,7 @@ def speed(benchmark: Benchmark) -> Finding:
         "No layer is as fast as a dense one": (others, 1.0),
         f"Givens rotations one by one are significantly slower, we say {MUCH_SLOWER:g} times": (literal, MUCH_SLOWER),
     }
-    weakest = {what: (of.loc[of["p10_over_dense"].idxmin()], limit) for what, (of, limit) in asked.items()}
+    weakest = {what: (nearest_to_failing(of, limit), limit) for what, (of, limit) in asked.items()}
     sides, ours = {what: side(row, limit) for what, (row, limit) in weakest.items()}, goals(table)
     within = sum(measure.value <= GOAL for measure in ours)
     told = [f"{what}: it {answer} here" for what, answer in sides.items()]
@@ -57,7 +57,8 @@ def speed(benchmark: Benchmark) -> Finding:
         "Orthogonal linear layers against a dense one",
         f"Statements of the post {POST_TITLE}: no orthogonal layer is as fast as a dense one; Givens rotations are "
         "significantly slower; Cayley, exponential and Householder can be accelerated. The first two are judged where they "
-        f"are nearest to failing, from n = {LEAST_SIZE} on.",
+        f"are nearest to failing, from n = {LEAST_SIZE} on. Our own goal is {GOAL:g} times a dense layer in training, at "
+        f"{grouped(TRAINING_TOKENS)} tokens and the worst n from {GOAL_SIZES[0]} to {GOAL_SIZES[1]}.",
         measures=[
             *(over_dense(what, row, f"it {sides[what]} here") for what, (row, _) in weakest.items()),
             *ours,
@@ -68,6 +69,14 @@ def speed(benchmark: Benchmark) -> Finding:
         caption="Seconds of a layer, built and applied, forward and backward, over n.",
         remark="The post gives its own times in a picture alone. Its algorithms are written anew from its formulas, one "
         f"step after the other; layers that are ours or torch’s build W and multiply once.{gpu}",
+    )
+
+
+def nearest_to_failing(table: pd.DataFrame, limit: float) -> pd.Series:
+    """The row that refutes a statement most, if one does, and otherwise the one whose range begins lowest."""
+    refuting = table[table["p90_over_dense"] < limit]
+    return (
+        refuting.loc[refuting["p90_over_dense"].idxmin()] if len(refuting) else table.loc[table["p10_over_dense"].idxmin()]
     )
 
 

@@ -226,6 +226,16 @@ def tall_keeps_its_columns() -> Tensor:
     return outside(update(w, gradient, -0.1)) / outside(retract(w, -0.1 * gradient))
 
 
+def gradients_add_up() -> float:
+    """Two backward passes of one loss with nothing between them that clears gradients, as the post’s loop has it."""
+    layer = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
+    seen = []
+    for _ in range(2):
+        layer(torch.ones(1, SIZE, dtype=torch.float64)).sum().backward()
+        seen.append(layer.weight.grad.norm().item())
+    return seen[1] / seen[0]
+
+
 def moved_in_memory() -> bool:
     parameter = nn.Parameter(rotation())
     before = parameter.data_ptr()
@@ -345,20 +355,17 @@ STATEMENTS = {
         "torch.tensor of them detaches", BELOW, 0.5, "1 if it had a gradient"),
     "writing_into_the_input": Statement(writing_into_the_input, POST, "GivensLinear", "replaces nn.Linear",
         "writes into x: fails for a leaf and after tanh", ABOVE, 0.5, "1: both raise"),
-    "tokens_in_three_dimensions": Statement(lambda: raises(lambda: torch.ones(2, 4, 3)[:, [0, 1]] @ torch.eye(2)),
-        POST, "GivensLinear", "replaces nn.Linear",
-        "of x (B, N, n) it indexes tokens", ABOVE, 0.5, "1: it raises"),
     "layer_and_matrix": Statement(layer_and_matrix, POST, "GivensLinear", "applies weight_matrix(θ)",
         "applies weight_matrix(−θ)", ABOVE, 0.1, "distance from the former, if it is the latter"),
     "order_of_building": Statement(order_of_building, POST, "Table, Givens", "O(n²)",
         "building W is O(n³)", ABOVE, 2.9, "exponent of products, n = 8 to 16"),
     "operations_of_givens": Statement(lambda: 6 * math.comb(64, 2) / (2 * 64**2),
-        POST, "Givens", "the same operations as a dense layer",
-        "half as many again", ABOVE, 1.4, "ratio at n = 64"),
+        POST, "Givens", "O(n²) operations, the same as a dense layer’s",
+        "of that order, but half as many again", ABOVE, 1.4, "ratio at n = 64"),
     "share_of_parameters": Statement(lambda: 100 * math.comb(64, 2) / 64**2, POST, "Givens", "49.9% of the parameters",
         "(n − 1)/2n is that at n = 512 alone", BELOW, 49.5, "per cent at n = 64"),
-    "another_schedule": Statement(another_schedule, POST, "Givens", "disjoint rotations go in parallel",
-        "in another order (round robin) they make another W; by i + j they do not", ABOVE, 0.1, "distance of the two"),
+    "another_schedule": Statement(another_schedule, POST, "Givens", "disjoint rotations go in parallel, in O(n) steps",
+        "so they do by i + j; in another order (round robin) they make another W", ABOVE, 0.1, "distance of the two"),
     "grades_of_the_algebra": Statement(lambda: 2**SIZE - (1 + SIZE + math.comb(SIZE, 2)),
         POST, "Clifford", "Cl(n) is scalars, vectors and bivectors",
         "it has all grades, 2ⁿ", ABOVE, 0.5, "components left out at n = 6"),
@@ -389,6 +396,8 @@ STATEMENTS = {
         "a wide W does not", ABOVE, 0.0001, "‖WWᵀ − I‖_F after a step"),
     "tall_keeps_its_columns": Statement(tall_keeps_its_columns, POST, "ExponentialOptimizer", "W moves along its manifold",
         "a tall W keeps its column space for ever", BELOW, 1e-09, "movement out of it over a retraction’s"),
+    "gradients_add_up": Statement(gradients_add_up, POST, "ExponentialOptimizer", "an optimiser",
+        "has no zero_grad, so that gradients add up", ABOVE, 1.9, "gradient of a second step over that of the first"),
     "moved_in_memory": Statement(moved_in_memory, POST, "ExponentialOptimizer", "an optimiser",
         "replaces param.data: no CUDA graph can hold it", ABOVE, 0.5, "1: the address changes"),
     "buffers_of_indices": Statement(buffers_of_indices, POST, "ExponentialLinear, CayleyLinear", "a module for any device",
@@ -398,7 +407,8 @@ STATEMENTS = {
         "for odd n it misses all of it", BELOW, 0.0, "determinant at n = 5"),
     "rank_of_half_the_reflections": Statement(rank_of_half_the_reflections,
         POST, "Summary", "some n/2 reflections span SO(n)",
-        "n − 1 are needed", BELOW, 14.5, "dimensions of 15 that 3 reach at n = 6"),
+        "n − 1 are for odd n, and n for even n, where n − 1 have det −1", BELOW, 14.5,
+        "dimensions of 15 that 3 reach at n = 6"),
     "two_reflections": Statement(two_reflections, POST, "Householder", "in 3-D two reflections often do",
         "they always do", BELOW, 1e-9, "distance of a rotation from two"),
     "tau_of_two": Statement(tau_of_two, POST, "Table, Householder", "householder_product with τ = 2",
@@ -411,8 +421,8 @@ STATEMENTS = {
         POST, "Householder", "m(n − 1) parameters",
         "the code stores mn", ABOVE, 0.5, "more at m = n = 6"),
     "zero_vector": Statement(lambda: (torch.zeros(SIZE) / torch.zeros(SIZE).norm()).isnan().all(),
-        POST, "Householder", "any vector",
-        "0 is divided by its norm", ABOVE, 0.5, "1: NaN"),
+        POST, "Householder", "a parameter for each vector, divided by its norm",
+        "that of 0 is 0", ABOVE, 0.5, "1: NaN"),
     "orthogonal_updates": Statement(lambda: orthogonality_error(rotation() - 0.1 * rotation()),
         POST, "Introduction", "Muon suggests that rotation is enough",
         "Muon’s updates are orthogonal, its weights are not", ABOVE, 0.1, "‖WᵀW − I‖_F after one"),
@@ -435,7 +445,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     return [
         Finding(
             id="orthogonality_sources",
-            title="What does not hold in the documents on orthogonal weights and attention",
+            title="Errors of the documents on orthogonal weights and attention, each by a number",
             place=f"{PAPER}; “Orthogonal Linear Layers in PyTorch”",
             kind=CHECK,
             statement="Statements of both documents that are wrong, or not so as they stand, and a trap of torch’s own "

@@ -6,19 +6,23 @@ VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cros
 
 import copy
 import itertools
+import math
 from collections import defaultdict
 from typing import NamedTuple
 
 import matplotlib
+import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from scipy.stats import gmean
+from torch import nn
 
 from osa.penalties import attention_matrix
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
-from pipeline.measures import attention_inputs, norm
+from pipeline.measures import attention_inputs, condition, effective_rank, norm
 from pipeline.reporting import charts
 from pipeline.reporting.looks import PALETTE, STYLE
 from pipeline.reporting.numbers import ABSENT, fixed, number, span
@@ -29,12 +33,13 @@ from pipeline.studies._runs import Request
 from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
-from pipeline.studies.section_5 import progress
+from pipeline.studies.section_5 import epochs_to_reach, progress, target_loss
 from pipeline.training import loop
 
 place = 64
 gathers = True
 PAPER = "Zhang et al. 2021, Section 3"
+OF_TRAINING = 0.5  # whose lowest loss is what the speed of convergence is compared at
 STATED, STRONG = 1e-6, 1e-2  # the largest λ of the paper, and the least that is called strong
 IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1's ratio
 ONE_SEED = 9  # of the cells, of which one run is done before three of all
@@ -42,6 +47,7 @@ NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations 
 VIT, BARE = "vit", "vit_noskip_nonorm"
 NAMES = {VIT: "vit", BARE: "nonorm"}
 VARIANTS = ("VAR-I", "VAR-II", "VAR-III")
+SEPARATE = "VAR-II-separate"  # the other reading of LA
 COLUMNS = {  # of what is watched, on average over the layers
     "attention": "‖AᵀA − I‖²/(N − 1)",
     "overlap": "Row overlap",
@@ -51,6 +57,9 @@ COLUMNS = {  # of what is watched, on average over the layers
     "projections": "L_LA",
     "mlp": "L_LF",
     "keys": "‖K‖₂",
+    "tokens_rank": "Effective rank of X",
+    "weight_norm": "‖W‖₂",
+    "weight_kappa": "κ(W)",
     "moved": "Moved by noise",
 } | {f"accuracy_{noise:g}": f"Accuracy, noise {noise:g}" for noise in NOISES}
 
@@ -93,13 +102,14 @@ CELLS = tuple(
             *cells(VIT, ENDS, (1.0, 1e-4)),
             *cells(VIT, VARIANTS, (1e-10, 1e-8, STATED)),
             *cells(BARE, ENDS, (1.0, 1e-4, 1e-6)),
-            *cells(VIT, ("VAR-II-separate",), (STATED, 1e-8, 1e-10)),  # the other reading of LA
+            *cells(VIT, (SEPARATE,), (STATED, 1e-8, 1e-10)),
         ]
     )
 )
 IN_ORDER = sorted(CELLS, key=lambda cell: (cell.variant != VIT, *cell[1:]))  # of a table
 GROUPS = {  # of cells that a rule speaks of: their label, model, penalties, and λ from and to
     "vit_stated": ("ViT + VAR-III, λ = 1e-6", VIT, ("VAR-III",), STATED, STATED),
+    "vit_attention_stated": ("ViT + VAR-I, λ = 1e-6", VIT, ("VAR-I",), STATED, STATED),
     "vit_strong": ("ViT + VAR-III, λ = 0.01", VIT, ("VAR-III",), STRONG, STRONG),
     "vit_var_i": ("ViT + VAR-I, λ ≤ 1e-6", VIT, ("VAR-I",), 0, STATED),
     "vit_var_ii": ("ViT + VAR-II, λ ≤ 1e-6", VIT, ("VAR-II",), 0, STATED),
@@ -147,8 +157,18 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
         of_attention = attention_row(a)
         seen = {"layer": layer, "attention": of_attention.pop("penalty"), "moved": change.flatten().quantile(0.9).item()}
         seen |= {"keys": norm(key).median().item(), "worst": worst_ratios(query[:FEW], key[:FEW]).max().item()}
-        rows.append(seen | of_attention | weight_row(block) | accuracies)
+        seen |= {"tokens_rank": float(np.mean([effective_rank(values) for values in torch.linalg.eigvalsh(x @ x.mT)]))}
+        rows.append(seen | of_attention | weight_row(block) | of_weights(block) | accuracies)
     return rows
+
+
+def of_weights(block: nn.Module) -> dict[str, float]:
+    """‖W‖₂ and κ(W) of the block's six matrices, geometric means."""
+    attention, mlp = block.attention, block.mlp
+    layers = (attention.query, attention.key, attention.value, attention.out, mlp.fc1, mlp.fc2)
+    values = [torch.linalg.svdvals(layer.weight) for layer in layers]
+    norms, kappas = [each[0].item() for each in values], [condition(each, rank=len(each)) for each in values]
+    return {"weight_norm": gmean(norms), "weight_kappa": gmean(kappas)}
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
@@ -161,7 +181,9 @@ def under_noise(training: loop.Training) -> dict[str, float]:
 
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    labels = {cell.name: cell.label(lab) for cell in CELLS} | {group: label for group, (label, *_) in GROUPS.items()}
+    labels = (
+        {cell.name: cell.label(lab) for cell in CELLS} | {group: label for group, (label, *_) in GROUPS.items()} | COLUMNS
+    )
     groups = {
         group: [c.name for c in CELLS if c.variant == variant and c.penalty in penalties and least <= c.weight <= most]
         for group, (_, variant, penalties, least, most) in GROUPS.items()
@@ -175,16 +197,19 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 def dose(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy and orthogonality over λ, cell by cell."""
     rows, measures, reached = [], [], defaultdict(list)
+    losses = {variant: target_loss(found.curves(variant).values(), OF_TRAINING) for variant in NAMES}
     for cell in IN_ORDER:
-        accuracy = summarise(found.accuracies(cell.name if cell.penalty else cell.variant))
         named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
+        model, loss = cell.name if cell.penalty else cell.variant, losses[cell.variant]
         means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
-        rows.append([*named, *found.cells(cell.name if cell.penalty else cell.variant), *means])
+        epochs = pd.Series([epochs_to_reach(curve, loss) for curve in found.curves(model).values()], dtype=float).median()
+        rows.append([*named, *found.cells(model), number(epochs if loss > 0 else math.nan), *means])
+        accuracy = summarise(found.accuracies(model))
         if cell.penalty and accuracy.n:
             reached[lab.label(cell.variant)].append(accuracy.mean)
             what = f"{cell.label(lab)}: test accuracy"
             measures.append(Measure(what, accuracy.mean, "per cent", low=accuracy.low, high=accuracy.high, n=accuracy.n))
-    columns = ["Model", "Penalty", "λ", "Test accuracy", "Runs", *COLUMNS.values()]
+    columns = ["Model", "Penalty", "λ", "Test accuracy", "Runs", "Epochs to a loss", *COLUMNS.values()]
     told = "; ".join(f"{model} reaches {span(values, lambda value: fixed(value, 2))}%" for model, values in reached.items())
     return Finding(
         id="penalties_dose",
@@ -200,10 +225,12 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
             columns,
             rows,
             "lll" + "r" * (len(columns) - 3),
-            note="Test accuracy in per cent; without a penalty that of Table 2. The rest is after training, over layers "
-            f"and seeds on average; with noise of {NOISE:g} on the pixels 90 % of the rows of A move by less than is said. "
-            f"Accuracy under noise, a share, is that on {NOISY_IMAGES} test images. L_LF is without n − m, which "
-            "‖MᵀM − I‖_F² of an m × n matrix has at least.",
+            note="Test accuracy in per cent; without a penalty that of Table 2. Epochs, the median over runs, to the loss "
+            f"to which Table 2’s runs without a penalty come in the first {OF_TRAINING:.0%} of training. The rest is after "
+            f"training, over layers and seeds on average; with noise of {NOISE:g} on the pixels 90% of the rows of A move "
+            f"by less than is said. Accuracy under noise, a share, is that on {NOISY_IMAGES} test images. ‖W‖₂ and κ(W) are "
+            "geometric means over a block’s six matrices. L_LF is without n − m, which ‖MᵀM − I‖_F² of an m × n matrix has "
+            "at least.",
         ),
         figure=draw_dose(found) if measures else None,
         caption="Over λ: test accuracy, ‖AᵀA − I‖_F² / (N − 1), and the projections’ penalty. Dashed: "
@@ -234,10 +261,10 @@ def with_depth(found: TrainedResults) -> Finding:
         table=Table(
             ["Model", f"{COLUMNS['attention']}, before", "after", f"{COLUMNS['projections']}, before", "after"],
             rows,
-            note="Before and after training, means over layers and seeds that finished.",
+            note="Means over layers and seeds: before training over all runs, after it over those that finished.",
         ),
         in_short=f"{COLUMNS['attention']} is {span(means['attention', 'before'])} before training and "
-        f"{span(means['attention', 'after'])} after it, by cell.",
+        f"{span(means['attention', 'after'].dropna())} after it, by cell.",
         figure=draw_depth(ends, found),
         caption="‖AᵀA − I‖_F² / (N − 1) and the projections’ penalty by layer: after training, and before it thin.",
     )
@@ -261,13 +288,13 @@ def bound(found: TrainedResults) -> Finding:
 def draw_dose(found: TrainedResults) -> Figure:
     """A panel for each number, a colour for each penalty, dots hollow for the model without skips and LN."""
     figure, panels = charts.panels(3, 3.6)
-    colours = dict(zip(VARIANTS, (PALETTE[0], PALETTE[3], PALETTE[5]), strict=True))
+    colours = dict(zip((*VARIANTS, SEPARATE), (PALETTE[0], PALETTE[3], PALETTE[5], PALETTE[6]), strict=True))
     numbers = {"Test accuracy (per cent)": found.accuracies}
     numbers |= {
         COLUMNS[column]: lambda name, column=column: found.values(name, column) for column in ("attention", "projections")
     }
     for axes, (title, values) in zip(panels, numbers.items(), strict=True):
-        for variant, penalty in itertools.product((VIT, BARE), VARIANTS):
+        for variant, penalty in itertools.product((VIT, BARE), colours):
             doses = sorted(cell.weight for cell in CELLS if cell[:2] == (variant, penalty))
             means = [summarise(values(Cell(variant, penalty, dose).name)).mean for dose in doses]
             fill = colours[penalty] if variant == VIT else "#ffffff"

@@ -1,10 +1,14 @@
 """The four maps part as they should, and one with another scale or another order is caught."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from osa.orthogonal import MAPS
 from pipeline.core import files
+from pipeline.core.files import ROOT
 from pipeline.studies import orthogonal_maps
 from pipeline.studies.orthogonal_maps import Settings, findings, measure
 
@@ -50,3 +54,31 @@ def test_distances_are_spectral_norms_along_one_direction(lab):
     at = apart.iloc[-1]
     expected = torch.linalg.matrix_norm(MAPS["cayley"](at["t"] * x) - torch.matrix_exp(at["t"] * (x - x.mT)), 2)
     assert at["t"] == pytest.approx(8) and at["distance"] == pytest.approx(expected.item())
+
+
+NEW_MAP = """
+from osa.orthogonal import MAPS, orthogonal_
+MAPS["again"] = MAPS["cayley"]
+import torch
+from pipeline.core import params
+from pipeline.lab import Lab
+from pipeline.studies import in_order, keeping, orthogonal_maps
+in_order()
+settings = orthogonal_maps.Settings(seeds=[0], sizes=[3])
+lab = Lab("orthogonal_maps", params.load(), params.load_paper())
+(found,) = orthogonal_maps.findings(settings, orthogonal_maps.measure(settings, lab), lab)
+assert found.verdict == "passes", found
+MAPS["again"] = lambda x: MAPS["cayley"](1.001 * x)
+(found,) = orthogonal_maps.findings(settings, orthogonal_maps.measure(settings, lab), lab)
+assert found.verdict == "fails", found
+MAPS["again"] = MAPS["cayley"]
+assert lab.config("osa_exact", {"variant": keeping.RUNS["osa_again"][1]}).variant.keep_by == "again"
+linear = torch.nn.Linear(3, 3)
+torch.nn.init.orthogonal_(linear.weight)
+orthogonal_(linear, "again")
+"""
+
+
+def test_a_new_map_is_one_function_and_one_name():
+    """In a process of its own: modules make their tables of the maps as they are imported."""
+    subprocess.run([sys.executable, "-c", NEW_MAP], check=True, cwd=ROOT)

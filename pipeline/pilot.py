@@ -26,7 +26,7 @@ MODELS = (OSA, "vskipinit", "espa", "softmax_shaped", "vit", "osa_exact")  # wha
 RATES, FIRST_RATE = (3e-5, 1e-4, 3e-4), 1e-4
 ALPHAS, FIRST_ALPHA = (0.1, 0.36, 1.0, 3.0), 0.36  # α L
 DEPTH, STEPS, LAST, SEED = 36, 200, 50, 100
-TELLS = 0.01  # by which the losses of rates have to differ at least, or none is better than another
+GUESSING, LEARNS = math.log(10), 0.01  # the loss of a guess, and by how much a pilot has to end below it to tell rates apart
 COLUMNS = ["model", "learning_rate", "alpha_times_depth", "depth", "steps", "seed", "loss", "seconds_per_step", "key"]
 
 Loss = Callable[[str, float, float], float]  # of a model, a rate and α L
@@ -62,22 +62,29 @@ def valley(grid: Sequence[float], start: float, loss: Callable[[float], float]) 
 def found(model: str, usual: float) -> tuple[float, float] | None:
     """What the committed table says of a model: its rate, and α L; None where a search is not over, or all diverge.
 
-    Where the losses of all rates are within `TELLS` of one another, as where none learns, the rate is the `usual` one.
+    Where no rate learns, the rate is the `usual` one.
     """
-    rows = read().fillna({"alpha_times_depth": FIRST_ALPHA})
-    rows = rows[(rows["depth"] == DEPTH) & (rows["steps"] == STEPS) & (rows["seed"] == SEED)]
+    rows = tried().fillna({"alpha_times_depth": FIRST_ALPHA})
     rows = rows.set_index(["model", "learning_rate", "alpha_times_depth"])["loss"].to_dict()
     try:
         rate, alpha = search(model, lambda *cell: finite(rows[cell]))
     except KeyError:
         return None
-    if tells_nothing([loss for (name, *_), loss in rows.items() if name == model]):
-        return usual, FIRST_ALPHA
-    return (rate, alpha) if math.isfinite(rows[model, rate, alpha]) else None
+    loss = rows[model, rate, alpha]
+    if not math.isfinite(loss):
+        return None
+    return (rate, alpha) if learns(loss) else (usual, FIRST_ALPHA)
 
 
-def tells_nothing(losses: Sequence[float]) -> bool:
-    return max(losses) - min(losses) < TELLS
+def learns(loss: float) -> bool:
+    """Whether a training of the pilot ended below the loss of a guess, and by more than rounding and the batches."""
+    return loss < GUESSING - LEARNS
+
+
+def tried() -> pd.DataFrame:
+    """The trainings of the table that a search is made of."""
+    rows = read()
+    return rows[(rows["depth"] == DEPTH) & (rows["steps"] == STEPS) & (rows["seed"] == SEED)]
 
 
 def read() -> pd.DataFrame:

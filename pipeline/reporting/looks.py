@@ -11,6 +11,7 @@ DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", "#ffffff": "none"}  # what follows the page's light or dark scheme
 LEAST_LUMINANCE = 0.2  # of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
 MODELS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
+MODELS += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm")
 METHODS = {  # the model whose look a method of attention has where it is drawn by itself
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from pipeline import runs, sources, statistics, studies, study
+from pipeline import pilot, runs, sources, statistics, studies, study
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.core.files import rounded, rounded_table
@@ -119,6 +119,8 @@ def compute(results: Results) -> dict[str, dict]:
     for name in studies.measuring():
         paths = sorted((runs.FOLDER / name).glob("*/*/record.json"))
         records |= {name: [runs.read_record(path.parent) for path in paths]} if paths else {}
+    short = pilot.read()
+    tried = {"runs": len(short), "hours": rounded((short["steps"] * short["seconds_per_step"]).sum() / 3600), "machines": []}
     return {
         name: {
             "runs": len(made),
@@ -126,7 +128,7 @@ def compute(results: Results) -> dict[str, dict]:
             "machines": sorted({record.machine(each["environment"]) for each in made}),
         }
         for name, made in records.items()
-    }
+    } | ({"the pilot of deep models": tried} if len(short) else {})
 
 
 def departures(results: Results) -> pd.DataFrame:

@@ -2,9 +2,11 @@
 
 from datetime import UTC, datetime
 
+from pipeline import pilot
 from pipeline.core import params
+from pipeline.lab import Lab
 from pipeline.reporting import results
-from pipeline.reporting.numbers import fixed, per_cent
+from pipeline.reporting.numbers import fixed, per_cent, span
 from pipeline.reporting.results import Results
 from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, VERDICTS
 from pipeline.studies import CLAIM
@@ -122,6 +124,19 @@ def limitations(of: Results) -> list[str]:
         f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from, "
         f"as we read it. It leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative "
         "is listed.",
+        *of_deep_models(lab),
+    ]
+
+
+def of_deep_models(lab: Lab) -> list[str]:
+    """Nothing where params.yaml has no study of them."""
+    settings = getattr(lab.params, "depth", None)
+    if settings is None:
+        return []
+    return [
+        f"Deep models have {span(epochs for _, epochs in settings.depths)} epochs on the same data, one seed or, where a "
+        f"claim is about them, up to {len(settings.claim_seeds)}, and rates from a pilot of {pilot.STEPS} steps, of their "
+        "own or of the nearest kind."
     ]
 
 

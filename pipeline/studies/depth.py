@@ -1,4 +1,4 @@
-"""He et al. 2023, Section 4, and OSA beside it: which recipe trains at which depth? Theirs are language models of
+"""Depth: which recipe trains at which? Section 4 of He et al. 2023, and OSA beside it. Theirs are language models of
 width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
 
 Models of 12, 36 and 72 blocks, at each depth all with the same budget, and each with the learning rate that a pilot found
@@ -8,6 +8,7 @@ trains others.
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
-from pipeline.reporting.looks import INK, STYLE, look
+from pipeline.reporting.looks import INK, STYLE
 from pipeline.reporting.numbers import ABSENT, fixed, number, span
 from pipeline.statistics import LEAST_RUNS
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
@@ -34,18 +35,17 @@ from pipeline.studies._deep import (
     Wanted,
     gather,
     judged_claims,
-    of_devices,
     outcome,
     read_claims,
 )
 from pipeline.studies._runs import Request, of_other_code
 from pipeline.studies.section_5 import account
-from pipeline.studies.signals import SHAPED, label_of
+from pipeline.studies.signals import SHAPED, ends, label_of, line_of, over_seeds
 
 place = 53
 gathers = True
-OSA, CONTROL = "osa_shaped", "softmax_shaped"
-MODELS = (OSA, "espa", "vskipinit", "softmax_shaped", "softmax_shaped_norm", "uspa", "vit", "osa_exact")  # in this order
+OSA, CONTROL, NONE = "osa_shaped", "softmax_shaped", "osa_exact"  # in the same frame; with none of its changes
+MODELS = (OSA, "espa", "vskipinit", CONTROL, "softmax_shaped_norm", "uspa", "vit", NONE)  # in this order
 MODELS += ("alpha", "per_head", "gelu", "tokens", "vit_noskip_nonorm")  # OSA without one of its changes
 PILOTS = {  # whose rate a model without a pilot of its own has: that of the nearest kind
     **dict.fromkeys(SHAPED, OSA),
@@ -68,8 +68,15 @@ DEVIATIONS = (  # beyond data and size
     "positions and RMSNorm; here it is AdamW with the weight decay and clipping of Table 2’s recipe at a constant rate, "
     "learned positions and LayerNorm, and every shaped model divides its tokens once by their RMS."
 )
-THIN = ((1, 1), (4, 1, 1, 1), (9, 2), (3, 3))  # dashes of OSA without one of its changes, in the order of SHAPED
+CHANGES = {  # what OSA has in place of what each name of SHAPED leaves out
+    "alpha": "α that falls with depth",
+    "gelu": "shaped activations",
+    "per_head": "V and O drawn jointly",
+    "tokens": "normalised tokens",
+}
 SIGNALS = "paper_outputs/studies/signals"
+RESULTS = {"trains": "trains too", "does not": "does not train", "undecided": "is undecided"}
+DRAWN, TICKS = (0.1, 1.5 * GUESSING), (0.1, 0.2, 0.5, 1, 2)  # train losses, in the figure
 
 Depth = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # blocks, epochs
 
@@ -120,7 +127,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     depths = sorted(blocks for blocks, _ in settings.depths)
     claims = judged_claims(depths, tables, lab, lambda model: label_of(model, lab))
-    first = replace(who_trains(settings, depths, tables, lab), headline=headline(tables["runs"], depths, claims, lab))
+    first = replace(who_trains(settings, depths, tables, lab), headline=headline(tables["runs"], settings, claims, lab))
     return [first, parts(depths, tables["runs"], lab), *claims, of_the_pilot(lab)]
 
 
@@ -135,28 +142,30 @@ def tried(runs: pd.DataFrame, model: str, depth: int) -> pd.DataFrame:
 
 
 def told(runs: pd.DataFrame, model: str, depth: int) -> str:
-    """e.g. trains, with its loss, accuracy and cost on a smaller line, and how many runs where it is not one."""
+    """e.g. trains, with its loss and accuracy on a smaller line, and how many runs where it is not one."""
     rows = tried(runs, model, depth)
     word, there = outcome(rows), rows[rows["status"] == "finished"]
     numbers = [account(rows["status"])] if len(rows) > 1 or len(rows) > len(there) else []
     if len(there):
-        accuracy, seconds = fixed(100 * there["test_accuracy"].mean(), 1), fixed(there["seconds_per_step"].median(), 2)
-        numbers = [reached(there), f"{accuracy}%", f"{seconds} s", *numbers]
+        numbers = [*reached(there), *numbers]
     return "\n".join(filter(None, (word, "; ".join(numbers))))
 
 
-def initial(model: str, depth: int, column: str) -> float:
-    """A number of the study `signals`, of the last block or, the gradient, of the first; NaN where it has none."""
-    path = f"{SIGNALS}/{'wholes' if column == 'image_share' else 'blocks'}.csv"
+def initial(column: str) -> Callable[[str, int], float]:
+    """What the study `signals` has of a model and depth, the mean over seeds, as a function that is NaN where it has none:
+    of the last block or, the gradient, of the first."""
     try:
-        rows = files.read_csv(path).query("model == @model and depth == @depth")
+        if column == "image_share":
+            values = over_seeds(files.read_csv(f"{SIGNALS}/wholes.csv"))[column]
+        else:
+            values = ends(files.read_csv(f"{SIGNALS}/blocks.csv"))[column != "gradient"][column]
     except UserError:
-        return math.nan
-    return float(rows[column].iloc[0 if column == "gradient" else -1]) if len(rows) else math.nan
+        values = pd.Series(dtype=float)
+    return lambda model, depth: float(values.get((model, depth), math.nan))
 
 
 def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) -> Finding:
-    """The answer: models by depths, and what a step costs."""
+    """The answer: models by depths."""
     runs, budget = tables["runs"], dict(settings.depths)
     rows, measures = [], []
     for model in settings.models:
@@ -165,10 +174,9 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
             losses = cell(runs, model, depth)["train_loss"].dropna()
             note = outcome(cell(runs, model, depth))
             measures.append(Measure(f"{label}, {depth} blocks: last train loss", losses.mean(), n=len(losses), note=note))
-        gradient = number(initial(model, depths[-1], "gradient"))
         theirs = f"{lab.paper.deep_losses[model]:g}" if model in lab.paper.deep_losses else ABSENT
-        rate = " or ".join(f"{rate:g}" for rate in runs.loc[runs["variant"] == model, "learning_rate"].unique()) or ABSENT
-        rows.append([label, rate, *(told(runs, model, depth) for depth in depths), theirs, gradient])
+        rate = " or ".join(map(number, runs.loc[runs["variant"] == model, "learning_rate"].unique())) or ABSENT
+        rows.append([label, rate, *(told(runs, model, depth) for depth in depths), theirs])
     epochs = [f"{depth} blocks, {budget[depth]} epoch{'s' if budget[depth] > 1 else ''}" for depth in depths]
     return Finding(
         id="depth",
@@ -180,13 +188,13 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         "A run that diverges leaves a claim undecided.",
         measures=measures,
         table=Table(
-            ["Model", "Rate", *epochs, "Theirs, 36 blocks", f"‖∂loss/∂θ₁‖₂ at first, {depths[-1]}"],
+            ["Model", "Rate", *epochs, "Theirs, 36 blocks"],
             rows,
-            "lr" + "l" * len(depths) + "rr",
-            note="Below each answer: last train loss, test accuracy, means over seeds, and seconds a training step by the "
-            f"clock, in which the machine may have done other things.{of_accuracy(tables['histories'])} Theirs is the train "
-            "loss on WikiText-103 (Table 1 and Section 4), where a guess has more to choose from: compare the order alone. "
-            f"The gradient of the first block as initialised is of the study signals (`{SIGNALS}/blocks.csv`), of one seed.",
+            "lr" + "l" * len(depths) + "r",
+            note="Below each answer: last train loss and test accuracy, means over seeds."
+            f"{of_accuracy(tables['histories'], lab)} Theirs is the train loss on WikiText-103 (Table 1, Section 4, "
+            "Appendix G), where a guess has more to choose from: compare the order alone. What a step costs is told with "
+            "the benchmarks.",
         ),
         figure=draw(tables["histories"], depths, settings.models, lab) if len(tables["histories"]) else None,
         caption="Train loss, a line for each run, cut where it is higher, even if throughout. A model trains if it ends "
@@ -194,14 +202,15 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         in_short=answer(runs, settings.models, depths, lab),
         remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), *of_the_runs(budget, runs)))),
         models=tuple(model for model in settings.models if model not in SHAPED),
-        sources=[f"{SIGNALS}/blocks.csv", f"{SIGNALS}/wholes.csv"],
+        sources=[f"{SIGNALS}/wholes.csv"],
     )
 
 
 def of_the_task(depth: int, lab: Lab) -> str:
     """Why the order may differ from that of language models: what [cls] knows of the image, as initialised."""
+    share = initial("image_share")
     softmax, skipinit = (
-        f"{number(round(initial(model, depth, 'image_share'), 9))} in {lab.label(model)}"  # without rounding's share
+        f"{number(round(share(model, depth), 9))} in {lab.label(model)}"  # without rounding's share
         for model in ("softmax_shaped", "vskipinit")
     )
     return (
@@ -221,63 +230,76 @@ def of_the_runs(budget: dict[int, int], runs: pd.DataFrame) -> list[str]:
         if len(both) and budget[few] == budget[more]:
             higher = int((both[more] > both[few]).sum())
             told.append(f"{higher} of {len(both)} models that were trained at {few} and {more} blocks end higher at {more}.")
-    theirs = "Theirs of 72 and 108 blocks end higher than those of 36 after 100,000 steps (Table 3)." if told else ""
-    return [*told, theirs, of_devices(runs), of_other_code(runs)]
+    theirs = (
+        "Theirs, of E-SPA alone, end higher the more of 36, 72 and 108 blocks they have after 100,000 steps; after "
+        "1,000,000 that of 72 ends lowest (Table 3)."
+    )
+    return [*told, theirs if told else "", of_other_code(runs)]
 
 
 def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -> str:
-    """Which models train at each depth, as far as they were trained."""
+    """Which models train at each depth and which do not, as far as they were trained."""
     sentences = []
     for depth in depths:
-        words = {model: outcome(cell(runs, model, depth)) for model in models}
-        done = [model for model in models if words[model] != "not evaluated"]
-        trained = [label_of(model, lab) for model in done if words[model] == "trains"]
+        by_word = {word: [] for word in ("trains", "undecided", "does not", "not evaluated")}
+        for model in models:
+            by_word[outcome(cell(runs, model, depth))].append(label_of(model, lab))
+        trained, done = by_word["trains"], len(models) - len(by_word.pop("not evaluated"))
         if done:
             count = f"{len(trained)} train{'s' * (len(trained) == 1)}" if trained else "none is shown to train"
-            is_open = [label_of(model, lab) for model in done if words[model] == "undecided"]
-            listed = [f": {'; '.join(trained)}" if trained else "", f"; undecided: {'; '.join(is_open)}" if is_open else ""]
-            sentences.append(f"At {depth} blocks, with {len(done)} of {len(models)} models tried, {count}{''.join(listed)}.")
+            listed = count + (f": {'; '.join(trained)}" if trained else "")
+            for start, word in (("Undecided", "undecided"), ("Does not", "does not")):
+                listed += f". {start}: {'; '.join(by_word[word])}" if by_word[word] else ""
+            sentences.append(f"At {depth} blocks, with {done} of {len(models)} models tried, {listed}.")
     if sentences:
         return " ".join(sentences)
-    deepest, labels = depths[-1], (label_of(OSA, lab), lab.label("osa_exact"))
-    first = [number(initial(model, deepest, "gradient")) for model in (OSA, "osa_exact")]
+    gradient, deepest = initial("gradient"), depths[-1]
+    first = " and ".join(f"{number(gradient(model, deepest))} in {label_of(model, lab)}" for model in (OSA, "osa_exact"))
     return (
         f"None of {len(models)} models is trained yet. As initialised with {deepest} blocks, the first block’s gradient is "
-        f"{first[0]} in {labels[0]} and {first[1]} in {labels[1]}."
+        f"{first}."
     )
 
 
-def headline(runs: pd.DataFrame, depths: list[int], claims: list[Finding], lab: Lab) -> str:
+def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab: Lab) -> str:
     """For the report's first screen: whether OSA trains at the greatest depth that was tried, and if not, where it stops."""
+    budget = dict(settings.depths)
+    depths = sorted(budget)
     words = {depth: outcome(cell(runs, OSA, depth)) for depth in depths}
     ours = [depth for depth in depths if words[depth] != "not evaluated"]
     if not ours:
         return ""
-    deepest, label = ours[-1], label_of(OSA, lab)
+    deepest, label = ours[-1], f"{label_of(OSA, lab)}, our OSA made for depth,"
     rows = tried(runs, OSA, deepest)
     seeds = number_of_seeds(rows)
     if len(rows) < LEAST_RUNS:
         seeds += f", which decide{'s' * (len(rows) == 1)} nothing"
     else:
         seeds += "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{deepest}")
+    epochs = f"{budget[deepest]} epoch{'s' * (budget[deepest] > 1)}"
     without = f"{deepest} blocks without skips and LN"
     if words[deepest] == "trains":
-        return f"{label} trains at {without} (last train loss {reached(rows)}; {seeds}){beside(runs, deepest, depths, lab)}"
+        loss, accuracy = reached(rows)
+        if len(rows) >= LEAST_RUNS:
+            trains, last = "trains", f"last train loss {loss}, test accuracy {accuracy}"
+        else:
+            trains, last = f"gets to a train loss of {loss}", f"test accuracy {accuracy}"
+        return f"{label} {trains} at {without} in {epochs} ({last}; {seeds}){beside(runs, deepest, depths, lab)}"
     least = [depth for depth in depths if words[depth] == "trains"]
     where = f"; it does at {least[-1]}" if least else ""
     losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
     ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
     ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
-    return f"{label} is not shown to train at {without}: {', and '.join(ended)} ({seeds}){where}."
+    return f"{label} is not shown to train at {without} in {epochs}: {', and '.join(ended)} ({seeds}){where}."
 
 
 def number_of_seeds(rows: pd.DataFrame) -> str:
     return "one seed" if len(rows) == 1 else f"{len(rows)} seeds"
 
 
-def reached(rows: pd.DataFrame) -> str:
-    """Mean last train loss of the runs of a cell."""
-    return fixed(rows["train_loss"].mean(), 2)
+def reached(rows: pd.DataFrame) -> tuple[str, str]:
+    """Mean last train loss and test accuracy of the runs of a cell."""
+    return fixed(rows["train_loss"].mean(), 2), f"{fixed(100 * rows['test_accuracy'].mean(), 1)}%"
 
 
 def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
@@ -285,14 +307,16 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     models end lower, none of whose runs diverged. Numbers of seeds are told where they are others than OSA's."""
     ours, control = tried(runs, OSA, depth), f"softmax attention with the same MLPs, {lab.label(CONTROL)}"
 
-    def loss_of(model: str) -> str:
+    def got(model: str) -> str:
         rows = tried(runs, model, depth)
-        return f"({reached(rows)}{f'; {number_of_seeds(rows)}' if len(rows) != len(ours) else ''})"
+        loss, accuracy = reached(rows)
+        seeds = f"; {number_of_seeds(rows)}" if len(rows) != len(ours) else ""
+        return f"{loss} ({accuracy}{seeds})"
 
     lesser = [each for each in depths if each < depth and outcome(cell(runs, CONTROL, each)) == "trains"]
     said = {
         "not evaluated": f"; {control}, is not tried there, and trains at {lesser[-1]}" if lesser else "",
-        "trains": f"; so does {control} {loss_of(CONTROL)}",
+        "trains": f"; {control}, gets to {got(CONTROL)}",
         "undecided": f"; of {control}, it is undecided",
         "does not": f"; {control}, does not",
     }
@@ -300,37 +324,38 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     ended = there[~there["variant"].isin(there.loc[there["status"] == "diverged", "variant"])]
     losses = ended.groupby("variant", sort=False)["train_loss"].mean()
     lower = losses[losses < ours["train_loss"].mean()].sort_values()
-    listed = ", ".join(f"{label_of(model, lab)} {loss_of(model)}" for model in lower.index)
+    listed = ", ".join(f"{label_of(model, lab)} {got(model)}" for model in lower.index)
     return f"{said[outcome(cell(runs, CONTROL, depth))]}." + (f" Lower losses: {listed}." if listed else "")
 
 
-def of_accuracy(histories: pd.DataFrame) -> str:
-    """By how much the test accuracy of one run differs within its last half epoch, at the most."""
+def of_accuracy(histories: pd.DataFrame, lab: Lab) -> str:
+    """By how much test accuracy falls within the last half epoch of a run, at the most, and of which."""
     if histories.empty:
         return ""
-    last = histories.groupby(["variant", "depth", "seed"])["epoch"].transform("max")
-    late = histories[histories["epoch"] >= last - 0.5].groupby(["variant", "depth", "seed"])["test_accuracy"]
-    swing = fixed(100 * (late.max() - late.min()).max(), 1)
-    return f" Accuracies are those of the last step and order no models: one moved by {swing} points in the last half epoch."
+    keys = ["variant", "depth", "seed"]
+    last = histories.groupby(keys)["epoch"].transform("max")
+    late = histories[histories["epoch"] >= last - 0.5].groupby(keys)["test_accuracy"]
+    falls = (late.max() - late.last()).dropna()
+    if not (falls > 0).any():
+        return ""
+    model, depth, _ = falls.idxmax()
+    return (
+        f" Accuracies are those of the last step, not of the best: that of {label_of(model, lab)} at {depth} blocks falls "
+        f"by {fixed(100 * falls.max(), 1)} points within its last half epoch."
+    )
 
 
 def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
     """What of it is attention, and what MLP: as initialised, and trained at that depth and at lesser ones."""
     middle = len(depths) // 2
     depth, deepest, shown = depths[middle], depths[-1], depths[: middle + 1]
+    gradient, q, rank = map(initial, ("gradient", "q", "rank"))
     rows, measures = [], []
     for model, part in PARTS.items():
-        numbers = {column: initial(model, depth, column) for column in ("gradient", "q", "rank")}
-        what = f"{label_of(model, lab)}, {depth} blocks: ‖∂loss/∂θ₁‖₂ as initialised"
-        measures.append(Measure(what, numbers["gradient"]))
-        outcomes = [told(runs, model, blocks) for blocks in shown]
-        rows.append([label_of(model, lab), part, *map(number, numbers.values()), *outcomes])
-    gradient, rank = ({model: initial(model, depth, c) for model in PARTS} for c in ("gradient", "rank"))
-    trained = []
-    for blocks in shown:
-        words = {label_of(model, lab): outcome(cell(runs, model, blocks)) for model in PARTS}
-        said = "; ".join(f"{label}: {word}" for label, word in words.items() if word != "not evaluated")
-        trained += [f" Trained at {blocks} blocks – {said}."] if said else []
+        what = f"{label_of(model, lab)}, {depth} blocks: ‖∂loss/∂W₁‖₂ as initialised"
+        measures.append(Measure(what, gradient(model, depth)))
+        numbers = [number(each(model, depth)) for each in (gradient, q, rank)]
+        rows.append([label_of(model, lab), part, *numbers, *(told(runs, model, blocks) for blocks in shown)])
     return Finding(
         id="depth_parts",
         title="What is attention, and what is MLP",
@@ -340,43 +365,63 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         "gradient that reaches the first block at initialisation, what the last one leaves of the tokens, and what trains.",
         measures=measures,
         table=Table(
-            ["Model", "What differs", "‖∂loss/∂θ₁‖₂", "q", "Effective rank", *(f"Trained, {blocks}" for blocks in shown)],
+            ["Model", "What differs", "‖∂loss/∂W₁‖₂", "q", "Effective rank", *(f"Trained, {blocks}" for blocks in shown)],
             rows,
             "llrrr" + "l" * len(shown),
-            note="As initialised, with one seed, from the study signals: mean square q and effective rank of the tokens of "
-            "the last block. Below what was trained: last train loss, test accuracy, seconds a step.",
+            note="As initialised, means over seeds, from the study signals: the first block’s gradient, mean square q and "
+            "effective rank of the last one’s tokens. Below what was trained: last train loss and test accuracy.",
         ),
-        in_short=f"In the same frame the tokens’ effective rank is {number(rank[OSA])} after OSA and "
-        f"{number(rank['softmax_shaped'])} after softmax. The gradient of OSA’s first block is {number(gradient[OSA])}, and "
-        f"{number(gradient['gelu'])} where GELU is rescaled and not shaped." + "".join(trained),
+        in_short=" ".join(filter(None, (needed(runs, blocks) for blocks in shown)))
+        or f"As initialised, the tokens’ effective rank is {number(rank(OSA, depth))} after OSA of {depth} blocks and "
+        f"{number(rank(CONTROL, depth))} after softmax in the same frame.",
         remark="In this frame neither signals nor gradients vanish or explode around softmax either, where tokens do not "
         "stay apart. Around OSA the gradient explodes if α does not fall with depth, or GELU is rescaled to keep q and not "
-        "shaped (left as it is, signals vanish: OSA (exact)); it grows where V and O are drawn per head; and tokens that "
-        f"are not normalised lose their rank. With {deepest} blocks, OSA’s own first gradient is "
-        f"{number(initial(OSA, deepest, 'gradient') / gradient[OSA])} times that with {depth}. All that is at "
-        "initialisation: what trains is another question.",
+        "shaped; and tokens that are not normalised lose their rank. With none of the changes signals vanish. With "
+        f"{deepest} blocks, OSA’s own first gradient is {number(gradient(OSA, deepest) / gradient(OSA, depth))} times that "
+        f"with {depth}. All that is at initialisation: what trains is another question.",
         sources=[f"{SIGNALS}/blocks.csv"],
         models=tuple(model for model in PARTS if model not in SHAPED),
     )
 
 
+def needed(runs: pd.DataFrame, depth: int) -> str:
+    """Which of its changes OSA trains without, by runs that left out one, and whether others train beside it; nothing where
+    OSA does not train with all of them."""
+    words = {model: outcome(cell(runs, model, depth)) for model in (OSA, CONTROL, NONE, *CHANGES)}
+    if words[OSA] != "trains":
+        return ""
+    told = {"does not": "does not train without {}", "trains": "trains without {}", "undecided": "is undecided without {}"}
+    said = []
+    for word, text in told.items():
+        if left_out := [change for model, change in CHANGES.items() if words[model] == word]:
+            said.append(text.format(" and without ".join(left_out)))
+    beside = {NONE: "OSA (exact), which has none of them, {} at a rate of its own", CONTROL: "softmax in the same frame {}"}
+    others = [text.format(RESULTS[words[model]]) for model, text in beside.items() if words[model] in RESULTS]
+    if words[CONTROL] == "trains":
+        others[-1] += ", so that training by itself takes none of OSA’s attention"
+    if not said:
+        return ""
+    return (
+        "; ".join([f"At {depth} blocks OSA (shaped), with one change left out at a time, {', '.join(said)}", *others]) + "."
+    )
+
+
 def of_the_pilot(lab: Lab) -> Finding:
     """What the pilot tried, and what it chose."""
-    usual, table = lab.paper.recipe.train.learning_rate, pilot.read()
+    usual, table = lab.paper.recipe.train.learning_rate, pilot.tried()
     chosen = {model: pilot.found(model, usual) for model in pilot.MODELS}
     rows, measures = [], []
     for each in table.sort_values(["model", "learning_rate", "alpha_times_depth"]).itertuples():
         label, alpha = lab.label(each.model), number(each.alpha_times_depth)
         of = pilot.FIRST_ALPHA if math.isnan(each.alpha_times_depth) else each.alpha_times_depth  # of others than OSA none
         is_chosen = chosen[each.model] == (each.learning_rate, of)
-        measures.append(Measure(f"{label}, rate {each.learning_rate:g}, α L {alpha}: loss", each.loss))
-        rows.append([label, f"{each.learning_rate:g}", alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
-    rates = "; ".join(f"{lab.label(model)} {found[0]:g}" for model, found in chosen.items() if found)
+        measures.append(Measure(f"{label}, rate {number(each.learning_rate)}, α L {alpha}: loss", each.loss))
+        rows.append([label, number(each.learning_rate), alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
+    rates = "; ".join(f"{lab.label(model)} {number(found[0])}" for model, found in chosen.items() if found)
     ends = min(pilot.RATES), max(pilot.RATES)
-    losses = {model: own.tolist() for model, own in table.groupby("model")["loss"]}
-    alike = [model for model in losses if chosen[model] and pilot.tells_nothing(losses[model])]
-    edge = [lab.label(model) for model, found in chosen.items() if found and model not in alike and found[0] in ends]
-    equal = "; ".join(map(lab.label, alike))
+    least = table.groupby("model")["loss"].min()
+    unlearned = [model for model in least.index if chosen[model] and not pilot.learns(least[model])]
+    edge = [lab.label(model) for model, found in chosen.items() if found and model not in unlearned and found[0] in ends]
     users = {of: [label_of(model, lab) for model in PILOTS if PILOTS[model] == of] for of in dict.fromkeys(PILOTS.values())}
     borrowed = "; ".join(f"that of {lab.label(of)} serves {' and '.join(models)}" for of, models in users.items())
     alpha = f" OSA (shaped) has α = {chosen[OSA][1]:g}/L." if chosen[OSA] else ""
@@ -387,14 +432,14 @@ def of_the_pilot(lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement=f"Mean train loss of the last {pilot.LAST} of {pilot.STEPS} steps at {pilot.DEPTH} blocks, with the seed "
         f"{pilot.SEED}, which no study has. The rate, which serves at every depth, is the one with the least loss, sought "
-        f"from the middle of three up or down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}. Where the losses "
-        f"of all rates are within {pilot.TELLS:g} of one another, it is the paper’s, {usual:g}.",
+        f"from the middle of three up or down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}. Where no rate "
+        f"ends more than {pilot.LEARNS:g} below a guess’s loss, ln 10, it is the paper’s, {number(usual)}.",
         measures=measures or [Measure("Trainings of the pilot", 0)],
         table=Table(["Model", "Learning rate", "α L", "Train loss", ""], rows, "lrrrl") if rows else None,
         in_short=f"Rates: {rates}.{alpha}" if rates else "No search is over yet.",
         remark=f"A model without a pilot of its own takes the rate of the nearest kind, and may do better with another: "
         f"{borrowed}."
-        + (f" No rate is better than another, so that it is the paper’s: {equal}." if equal else "")
+        + (f" No rate learns, so that it is the paper’s: {'; '.join(map(lab.label, unlearned))}." if unlearned else "")
         + (f" At an end of the rates tried, so that a better one may lie beyond: {'; '.join(edge)}." if edge else ""),
         sources=[str(pilot.TABLE)],
     )
@@ -411,15 +456,11 @@ def draw(histories: pd.DataFrame, depths: list[int], models: list[str], lab: Lab
             axes.plot(curve["epoch"], curve["train_loss"], **line_of(model))
         for share in (TRAINS, DOES_NOT):
             axes.axhline(share * GUESSING, color=INK, linestyle=":", linewidth=0.8)
-        axes.set(title=f"{depth} blocks", xlabel="Epoch", ylim=(0, 1.5 * GUESSING))
+        axes.set(title=f"{depth} blocks", xlabel="Epoch")
+        charts.logarithmic(axes, "y")
+        axes.set_ylim(*DRAWN)
+        axes.set_yticks(TICKS, TICKS)
     panels[0].set_ylabel("Train loss")
     drawn = [model for model in models if (histories["variant"] == model).any()]
     charts.legend(figure, [Line2D([], [], label=label_of(model, lab), **line_of(model)) for model in drawn])
     return figure
-
-
-def line_of(model: str) -> dict:
-    """The look of a model; of OSA without one of its changes its colour, thin, and dashes by what is left out."""
-    if model in SHAPED:
-        return look(OSA).line(linewidth=1, linestyle=(0, THIN[list(SHAPED).index(model)]))
-    return look(model).line(linewidth=1.3)

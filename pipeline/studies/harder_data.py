@@ -13,7 +13,7 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, Overrides, Paper, Section, Seeds
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import fixed, interval, signed
+from pipeline.reporting.numbers import ABSENT, fixed, interval, signed
 from pipeline.statistics import summarise
 from pipeline.studies import Finding, Measure, Table, Tables
 from pipeline.studies.left_open import Choice, collect
@@ -103,9 +103,8 @@ def accuracies(of: dict[str, list[list[float]]], measures: list[Measure], labels
     rows = []
     for (source, both), each in zip(of.items(), [None, *measures], strict=True):
         first, second = (summarise(sample).mean for sample in both)
-        beyond = (
-            "" if each is None or math.isnan(each.value) else f"{signed(each.value, 2)}\n{interval(each.low, each.high, 2)}"
-        )
+        is_there = each is not None and not math.isnan(each.value)
+        beyond = f"{signed(each.value, 2)}\n{interval(each.low, each.high, 2)}" if is_there else ABSENT
         rows.append([NAMES.get(source, source), fixed(first, 2), fixed(second, 2), signed(first - second, 2), beyond])
-    note = "Mean test accuracies in per cent, differences in points, and the 95 % interval of the last column."
+    note = "Mean test accuracies in per cent, differences in points, and the 95% interval of the last column."
     return Table(["Data", *labels, "Difference", "Beyond MNIST's"], rows, note=note)

@@ -1,4 +1,5 @@
-"""He et al. 2023, Figures 1, 6 and 7: what attention alone makes of the tokens' kernel Σ = X Xᵀ/d, block by block.
+"""Kernels with depth: what attention alone makes of the tokens' Σ = X Xᵀ/d, block by block. Figures 1, 6 and 7 of He et al.
+2023.
 
 Without MLPs and in the limit of wide networks, where an attention layer is Σ ← A Σ Aᵀ, exactly and in float64: nothing is
 trained. Their signal-preserving attention and Value-SkipInit, the usual arrangements of norms and skips around softmax with
@@ -33,7 +34,7 @@ from pipeline.core.params import Fraction, PositiveFloat, PositiveInt, Section, 
 from pipeline.lab import Lab, float64
 from pipeline.measures import effective_rank, exponential, skew
 from pipeline.reporting import charts
-from pipeline.reporting.looks import PALETTE, STYLE
+from pipeline.reporting.looks import PALETTE, STYLE, look
 from pipeline.reporting.numbers import fixed, number
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
@@ -55,20 +56,20 @@ ROWS = {  # of Figure 7, in its order, and ours
     "osa": "OSA, one head",
 }
 SPA = {"uniform": "U-SPA", "exponential": "E-SPA"}
-LOOKS = {  # colour and dashes of each row
-    row: {"color": PALETTE[colour], "linestyle": dashes}
-    for row, colour, dashes in (
-        ("vanilla", 4, "-"),
-        ("rms", 4, "--"),
-        ("post_ln", 3, "-"),
-        ("pre_ln", 6, "-"),
-        ("pre_ln_normalised", 6, "--"),
-        ("vskipinit", 2, ":"),
-        ("uspa", 1, "-"),
-        ("uspa_root", 1, "--"),
-        ("espa", 0, "-"),
-        ("espa_root", 0, "--"),
-        ("osa", 5, "-"),
+LOOKS = {  # the colour of the nearest model, and dashes, of each row
+    row: {"color": look(model).colour, "linestyle": dashes}
+    for row, model, dashes in (
+        ("vanilla", "vit_noskip_nonorm", "-"),
+        ("rms", "vit_noskip_nonorm", "--"),
+        ("post_ln", "vit_noskip", "-"),
+        ("pre_ln", "vit", "-"),
+        ("pre_ln_normalised", "vit", "--"),
+        ("vskipinit", "vskipinit", ":"),
+        ("uspa", "uspa", "-"),
+        ("uspa_root", "uspa", "--"),
+        ("espa", "espa", "-"),
+        ("espa_root", "espa", "--"),
+        ("osa", "osa_exact", "-"),
     )
 }
 COLLAPSED = 0.99  # a mean cosine above which all tokens are as good as one

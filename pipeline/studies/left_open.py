@@ -5,6 +5,7 @@ same model, beside the comparisons of Section 5 that the model is part of, and b
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -149,17 +150,27 @@ def sensitivity(found: list[Tried], results: Results, paper: Paper, runs: pd.Dat
         kind=CLAIM,
         statement="The accuracy of no model depends on what the paper leaves open.",
         measures=measures or [NOTHING_TRIED],
+        in_short=changed(measures),
         rule=f"With one value changed at a time, every mean accuracy stays within {MARGIN:g} point of the default's. Judged "
         "by the t-interval of the difference with one spread for both samples, as they have if the choice changes nothing.",
         table=changes_table(found, measures, results) if found else None,
         figure=figure(found, results, paper) if any(choice.accuracies for choice in found) else None,
         caption="Test accuracy with one choice changed, a dot for each run. Line: the default's mean; band: where one more "
-        "run of it is expected (95 %); dashed: the paper's number. Scales differ.",
+        "run of it is expected (95%); dashed: the paper's number. Scales differ.",
         remark=f"A choice with fewer than {LEAST_RUNS} runs decides nothing. It is worth three seeds where its interval "
         f"leaves out 0, as one in twenty does by chance.{provenance(runs, paper)}",
         sources=SOURCES,
         models=variants(found),
     )
+
+
+def changed(measures: list[Measure]) -> str:
+    """How the changes came out, and those whose whole interval is beyond the margin, decided or not."""
+    counts = "; ".join(f"{verdict}: {n}" for verdict, n in Counter(measure.verdict for measure in measures).items())
+    far = [m for m in measures if m.low > MARGIN or m.high < -MARGIN]
+    told = ", ".join(f"{m.what} {signed(m.value, 2)} ({interval(m.low, m.high, 2)}; n = {m.n})" for m in far)
+    listed = f"Choices that are {counts}." if measures else ""
+    return f"{listed} The whole interval is beyond the margin for {told}." if far else listed
 
 
 def measure_change(choice: Tried, results: Results, family: int) -> Measure:
@@ -181,7 +192,7 @@ def changes_table(found: list[Tried], measures: list[Measure], results: Results)
     return Table(
         ["Choice", *map(results.label, variants(found))],
         [[name, *cells.values()] for name, cells in lines.items()],
-        note="Change of the mean accuracy in points, with its 95 % interval; a dash: not tried.",
+        note="Change of the mean accuracy in points, with its 95% interval; a dash: not tried.",
     )
 
 
@@ -232,8 +243,9 @@ def comparisons_table(compared: list[tuple[str, Contrast, Tried]], measures: lis
         default = combination([results.accuracies(model) for model in contrast.models], contrast.weights) - contrast.limit
         chosen = f"{choice}\n{results.label(choice.variant)}"
         rows.append([name, signed(default, 2), signed(least, 2), chosen, str(len(margins))])
-    columns = ["Comparison", "Default", "Least with a choice", "Which", "Of choices"]
-    return Table(columns, rows, "lrrlr", note="Margins in points by which the means hold it, without their spread.")
+    columns = ["Comparison", "Default’s margin", "Least margin", "With", "Of choices"]
+    note = "In points, how far the means are beyond the rule’s limit, on the right side if positive; without their spread."
+    return Table(columns, rows, "lrrlr", note=note)
 
 
 def differences(found: list[Tried], results: Results, paper: Paper) -> Finding:
@@ -266,7 +278,7 @@ def differences(found: list[Tried], results: Results, paper: Paper) -> Finding:
             ["Model", "Paper", "Ours", "Difference", "One more run", "Would be compatible"],
             rows,
             "lrrrrl",
-            note="One more run is expected (95 %) at mean ± t s √(1 + 1/n), with the spread of a choice's runs and the "
+            note="One more run is expected (95%) at mean ± t s √(1 + 1/n), with the spread of a choice's runs and the "
             f"default's together. A choice is compatible if the paper's number, rounded to ±{ROUNDING:g} as it "
             "is, is there; that the paper made it does not follow.",
         ),

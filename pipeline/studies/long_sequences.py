@@ -1,4 +1,4 @@
-"""Section 3.1 in training, and Section 4: what do smaller patches, so more tokens, cost and bring?
+"""More tokens: what do smaller patches cost and bring? Section 3.1 in training, and Section 4.
 
 ViT and OSA with patches of 4, 2 and 1 pixels, where a cost that is linear in N meets a real training. As initialised, α has
 to follow N: with ‖W̃‖₂ = 1 (Theorem 4.2)

@@ -1,4 +1,4 @@
-"""He et al. 2023, Section 4, and Section 4 of the paper: which models vanish, explode or collapse as they are initialised?
+"""Signals at initialisation: which models vanish, explode or collapse? Section 4 of He et al. 2023, and of the paper.
 
 Every model at several depths before its first step: what becomes of the tokens from block to block, of what [cls] knows of
 the image, and of the gradient on its way back. Then, for OSA shaped for depth, how small α has to be: a bound on the
@@ -30,7 +30,7 @@ from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.lab import Lab, float64
 from pipeline.measures import attention_inputs, effective_rank, norm
 from pipeline.reporting import charts
-from pipeline.reporting.looks import PALETTE, STYLE
+from pipeline.reporting.looks import PALETTE, STYLE, look
 from pipeline.reporting.numbers import number
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
@@ -44,10 +44,12 @@ SHAPED = {  # OSA shaped for depth with one of its changes left out: what is rep
     "tokens": ({"normalise_tokens": False}, "tokens not normalised"),
     "alpha": ({"alpha_times_depth": None}, "α = 0.1"),
 }
+THIN = ((1, 1), (4, 1, 1, 1), (9, 2), (3, 3))  # dashes of OSA without one of its changes, in the order of SHAPED
 FIRST = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_shaped")
 REST = ("softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
 SKIPS = ("espa_skip", "softmax_skip", "softmax_skip_nonorm")
 MODELS = (*FIRST, *SHAPED, *REST, *SKIPS)
+DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "alpha", "vskipinit", "espa")  # block by block
 KEPT = {  # by attention alone and in float64: the variants, and what is kept
     "osa_shaped": "‖X‖_F",
     "vskipinit": "X Xᵀ",
@@ -105,7 +107,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
     q                mean square of an entry of the block's output; q_low and q_high, of its tokens', are `BAND`'s quantiles
     cosine, rank     mean cosine of two tokens, and effective rank of their cosines; means over images
-    gradient         ‖∂loss/∂θ‖₂ over the block's parameters
+    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices; a bias has a gradient however small the tokens are
     image_share      of [cls]'s energy after the last block: the part that differs between images
     kappa            of A_L ⋯ A_1
     """
@@ -118,7 +120,8 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
     loss.backward()
     rows = []
     for i, (block, output) in enumerate(zip(model.blocks, outputs, strict=True), 1):
-        gradient = torch.stack([p.grad.norm() for p in block.parameters() if p.grad is not None]).norm().item()
+        gradients = [p.grad.norm() for p in block.parameters() if p.ndim > 1 and p.grad is not None]
+        gradient = torch.stack(gradients).norm().item()
         rows.append({"block": i} | of_tokens(output) | {"gradient": gradient})
     cls = outputs[-1][:, 0]  # (images, d)
     share = (cls - cls.mean(0)).square().sum() / cls.square().sum()
@@ -273,6 +276,13 @@ def label_of(model: str, lab: Lab) -> str:
     return f"{lab.label('osa_shaped')}, {SHAPED[model][1]}" if model in SHAPED else lab.label(model)
 
 
+def line_of(model: str) -> dict:
+    """The look of a model; of OSA without one of its changes its colour, thin, and dashes by what is left out."""
+    if model in SHAPED:
+        return look("osa_shaped").line(linewidth=1, linestyle=(0, THIN[list(SHAPED).index(model)]))
+    return look(model).line(linewidth=1.3)
+
+
 def pictured_depth(settings: Settings) -> int:
     return settings.depths[-2] if len(settings.depths) > 1 else settings.depths[-1]
 
@@ -299,26 +309,35 @@ def at_a_glance(settings: Settings, blocks: pd.DataFrame, wholes: pd.DataFrame, 
         at = (model, deepest)
         gradients = [first.loc[(model, depth), "gradient"] for depth in settings.depths]
         note = f"last block {number(last.loc[at, 'gradient'])}; loss {number(whole.loc[at, 'loss'])}"
-        what = f"{label_of(model, lab)}, {deepest} blocks: ‖∂loss/∂θ₁‖₂"
+        what = f"{label_of(model, lab)}, {deepest} blocks: ‖∂loss/∂W₁‖₂"
         measures.append(Measure(what, gradients[-1], n=len(settings.seeds), note=note))
         share = round(whole.loc[at, "image_share"], 9)  # without what rounding leaves of 0
         state = [*last.loc[at, ["q", "q_low", "q_high", "cosine", "rank"]], share, whole.loc[at, "kappa"]]
         rows.append([label_of(model, lab), *map(number, (*gradients, *state))])
-    columns = ["Model", *(f"‖∂θ₁‖, {depth}" for depth in settings.depths), "q", *(f"q, {share:.0%}" for share in BAND)]
+    columns = ["Model", *(f"‖∂W₁‖, {depth}" for depth in settings.depths), "q", *(f"q, {share:.0%}" for share in BAND)]
     columns += ["Mean cosine", "Effective rank", "Share of the image in [cls]", "κ(A_L ⋯ A_1)"]
     return Finding(
         id="signals",
         title="Who vanishes, explodes or collapses",
         place="He et al. 2023, Section 4; Section 4",
         kind=OBSERVATION,
-        statement="Every model as initialised: the norm of the loss’s gradient in the first block at several depths, and, "
-        f"at {deepest} blocks, mean square q, mean cosine and effective rank of the tokens that leave the last one, the "
-        "part of [cls] that differs between images, and the condition number κ of a head’s attention matrices multiplied.",
+        statement="Every model as initialised: the norm of the loss’s gradient over the first block’s weight matrices at "
+        f"several depths, and, at {deepest} blocks, mean square q, mean cosine and effective rank of the tokens that leave "
+        "the last one, the part of [cls] that differs between images, and the condition number κ of a head’s attention "
+        "matrices multiplied.",
         measures=measures,
+        in_short=f"With {deepest} blocks the gradient of the first one’s weights is "
+        + "; ".join(
+            f"{number(first.loc[(model, deepest), 'gradient'])} in {label_of(model, lab)}"
+            for model in FIRST
+            if (model, deepest) in first.index
+        )
+        + ".",
         table=Table(
             columns,
             rows,
-            note=f"q: the mean, and the range that holds {BAND[1] - BAND[0]:.0%} of the tokens. κ is the geometric mean "
+            note="Biases are left out of the gradient, as theirs needs no tokens that come through. q: the "
+            f"mean, and the range that holds {BAND[1] - BAND[0]:.0%} of the tokens. κ is the geometric mean "
             "over heads and images, ∞ where float64 cannot tell the product from a singular matrix; with skips tokens go "
             "past it.",
         ),
@@ -338,7 +357,7 @@ def through_the_blocks(settings: Settings, blocks: pd.DataFrame, lab: Lab) -> Fi
     for model in DRAWN:
         gradient = own.loc[model]["gradient"]
         ratio = gradient.iloc[0] / gradient.iloc[-1]
-        measures.append(Measure(f"{label_of(model, lab)}: ‖∂loss/∂θ₁‖₂ over that of the last block", ratio))
+        measures.append(Measure(f"{label_of(model, lab)}: ‖∂loss/∂W₁‖₂ over that of the last block", ratio))
     return Finding(
         id="signals_by_block",
         title=f"Block by block, {depth} of them",
@@ -418,16 +437,26 @@ def how_small_alpha(table: pd.DataFrame) -> Finding:
         table=Table(["Blocks", "Tokens", "‖X‖₂²", "α", "2 L ‖X‖₂² α/√d_v"], rows, align="rrrrr"),
         figure=draw_alphas(table),
         caption="A point for each network; dashed, α in proportion to 1/L and 1/‖X‖₂².",
-        in_short=f"The slope of log α over log L is {with_interval(measures[0])}, and over log ‖X‖₂² "
-        f"{with_interval(measures[1])}; the bound has −1.",
-        remark="The norms of J₁ do not all add up, so that α may be some tens of times larger than where the bound allows "
-        "for a doubling. Over ‖X‖₂² the number of tokens varies too.",
+        in_short="By the bound log α has the slope −1. Over log L it has "
+        f"{with_interval(measures[0])}{included(measures[0])}; over log ‖X‖₂² "
+        f"{with_interval(measures[1])}{included(measures[1])}.",
+        remark="The norms of J₁ do not all add up: the gradient doubles at an α that is "
+        f"{number(bound.min() / math.log(RATIO))} to {number(bound.max() / math.log(RATIO))} times that at which the bound "
+        "first allows for it. The bound is that of one head. Over ‖X‖₂² the number of tokens varies too.",
     )
 
 
+def included(measure: Measure) -> str:
+    """Whether the interval of a slope has the bound's −1; nothing of one seed, which has none."""
+    if math.isnan(measure.low):
+        return ""
+    return ", an interval with −1" if measure.low <= -1 <= measure.high else ", an interval without −1"
+
+
 def with_interval(measure: Measure) -> str:
-    """e.g. −0.785 (−1.14 to −0.433)."""
-    return f"{number(measure.value)} ({number(measure.low)} to {number(measure.high)})"
+    """e.g. −0.785 (−1.14 to −0.433); without an interval where there is none."""
+    interval = "" if math.isnan(measure.low) else f" ({number(measure.low)} to {number(measure.high)})"
+    return f"{number(measure.value)}{interval}"
 
 
 # Figures
@@ -439,7 +468,7 @@ def draw_glance(settings: Settings, first: pd.DataFrame, last: pd.DataFrame, lab
     figure = Figure(figsize=(7.2, 6.4), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     drawn = (
-        (first, "gradient", "‖∂loss/∂θ₁‖₂", "vanishes ← → explodes", (1e-12, 1e9)),
+        (first, "gradient", "‖∂loss/∂W₁‖₂", "vanishes ← → explodes", (1e-12, 1e9)),
         (last, "q", "Mean square q", "vanishes ← → explodes", (1e-12, 1e9)),
         (last, "rank", "Effective rank", "collapses ←", None),
     )
@@ -469,30 +498,18 @@ def draw_point(axes: Axes, value: float, y: int, colour, limits: tuple[float, fl
     axes.plot(np.clip(value, *limits) if limits else value, y, marker=marker, color=colour, markersize=5, linestyle="")
 
 
-DRAWN = {  # the colour of its line
-    "vit": 2,
-    "vit_noskip_nonorm": 4,
-    "osa_exact": 3,
-    "osa_shaped": 5,
-    "alpha": 6,
-    "vskipinit": 1,
-    "espa": 0,
-}
-
-
 @matplotlib.rc_context(STYLE)
 def draw_blocks(table: pd.DataFrame, lab: Lab) -> Figure:
     figure, panels = charts.panels(3, 3.8)
-    columns = {"gradient": "‖∂loss/∂θ_l‖₂", "q": "q", "rank": "Effective rank"}
+    columns = {"gradient": "‖∂loss/∂W_l‖₂", "q": "q", "rank": "Effective rank"}
     for axes, (column, title) in zip(panels, columns.items(), strict=True):
-        for model, colour in DRAWN.items():
-            axes.plot(table.loc[model][column], color=PALETTE[colour], linewidth=1.4)
+        for model in DRAWN:
+            axes.plot(table.loc[model][column], **line_of(model))
         axes.set(title=title, xlabel="Block")
     charts.logarithmic(panels[0], "y")
     charts.logarithmic(panels[1], "y")
     panels[2].set_ylim(0, None)
-    lines = [Line2D([], [], color=PALETTE[colour], label=label_of(model, lab)) for model, colour in DRAWN.items()]
-    charts.legend(figure, lines)
+    charts.legend(figure, [Line2D([], [], label=label_of(model, lab), **line_of(model)) for model in DRAWN])
     return figure
 
 

@@ -1,4 +1,4 @@
-"""He et al. 2023, side by side: what does each way to do without skips or LN come to in the paper's own setting? Theirs was
+"""Six blocks, side by side: what does each way to do without skips or LN come to in the paper's own setting? Theirs was
 that of language models with 36 blocks.
 
 Six blocks, ten epochs and the paper's recipe, in the form of Table 2, whose runs stand beside them. The stage gathers the
@@ -127,7 +127,7 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
         "paper’s recipe.",
         measures=measures,
         table=Table(
-            ["Model", "Accuracy", "95 % interval", "Train loss", "n"],
+            ["Model", "Accuracy", "95% interval", "Train loss", "n"],
             rows,
             note="Mean ± standard deviation over the n seeds that finished. OSA (shaped) has the α L of the pilot.",
             variants=models,

@@ -183,7 +183,10 @@ def _table(settings: Settings, errors: pd.DataFrame) -> Table:
     last = sorted({min(ITERATIONS["newton_schulz"], settings.iterations), settings.iterations})
     cases = list(itertools.product(("newton_schulz", "polar_express"), last))
     rows = [[f"{value:g}", *(number(worst[value, *case]) for case in cases)] for value in settings.conditions]
-    return Table(["cond(M), largest error", *(f"{METHOD_LABELS[iteration]}, K = {k}" for iteration, k in cases)], rows)
+    return Table(
+        ["cond(M), largest error of all its sizes", *(f"{METHOD_LABELS[iteration]}, K = {k}" for iteration, k in cases)],
+        rows,
+    )
 
 
 def _polar_express(express: pd.DataFrame) -> Finding:

@@ -67,7 +67,7 @@ def terms_and_jacobian(x: Tensor, weights: tuple[Tensor, ...], scale: float, met
 def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> Tensor:
     """∂vec A/∂vec X of A = exp(S), (N², N·d), without automatic differentiation.
 
-    ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q W^Kᵀ − W^K W^Qᵀ (Eq. 82). The integral of Eq. 79 is elementwise
+    ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). The integral of Eq. 79 is elementwise
     in the eigenvectors U of iS, with eigenvalues λ: Uᴴ ∂A U = Φ ∘ Uᴴ ∂S U, Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
     """
     tokens, width = x.shape

@@ -83,7 +83,7 @@ def initialised(table: pd.DataFrame) -> Finding:
         title="The query–key product starts with condition 1",
         place="Theorem 4.2",
         kind=CHECK,
-        statement="If [W^Q, W^K] is orthonormal, all 2d_v non-zero singular values of W̃ = W^Q W^Kᵀ − W^K W^Qᵀ are 1: "
+        statement="If [W^Q, W^K] is orthonormal, all 2d_v non-zero singular values of W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ are 1: "
         "κ(W̃) = 1. It tests that the code draws these weights.",
         measures=measures,
         rule="For every head initialised by Section 4, each of the 2d_v singular values of W̃ is within "

@@ -60,10 +60,11 @@ def test_what_the_table_says_once_a_search_is_over(lab):
     assert pilot.found("vit", 7e-4) is None, "of another depth"
     write([("vit", rate, None, math.inf) for rate in pilot.RATES])
     assert pilot.found("vit", 7e-4) is None, "every rate diverges"
-    write([("vit", rate, None, 2.3 + 1e-4 * i) for i, rate in enumerate(pilot.RATES)])
-    assert pilot.found("vit", 7e-4) == (7e-4, pilot.FIRST_ALPHA), "no rate is better than another"
-    write([("vit", rate, None, 2.3 + 0.1 * i) for i, rate in enumerate(pilot.RATES)])
-    assert pilot.found("vit", 7e-4) == (pilot.RATES[0], pilot.FIRST_ALPHA)
+    for losses in ((2.3, 2.301, 2.302), (2.3, 2.301, math.nan), (2.3, math.nan, 2.301)):
+        write([("vit", rate, None, loss) for rate, loss in zip(pilot.RATES, losses, strict=True)])
+        assert pilot.found("vit", 7e-4) == (7e-4, pilot.FIRST_ALPHA), "no rate learns"
+    write([("vit", rate, None, loss) for rate, loss in zip(pilot.RATES, (0.568, 0.560, 0.565), strict=True)])
+    assert pilot.found("vit", 7e-4) == (pilot.RATES[1], pilot.FIRST_ALPHA)
     write([row for row in rows if row[:3] != ("osa_shaped", 3e-5, 3.0)])
     assert pilot.found("osa_shaped", 7e-4) is None, "whether 3 is better than 1 is not known"
 

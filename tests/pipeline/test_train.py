@@ -172,7 +172,8 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
     run = finished(variant)
     weights, epochs = by_hand(variant, 0, run.config, data.load("data/mnist", "standard"))
     for name, tensor in weights.items():
-        torch.testing.assert_close(run.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
+        error = (run.model.state_dict()[name] - tensor).norm()  # softmax leaves a bias of keys at rounding
+        assert error < 3e-4 * tensor.norm() + 1e-6 * math.sqrt(tensor.numel()), name
     rows = run.progress.history[1:]
     assert [row["train_loss"] for row in rows] == pytest.approx([loss for loss, _ in epochs], rel=1e-4)
     assert [row["train_accuracy"] for row in rows] == pytest.approx([accuracy for _, accuracy in epochs])

@@ -59,7 +59,7 @@ def test_without_the_data_nothing_is_trained_and_nothing_fails(bench):
     assert Path("runs/harder_data").is_dir() and Path("weights/harder_data").is_dir()
     (finding,) = harder_data.findings(settings(bench), tables, bench)
     assert finding.verdict == NOT_EVALUATED
-    assert [row[1:] for row in finding.table.rows] == [["–", "–", "–", ""]] * 4
+    assert [row[1:] for row in finding.table.rows] == [["–", "–", "–", "–"]] * 4
 
 
 def test_on_the_data_that_are_there_both_models_are_trained_once(bench, monkeypatch):
@@ -122,7 +122,7 @@ def test_the_difference_has_to_be_larger_on_all(bench, gaps, verdict):
     finding = judged(bench, **dict(zip(SOURCES, gaps, strict=False)))
     assert finding.verdict == verdict
     assert finding.measures[0].value == pytest.approx(5) and "MNIST n = 6" in finding.measures[0].note
-    assert finding.table.rows[0] == ["MNIST", "97.10", "95.10", "+2.00", ""]
+    assert finding.table.rows[0] == ["MNIST", "97.10", "95.10", "+2.00", "–"]
     assert finding.table.rows[1][:4] == ["Fashion-MNIST", "97.10", "90.10", "+7.00"]
     assert "{" not in finding.rule
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline.core import files, params, record
 from pipeline.runs import Run, history_csv
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
-from pipeline.studies import left_open
+from pipeline.studies import Measure, left_open
 from pipeline.studies.left_open import Settings, findings
 from tests.pipeline import synthetic
 
@@ -231,3 +231,13 @@ def test_without_seeds_nothing_is_trained(lab):
 def test_a_key_of_a_variant_that_is_not_there_has_no_value(lab):
     topic = SimpleNamespace(key="variants.gone.epsilon", ours=None)
     assert left_open.value_of(topic, lab) == "–\nvariants.gone.epsilon"
+
+
+def test_changes_beyond_the_margin_are_named_before_they_are_decided():
+    far, near = ({"verdict": UNDECIDED, "n": 1, "low": low, "high": low + 4} for low in (1.5, 0.5))
+    measures = [Measure("ViT, a", 3.5, **far), Measure("ViT, b", 2.5, **near), Measure("ViT, c", math.nan, n=0, verdict="")]
+    assert left_open.changed(measures[1:2]) == "Choices that are undecided: 1."
+    assert left_open.changed(measures).endswith(
+        "The whole interval is beyond the margin for ViT, a +3.50 (1.50 to 5.50; n = 1)."
+    )
+    assert left_open.changed([]) == ""

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,7 +15,7 @@ from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.lab import float64
 from pipeline.measures import jacobian, norm
-from pipeline.studies import trainability
+from pipeline.studies import Measure, trainability
 from pipeline.studies.trainability import (
     MLPS,
     MODELS,
@@ -161,6 +162,16 @@ def test_factors_of_known_decays():
     logarithms = per_block(pd.DataFrame(rows), "gain")
     assert list(logarithms) == [("a", "osa"), ("a", "xavier")]
     assert [math.exp(value) for own in logarithms.values() for value in own] == pytest.approx([0.5, 0.6, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("high, end", [(0.015, "at most 1.5% more."), (-0.01, "Xavier MLPs."), (math.nan, "Xavier MLPs.")])
+def test_what_a_block_keeps_is_told_of_both_attentions(lab, high, end):
+    kept = {
+        (variant, mlp): np.log([0.5 if variant == trainability.SOFTMAX else 0.25])
+        for variant, mlp in itertools.product((*trainability.OSA, trainability.SOFTMAX), trainability.MLPS)
+    }
+    told = trainability.carried([Measure("a", -1.0, high=high), Measure("b", -1.0, high=-0.5)], kept, lab)
+    assert "0.25 in OSA (QR) and 0.5 in ViT (no skip, no LN) with SUO MLPs" in told and told.endswith(end)
 
 
 @pytest.mark.parametrize("depths", [[6], [12, 6], [6, 6]])

@@ -22,7 +22,6 @@ from pipeline.studies.depth import MODELS, training
 from pipeline.training.loop import make_deterministic
 
 REFERENCE = "vit"
-BAND = (0.1, 0.9)  # quantiles of rounds
 
 
 @entry_point
@@ -51,9 +50,8 @@ def compared(samples: dict[str, list[float]]) -> pd.DataFrame:
     """Seconds of each model, and their ratio to ViT's of the same round, from `low` to `high`; all but these medians."""
     seconds = pd.DataFrame(samples)
     ratios = seconds.div(seconds[REFERENCE], axis=0)
-    low, high = (ratios.quantile(share) for share in BAND)
-    table = pd.DataFrame({"seconds": seconds.median(), "over_vit": ratios.median(), "low": low, "high": high})
-    return table.rename_axis("model").reset_index()
+    rows = [(model, seconds[model].median(), *results.quantiles(ratios[model]).values()) for model in samples]
+    return pd.DataFrame(rows, columns=["model", "seconds", "over_vit", "low", "high"])
 
 
 if __name__ == "__main__":

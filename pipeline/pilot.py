@@ -17,6 +17,7 @@ from pipeline.core import files, params, record
 from pipeline.core.errors import entry_point
 from pipeline.core.params import Overrides, RunConfig
 from pipeline.lab import Lab
+from pipeline.studies._deep import GUESSING
 from pipeline.training import data
 from pipeline.training.loop import Training, make_deterministic
 
@@ -26,7 +27,7 @@ MODELS = (OSA, "vskipinit", "espa", "softmax_shaped", "vit", "osa_exact")  # wha
 RATES, FIRST_RATE = (3e-5, 1e-4, 3e-4), 1e-4
 ALPHAS, FIRST_ALPHA = (0.1, 0.36, 1.0, 3.0), 0.36  # α L
 DEPTH, STEPS, LAST, SEED = 36, 200, 50, 100
-GUESSING, LEARNS = math.log(10), 0.01  # the loss of a guess, and by how much a pilot has to end below it to tell rates apart
+LEARNS = 0.01  # by how much a pilot has to end below the loss of a guess, to tell rates apart
 COLUMNS = ["model", "learning_rate", "alpha_times_depth", "depth", "steps", "seed", "loss", "seconds_per_step", "key"]
 
 Loss = Callable[[str, float, float], float]  # of a model, a rate and α L

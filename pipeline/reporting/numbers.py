@@ -78,6 +78,10 @@ def interval(low: float, high: float, digits: int) -> str:
     return ABSENT if pd.isna(low) else f"{fixed(low, digits)} to {fixed(high, digits)}"
 
 
+def plural(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def span(values: Iterable[float], text: Callable[[float], str] = number) -> str:
     """The smallest and the largest of numbers, e.g. 94 to 232, and one of them where they read the same."""
     values = list(values)

@@ -17,9 +17,8 @@ from pipeline import studies
 from pipeline.core.files import ROOT
 from pipeline.reporting import figures, results, sentences
 from pipeline.reporting.looks import look, on_page
-from pipeline.reporting.numbers import ABSENT, fixed, grouped, mean_std, number, per_cent, scripted, signed
+from pipeline.reporting.numbers import ABSENT, fixed, grouped, mean_std, number, per_cent, plural, scripted, signed
 from pipeline.reporting.results import FOLDER, Results
-from pipeline.reporting.sentences import plural
 from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, UNDECIDED
 from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding, Measure, Table
 

@@ -2,11 +2,9 @@
 
 from datetime import UTC, datetime
 
-from pipeline import pilot
 from pipeline.core import params
-from pipeline.lab import Lab
 from pipeline.reporting import results
-from pipeline.reporting.numbers import fixed, per_cent, span
+from pipeline.reporting.numbers import fixed, per_cent, plural
 from pipeline.reporting.results import Results
 from pipeline.statistics import CONFIDENCE, NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED, VERDICTS
 from pipeline.studies import CLAIM
@@ -124,19 +122,7 @@ def limitations(of: Results) -> list[str]:
         f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from, "
         f"as we read it. It leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative "
         "is listed.",
-        *of_deep_models(lab),
-    ]
-
-
-def of_deep_models(lab: Lab) -> list[str]:
-    """Nothing where params.yaml has no study of them."""
-    settings = getattr(lab.params, "depth", None)
-    if settings is None:
-        return []
-    return [
-        f"Deep models have {span(epochs for _, epochs in settings.depths)} epochs on the same data, one seed or, where a "
-        f"claim is about them, up to {len(settings.claim_seeds)}, and rates from a pilot of {pilot.STEPS} steps, of their "
-        "own or of the nearest kind."
+        *(finding.limitation for found in of.found.values() for finding in found if finding.limitation),
     ]
 
 
@@ -162,7 +148,3 @@ def figure_caption(of: Results) -> str:
 def moment(iso: str) -> str:
     """A time of ISO 8601, to the minute in UTC."""
     return f"{datetime.fromisoformat(iso).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def plural(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

@@ -111,6 +111,7 @@ class Finding:
     in_short: str = ""  # what came out, in one sentence, where the measures do not tell it best
     allowance: str = "what is allowed"  # of a check: what its limits are
     headline: str = ""  # for the first screen of the report, where it belongs there
+    limitation: str = ""  # for what the report says of how far its results reach
 
     def __post_init__(self) -> None:
         decides = {CLAIM: lambda m: m.verdict, CHECK: lambda m: m.side, OBSERVATION: lambda m: True}[self.kind]

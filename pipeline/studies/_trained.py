@@ -27,7 +27,19 @@ from pipeline.statistics import (
 )
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs, of_other_code
-from pipeline.studies.section_5 import SOURCES, AccuracyClaim, Comparison, Results, SpeedClaim, judged_claim, of_recipe
+from pipeline.studies.section_5 import (
+    SOURCES,
+    AccuracyClaim,
+    Comparison,
+    Results,
+    SpeedClaim,
+    epochs_to_reach,
+    judged_claim,
+    of_recipe,
+    target_loss,
+)
+
+OF_TRAINING = 0.5  # whose lowest loss is what the speed of convergence is compared at
 
 
 class NamedRequest(NamedTuple):
@@ -71,6 +83,15 @@ class TrainedResults(Results):
         """What was seen at the end of each run that finished, on average over its layers."""
         rows = self.rows(model, "finished")
         return rows.get(f"watched_{column}", pd.Series(dtype=float)).dropna().tolist()
+
+    def target(self, model: str) -> float:
+        """The loss that a model's runs come to in the first half of training; NaN where there is none."""
+        return target_loss(self.curves(model).values(), OF_TRAINING)
+
+    def epochs(self, model: str, loss: float) -> float:
+        """The median epoch at which a model's runs come to a loss, ∞ if most never do; NaN without runs or a loss."""
+        epochs = [epochs_to_reach(curve, loss) for curve in self.curves(model).values()]
+        return float(np.median(epochs)) if epochs and loss > 0 else math.nan
 
     def cells(self, model: str) -> list[str]:
         """Test accuracy in per cent, and of how many runs, for a table; what was not trained is not evaluated."""

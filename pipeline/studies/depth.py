@@ -25,7 +25,7 @@ from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import INK, STYLE
-from pipeline.reporting.numbers import ABSENT, fixed, number, span
+from pipeline.reporting.numbers import ABSENT, fixed, number, plural, span
 from pipeline.statistics import LEAST_RUNS
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import (
@@ -54,12 +54,12 @@ PILOTS = {  # whose rate a model without a pilot of its own has: that of the nea
     "vit_noskip_nonorm": "softmax_shaped",
 }
 PARTS = {  # what each model says of OSA's parts
-    "osa_exact": "None of the changes",
+    NONE: "None of the changes",
     "gelu": "MLP",
     "tokens": "Tokens",
     "per_head": "Attention: V and O",
     "alpha": "Attention: α",
-    "softmax_shaped": "Attention: all of it",
+    CONTROL: "Attention: all of it",
     "vskipinit": "Attention: all of it",
     OSA: "All changes",
 }
@@ -76,7 +76,7 @@ CHANGES = {  # what OSA has in place of what each name of SHAPED leaves out
 }
 SIGNALS = "paper_outputs/studies/signals"
 RESULTS = {"trains": "trains too", "does not": "does not train", "undecided": "is undecided"}
-DRAWN, TICKS = (0.1, 1.5 * GUESSING), (0.1, 0.2, 0.5, 1, 2)  # train losses, in the figure
+LOSSES, TICKS = (0.1, 1.5 * GUESSING), (0.1, 0.2, 0.5, 1, 2)  # of the figure
 
 Depth = Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]  # blocks, epochs
 
@@ -177,7 +177,7 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         theirs = f"{lab.paper.deep_losses[model]:g}" if model in lab.paper.deep_losses else ABSENT
         rate = " or ".join(map(number, runs.loc[runs["variant"] == model, "learning_rate"].unique())) or ABSENT
         rows.append([label, rate, *(told(runs, model, depth) for depth in depths), theirs])
-    epochs = [f"{depth} blocks, {budget[depth]} epoch{'s' if budget[depth] > 1 else ''}" for depth in depths]
+    epochs = [f"{depth} blocks, {plural(budget[depth], 'epoch')}" for depth in depths]
     return Finding(
         id="depth",
         title="Which recipe trains at which depth",
@@ -203,6 +203,9 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         remark=" ".join(filter(None, (DEVIATIONS, of_the_task(depths[len(depths) // 2], lab), *of_the_runs(budget, runs)))),
         models=tuple(model for model in settings.models if model not in SHAPED),
         sources=[f"{SIGNALS}/wholes.csv"],
+        limitation=f"Deep models have {span(budget.values())} epochs on the same data, one seed or, where a claim is about "
+        f"them, up to {len(settings.claim_seeds)}, and rates from a pilot of {pilot.STEPS} steps, of their own or of the "
+        "nearest kind.",
     )
 
 
@@ -211,7 +214,7 @@ def of_the_task(depth: int, lab: Lab) -> str:
     share = initial("image_share")
     softmax, skipinit = (
         f"{number(round(share(model, depth), 9))} in {lab.label(model)}"  # without rounding's share
-        for model in ("softmax_shaped", "vskipinit")
+        for model in (CONTROL, "vskipinit")
     )
     return (
         "Theirs predict a word at every token, these one digit from [cls] alone. So tokens that all become one need not "
@@ -254,7 +257,7 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
     if sentences:
         return " ".join(sentences)
     gradient, deepest = initial("gradient"), depths[-1]
-    first = " and ".join(f"{number(gradient(model, deepest))} in {label_of(model, lab)}" for model in (OSA, "osa_exact"))
+    first = " and ".join(f"{number(gradient(model, deepest))} in {label_of(model, lab)}" for model in (OSA, NONE))
     return (
         f"None of {len(models)} models is trained yet. As initialised with {deepest} blocks, the first block’s gradient is "
         f"{first}."
@@ -276,7 +279,7 @@ def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab:
         seeds += f", which decide{'s' * (len(rows) == 1)} nothing"
     else:
         seeds += "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{deepest}")
-    epochs = f"{budget[deepest]} epoch{'s' * (budget[deepest] > 1)}"
+    epochs = plural(budget[deepest], "epoch")
     without = f"{deepest} blocks without skips and LN"
     if words[deepest] == "trains":
         loss, accuracy = reached(rows)
@@ -395,15 +398,15 @@ def needed(runs: pd.DataFrame, depth: int) -> str:
     for word, text in told.items():
         if left_out := [change for model, change in CHANGES.items() if words[model] == word]:
             said.append(text.format(" and without ".join(left_out)))
-    beside = {NONE: "OSA (exact), which has none of them, {} at a rate of its own", CONTROL: "softmax in the same frame {}"}
-    others = [text.format(RESULTS[words[model]]) for model, text in beside.items() if words[model] in RESULTS]
-    if words[CONTROL] == "trains":
-        others[-1] += ", so that training by itself takes none of OSA’s attention"
     if not said:
         return ""
-    return (
-        "; ".join([f"At {depth} blocks OSA (shaped), with one change left out at a time, {', '.join(said)}", *others]) + "."
-    )
+    clauses = [f"At {depth} blocks OSA (shaped), with one change left out at a time, {', '.join(said)}"]
+    if words[NONE] in RESULTS:
+        clauses.append(f"OSA (exact), which has none of them, {RESULTS[words[NONE]]} at a rate of its own")
+    if words[CONTROL] in RESULTS:
+        so = ", so that training by itself takes none of OSA’s attention" if words[CONTROL] == "trains" else ""
+        clauses.append(f"softmax in the same frame {RESULTS[words[CONTROL]]}{so}")
+    return "; ".join(clauses) + "."
 
 
 def of_the_pilot(lab: Lab) -> Finding:
@@ -458,7 +461,7 @@ def draw(histories: pd.DataFrame, depths: list[int], models: list[str], lab: Lab
             axes.axhline(share * GUESSING, color=INK, linestyle=":", linewidth=0.8)
         axes.set(title=f"{depth} blocks", xlabel="Epoch")
         charts.logarithmic(axes, "y")
-        axes.set_ylim(*DRAWN)
+        axes.set_ylim(*LOSSES)
         axes.set_yticks(TICKS, TICKS)
     panels[0].set_ylabel("Train loss")
     drawn = [model for model in models if (histories["variant"] == model).any()]

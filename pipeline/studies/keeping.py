@@ -22,15 +22,14 @@ from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
-from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
-from pipeline.studies.section_5 import epochs_to_reach, progress, target_loss
+from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged
+from pipeline.studies.section_5 import progress
 from pipeline.training import loop
 
 place = 65
 gathers = True
 PLACE = "Sections 4.1 and 4.2"
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of what is kept, in float32
-OF_TRAINING = 0.5  # whose lowest loss is what the speed of convergence is compared at
 REFERENCE = "osa_exact"
 JOINT, RETRACTED = {"joint_value_output": True}, {"keep_by": "retraction"}
 RUNS = {  # a name, its variant, the options in place of the variant's own, and a label; in the order of what decides first
@@ -114,14 +113,13 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 
 def outcome(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy, speed and condition numbers of every model, beside the references of Table 2."""
-    loss, rows, seen = target_loss(found.curves(REFERENCE).values(), OF_TRAINING), [], []
+    loss, rows, seen = found.target(REFERENCE), [], []
     for name in (REFERENCE, "vit", *RUNS):
-        epochs = pd.Series([epochs_to_reach(curve, loss) for curve in found.curves(name).values()], dtype=float).median()
         medians = found.ended.loc[found.ended["variant"] == name].reindex(columns=[*KAPPAS]).median()
         kappas = [
             ABSENT if column == "weight_kappa" and name not in OF_OSA else number(medians[column]) for column in KAPPAS
         ]
-        rows.append([found.label(name), *found.cells(name), number(epochs if loss > 0 else math.nan), *kappas])
+        rows.append([found.label(name), *found.cells(name), number(found.epochs(name, loss)), *kappas])
         accuracy = summarise(found.accuracies(name))
         if name in RUNS and accuracy.n:
             interval = {"low": accuracy.low, "high": accuracy.high, "n": accuracy.n}

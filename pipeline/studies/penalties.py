@@ -6,7 +6,6 @@ VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cros
 
 import copy
 import itertools
-import math
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -30,16 +29,15 @@ from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
-from pipeline.studies._trained import NamedRequest, TrainedResults, collect, judged
+from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
-from pipeline.studies.section_5 import epochs_to_reach, progress, target_loss
+from pipeline.studies.section_5 import progress
 from pipeline.training import loop
 
 place = 64
 gathers = True
 PAPER = "Zhang et al. 2021, Section 3"
-OF_TRAINING = 0.5  # whose lowest loss is what the speed of convergence is compared at
 STATED, STRONG = 1e-6, 1e-2  # the largest λ of the paper, and the least that is called strong
 IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1's ratio
 ONE_SEED = 9  # of the cells, of which one run is done before three of all
@@ -197,13 +195,12 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 def dose(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy and orthogonality over λ, cell by cell."""
     rows, measures, reached = [], [], defaultdict(list)
-    losses = {variant: target_loss(found.curves(variant).values(), OF_TRAINING) for variant in NAMES}
+    losses = {variant: found.target(variant) for variant in NAMES}
     for cell in IN_ORDER:
         named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
-        model, loss = cell.name if cell.penalty else cell.variant, losses[cell.variant]
+        model = cell.name if cell.penalty else cell.variant
         means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
-        epochs = pd.Series([epochs_to_reach(curve, loss) for curve in found.curves(model).values()], dtype=float).median()
-        rows.append([*named, *found.cells(model), number(epochs if loss > 0 else math.nan), *means])
+        rows.append([*named, *found.cells(model), number(found.epochs(model, losses[cell.variant])), *means])
         accuracy = summarise(found.accuracies(model))
         if cell.penalty and accuracy.n:
             reached[lab.label(cell.variant)].append(accuracy.mean)

@@ -172,8 +172,11 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
     run = finished(variant)
     weights, epochs = by_hand(variant, 0, run.config, data.load("data/mnist", "standard"))
     for name, tensor in weights.items():
-        error = (run.model.state_dict()[name] - tensor).norm()  # softmax leaves a bias of keys at rounding
-        assert error < 3e-4 * tensor.norm() + 1e-6 * math.sqrt(tensor.numel()), name
+        actual = run.model.state_dict()[name]
+        if variant == "osa_qr_literal":  # whose R⁻¹ enlarges rounding, in single entries by more on some processors
+            assert (actual - tensor).norm() < 3e-4 * tensor.norm() + 1e-6 * math.sqrt(tensor.numel()), name
+        else:
+            torch.testing.assert_close(actual, tensor, rtol=1e-3, atol=1e-5)
     rows = run.progress.history[1:]
     assert [row["train_loss"] for row in rows] == pytest.approx([loss for loss, _ in epochs], rel=1e-4)
     assert [row["train_accuracy"] for row in rows] == pytest.approx([accuracy for _, accuracy in epochs])

@@ -5,7 +5,7 @@ To be read from the top: the equations, the plain code that is them, what is che
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
     recorded_grad,
+    without_autocast,
 )
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
@@ -200,9 +201,9 @@ def _attend(
     epsilon: float,
 ) -> Tensor:
     """One of `_ROUTES` on tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
-    with torch.autocast(query.device.type, enabled=False), full_precision(query.device):
+    with without_autocast(query.device), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
-        dtype = torch.promote_types(query.dtype, least)
+        dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])

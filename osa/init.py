@@ -131,7 +131,8 @@ def init_signal_preserving_attention_(
             linear.weight.normal_(std=attention.embed_dim**-0.5, generator=generator)
     if query_key == "small":
         _orthogonal(other, generator=generator)
-        drawn.weight.mul_(SMALL), other.weight.mul_(SMALL)
+        drawn.weight.mul_(SMALL)
+        other.weight.mul_(SMALL)
     else:
         nn.init.zeros_(other.weight)
 

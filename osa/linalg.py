@@ -5,11 +5,13 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA on Linux
 EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
@@ -185,8 +187,8 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
     if is_readable(z) and is_readable(y) and z.numel():
         square = torch.bmm(z.detach(), z.detach())
         radius = _spectral_radius(square)
-        if not _RADIUS < radius < math.inf:  # NaN too
-            return _Phi1Times.apply(z, y, square, _degree(min(radius, _RADIUS), z.dtype))
+        if radius <= _RADIUS:
+            return _Phi1Times.apply(z, y, square, _degree(radius, z.dtype))
         doublings = math.ceil(math.log2(radius))
         radius /= 2**doublings
     z = z / 2**doublings
@@ -255,6 +257,13 @@ def apply_j(x: Tensor) -> Tensor:
     return torch.cat([lower, -upper], dim=-2)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Operators in the types of their inputs, whatever the program has chosen for the device."""
+    if device.type == "meta":  # only knows shapes, and no autocast
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 @contextmanager
 def full_precision(device: torch.device):
     """Products of float32 matrices in float32 on CUDA: TF32, with its 10 bits, would leave A orthogonal to 10⁻³ only."""
@@ -274,8 +283,14 @@ def flat(x: Tensor) -> Tensor:
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether x is neither under a trace nor under a function transform."""
-    return not torch.compiler.is_compiling() and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    """Whether what is done with x is done now, with the values that it has: no trace, no function transform, no fake."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack()  # of the transforms, which may not wrap x itself
+        or get_proxy_mode()
+        or isinstance(x, FakeTensor)
+    )
 
 
 def is_recorded(*inputs: Tensor) -> bool:
@@ -296,11 +311,13 @@ def is_readable(x: Tensor) -> bool:
 def _spectral_radius(square: Tensor) -> float:
     """A bound of the spectral radius of Z over the batch from Z², within 1.2 or so for spectra that occur in attention.
 
-    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding of the first.
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding of the first. A matrix of
+    the batch with a NaN, or too large for its fourth power, has no digit to lose: it counts as `_RADIUS`.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
-    return fourth.amax().item() ** 0.25
+    limit = _RADIUS**4
+    return fourth.nan_to_num(nan=limit, posinf=limit).amax().item() ** 0.25
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:

@@ -153,7 +153,7 @@ def build_vit(
         ValueError: an option has an impossible value.
     """
     _check_positive(image_size=image_size, patch_size=patch_size, num_classes=num_classes, in_channels=in_channels)
-    _check_positive(embed_dim=embed_dim, num_heads=num_heads, embedding_std=embedding_std)
+    _check_positive(embed_dim=embed_dim, depth=depth, num_heads=num_heads, embedding_std=embedding_std)
     if int(embed_dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio {mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
     shortcut = _shortcut(skip, normalised_skip, depth)

@@ -5,19 +5,33 @@ Q(0) = I and the derivative dQ(0)[X] = A with A = tril(X, −1) − tril(X, −1
 of them. A new map is one function and one name there.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from osa.functional import orthogonal_attention
-from osa.linalg import flat, full_precision, phi1_times
+from osa.linalg import flat, full_precision, phi1_times, without_autocast
 
 ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 leaves some 1e-6
 
 
+def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same of bfloat16 and float16, computed in float32 and rounded once: torch solves no systems in them."""
+
+    @wraps(rotation)
+    def rounded(*inputs: Tensor) -> Tensor:
+        dtype = inputs[0].dtype
+        return rotation(*(x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)).to(dtype)
+
+    return rounded
+
+
+@_in_float32
 def givens(x: Tensor) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, in the order of i and then j. Onto SO(n).
 
@@ -69,6 +83,7 @@ class _Givens(torch.autograd.Function):
         return products[:, i + j, i, 0] - products[:, i + j, j, 0], None, None, None
 
 
+@_in_float32
 def exponential(x: Tensor) -> Tensor:
     """exp(A) = I + A φ₁(A), by matrix products alone. Onto SO(n)."""
     a = _skew(x)
@@ -76,6 +91,7 @@ def exponential(x: Tensor) -> Tensor:
     return identity + a @ phi1_times(a, identity)
 
 
+@_in_float32
 def cayley(x: Tensor) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I: all of SO(n) without the eigenvalue −1.
 
@@ -117,6 +133,7 @@ def _inverse_by_cholesky(half: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(factor.mT, inner, upper=True).mT
 
 
+@_in_float32
 def householder(x: Tensor) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2: almost all of SO(n).
 
@@ -159,6 +176,7 @@ MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@_in_float32
 def exponential_frame(x: Tensor, base: Tensor) -> Tensor:
     """exp(XBᵀ − BXᵀ) B for orthonormal columns B: the exponential of rank 2k that is orthogonal attention (Eq. 5).
 
@@ -168,6 +186,7 @@ def exponential_frame(x: Tensor, base: Tensor) -> Tensor:
     return orthogonal_attention(x, base, base, scale=1.0)
 
 
+@_in_float32
 def cayley_frame(x: Tensor, base: Tensor) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) B with A = XBᵀ − BXᵀ = UVᵀ, by a 2k×2k system: B + U (I − VᵀU/2)⁻¹ VᵀB (Wen & Yin 2013).
 
@@ -202,7 +221,7 @@ class Orthogonal(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False), full_precision(x.device):
+        with without_autocast(x.device), full_precision(x.device):
             rows, columns = self.base.shape[-2:]
             if rows == columns:
                 full = x.new_zeros(*x.shape[:-1], rows, rows)
@@ -252,6 +271,7 @@ def orthonormal_(weight: Tensor) -> Tensor:
     return weight
 
 
+@_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
     """Takes a step U from an orthonormal W along the Stiefel manifold: the geodesic of the canonical metric that begins with
     the projection of U onto the tangent space, U − W (WᵀU + UᵀW)/2.
@@ -281,22 +301,10 @@ RETRACTION = "retraction"
 Views = tuple[Tensor, ...]  # matrices (count, rows, d) inside weights, which one below the other have orthonormal rows
 
 
-def _heads(weight: Tensor, attention: nn.Module) -> Tensor:
-    return weight.detach().unflatten(0, (attention.num_heads, -1))
-
-
-def _value_out(attention: nn.Module) -> list[Views]:
-    return [(_heads(attention.value.weight, attention),), (_heads(attention.out.weight.mT, attention),)]
-
-
-def _query_key(attention: nn.Module) -> list[Views]:
-    return [(_heads(attention.query.weight, attention), _heads(attention.key.weight, attention))]
-
-
-KEPT: dict[str, Callable[[nn.Module], list[Views]]] = {
-    "value_out": _value_out,  # W^V and W^Oᵀ of each head, in V_{d_v}(R^d), as Section 4.1 draws them
-    "query_key": _query_key,  # [W^Q, W^K] of each head, in V_{2d_v}(R^d), as Section 4.2 draws it
-    "attention": lambda attention: _value_out(attention) + _query_key(attention),
+KEPT: dict[str, tuple[tuple[str, ...], ...]] = {  # what is orthonormal together, head by head
+    "value_out": (("value",), ("out",)),  # W^V and W^Oᵀ, in V_{d_v}(R^d), as Section 4.1 draws them
+    "query_key": (("query", "key"),),  # [W^Q, W^K], in V_{2d_v}(R^d), as Section 4.2 draws it
+    "attention": (("value",), ("out",), ("query", "key")),
 }
 KEPT_WHOLE: dict[str, tuple[str, ...]] = {  # whole matrices, in O(d)
     "whole_value_out": ("value", "out"),
@@ -325,6 +333,12 @@ def constrain_(model: nn.Module, kept: str, by: str) -> None:
                 orthogonal_(getattr(block.attention, part), by)
 
 
+def kept_parameters(model: nn.Module, kept: str) -> list[nn.Parameter]:
+    """The weights of every block that hold what is kept under that name."""
+    parts = KEPT_WHOLE.get(kept) or itertools.chain(*KEPT[kept])
+    return [getattr(block.attention, part).weight for part in parts for block in model.blocks]
+
+
 class Kept:
     """Weights of a model that `constrain_` made orthonormal, and that stay so through the steps of any optimiser."""
 
@@ -348,7 +362,13 @@ class Kept:
 def _views(attention: nn.Module, kept: str) -> list[Views]:
     if kept in KEPT_WHOLE:
         return [(getattr(attention, part).weight.detach()[None],) for part in KEPT_WHOLE[kept]]
-    return KEPT[kept](attention)
+    return [tuple(_heads(attention, part) for part in together) for together in KEPT[kept]]
+
+
+def _heads(attention: nn.Module, part: str) -> Tensor:
+    """The rows of each head in a weight, and of W^O the columns, (num_heads, d_v, d)."""
+    weight = getattr(attention, part).weight.detach()
+    return (weight.mT if part == "out" else weight).unflatten(0, (attention.num_heads, -1))
 
 
 def _write(views: Views, weight: Tensor) -> None:

@@ -271,9 +271,10 @@ def alpha_of_depth(total: float, depth: int) -> float:
 
     S = α/√d_v · X W̃ Xᵀ with ‖W̃‖₂ = 1 at initialisation (Section 4.2 of the OSA paper), so that a change dX of the tokens
     changes S by at most 2 α/√d_v ‖X‖₂ ‖dX‖_F. As exp moves skew-symmetric matrices no further apart, that changes a head's
-    exp(S) X W^V W^O by at most ‖J₁‖ ‖dX‖_F, ‖J₁‖ ≤ 2 ‖X‖₂² α/√d_v, beside what dX itself brings. A block then multiplies
-    gradients by up to 1 + ‖J₁‖, and L blocks by up to exp(L ‖J₁‖): bounded in depth if α falls as 1/(L ‖X‖₂²). In the
-    paper's network GELU shrinks X from block to block. Where the activation keeps X, ‖X‖₂² stays of the order of N d.
+    exp(S) X W^V W^O by at most ‖J₁‖ ‖dX‖_F, ‖J₁‖ ≤ 2 ‖X‖₂² α/√d_v, beside what dX itself brings; with W^O drawn for all h
+    heads together, a layer by at most √h times as much. A block then multiplies gradients by up to 1 + √h ‖J₁‖, and L blocks
+    by up to exp(L √h ‖J₁‖): bounded in depth if α falls as 1/(L ‖X‖₂²). In the paper's network GELU shrinks X from block to
+    block. Where the activation keeps X, ‖X‖₂² stays of the order of N d.
     """
     return total / depth
 

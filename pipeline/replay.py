@@ -3,18 +3,27 @@
 Trains the beginning of each run whose record does not know today's code, up to the second point of its curves, a quarter of
 an epoch by default, and compares with the history that git keeps. Where every bit agrees, the new code's digest is written
 into the record beside that of the code which trained it, with what was compared and where, and DVC's lock follows.
-Otherwise nothing is written, and `dvc repro` trains the run again. Bits are those of one kind of machine: on another kind a
-difference says nothing of the code.
+Otherwise nothing is written, and `dvc repro` trains the run again.
 
-    python -m pipeline.replay [RUN ...]             RUN as in table_2/osa_qr/0; without any, all that need it
-    python -m pipeline.replay --states FILE [RUN …] compare nothing; write the weights' digest after those steps, so that
-                                                    two checkouts can be compared on any machine
+Bits are those of one kind of machine: on another kind a difference from the history says nothing of the code. There
+`--beside COMMIT` trains the first steps of a run twice, by the code of that commit, which has to be known to the record, and
+by today's, and compares every weight, every moment of the optimiser, and an evaluation.
+
+    python -m pipeline.replay [RUN …]                   RUN as in table_2/osa_qr/0; without any, all that need it
+    python -m pipeline.replay --beside COMMIT [RUN …]   compare with that commit's code instead of with the histories
+    python -m pipeline.replay --states FILE [RUN …]     compare nothing; write what `--beside` compares
 """
 
 import argparse
 import hashlib
 import io
+import itertools
+import os
+import subprocess
 import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +36,10 @@ from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import ROOT
 from pipeline.core.params import RunConfig
 from pipeline.runs import FOLDER, TABLE_2, TRIES, Run, history_csv, read_record
-from pipeline.training.loop import Observer, Training, make_deterministic
+from pipeline.training.loop import Observer, Training, evaluate_split, make_deterministic
 
 POINTS = 2  # step 0, and the first point after it
+STEPS, IMAGES = 20, 1000  # of training, and of the test set after them, where two codes are compared
 LOCK = Path("dvc.lock")
 
 
@@ -46,49 +56,132 @@ class Beginning:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.replay", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", help="such as table_2/osa_qr/0; default: all whose code is not today's")
-    parser.add_argument("--states", type=Path, metavar="FILE", help="write digests of the states instead of comparing")
+    parser.add_argument("--beside", metavar="COMMIT", help="compare with that commit's code instead of with the histories")
+    parser.add_argument("--states", type=Path, metavar="FILE", help="write what --beside compares")
     chosen = parser.parse_args(arguments)
     make_deterministic()
-    code = record.code_sha256(record.default_device().type)
     found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
-        states = {str(run): vars(beginning(run, recorded_config(run))) for run in tqdm(found, unit="run", disable=None)}
-        files.write_json(chosen.states, states)
+        files.write_json(chosen.states, {"code_sha256": today(), "states": states(found)})
         return
     stale = [run for run in found if not record.is_of_today(run.read("record"))]
     if stale:
         read_lock()  # which is the last to be written, and so has to be whole
-    confirmed = [run for run in tqdm(stale, unit="run", disable=None) if replay(run, code)]
-    print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {code[:8]}.")
+    if chosen.beside:
+        compared = beside(chosen.beside, stale)
+        confirmed = [run for run in stale if compared(run)]
+    else:
+        confirmed = [run for run in tqdm(stale, unit="run", disable=None) if replay(run)]
+    print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {today()[:8]}.")
     if len(confirmed) < len(stale):
         sys.exit(1)
 
 
-def replay(run: Run, code: str) -> bool:
+def today() -> str:
+    """The digest of today's code on this machine."""
+    return record.code_sha256(record.default_device().type)
+
+
+def replay(run: Run) -> bool:
     """Compares the beginning of a run with its history; writes the code's digest down where every bit agrees."""
-    made = run.read("record")
     here = beginning(run, recorded_config(run))
     there = (run.folder / "history.csv").read_text().splitlines()[1 : 1 + POINTS]
     if here.lines != there:
-        where = made["environment"]["device_name"]
+        where = run.read("record")["environment"]["device_name"]
         print(f"{run} differs within {here.steps} steps from what {where} recorded: stale, or another kind of machine.")
         return False
-    environment = record.describe_environment(record.default_device()) | record.describe_commit()
-    entry = {"code_sha256": code, "steps": here.steps, "state_sha256": here.state_sha256, "at": record.now()}
-    made["replays"] = [*made.get("replays", []), entry | {"environment": environment}]
-    files.write_json(run.folder / "record.json", made)
-    if run.study == TABLE_2 and LOCK.exists():
-        relock(run)
+    confirm(run, steps=here.steps, state_sha256=here.state_sha256)
     return True
 
 
+def beside(commit: str, found: list[Run]) -> Callable[[Run], bool]:
+    """Trains the first steps of runs by a commit's code and by today's. Returns what compares one, and writes it down.
+
+    Raises:
+        UserError: there is no such commit, or its code cannot train them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        sha = check_out(commit, Path(folder))
+        path = Path(folder, "states.json")
+        command = [
+            sys.executable,
+            "-P",
+            __file__,
+            "--states",
+            path,
+            *map(str, found),
+        ]  # this file, with that code's packages
+        environment = os.environ | {"PYTHONPATH": folder}
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as other:
+            here = states(found)
+            errors = other.communicate()[1].splitlines()
+        if other.returncode:
+            raise UserError(f"the code of {commit} does not train these runs ({errors[-1]}): name a later one.")
+        there = files.read_json(path)
+
+    def compared(run: Run) -> bool:
+        if there["code_sha256"] not in record.made_by(run.read("record")):
+            print(f"{run} is of other code than that of {commit}: name the commit in its record.")
+            return False
+        if here[str(run)] != there["states"][str(run)]:
+            print(f"{run} differs within {STEPS} steps from what the code of {commit} gives.")
+            return False
+        of_other = {"code_sha256": there["code_sha256"], "git_commit": sha}
+        confirm(run, steps=STEPS, state_sha256=here[str(run)]["state_sha256"], beside=of_other)
+        return True
+
+    return compared
+
+
+def check_out(commit: str, folder: Path) -> str:
+    """Writes the files of a commit into a folder. Returns its SHA-1. Raises UserError if there is no such commit."""
+    try:
+        git = ["git", "-C", ROOT]
+        command = [*git, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}"]
+        sha = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        tar = subprocess.run([*git, "archive", sha], check=True, capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise UserError(f"{commit} is no commit of this repository: `git fetch` it, or name another.") from None
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        archive.extractall(folder, filter="data")
+    return sha
+
+
+def states(found: list[Run]) -> dict[str, dict]:
+    """What runs come to after their first steps, by name."""
+    return {str(run): state(run, recorded_config(run)) for run in tqdm(found, unit="run", disable=None)}
+
+
+def state(run: Run, config: RunConfig) -> dict:
+    """A digest of weights and moments after the first steps of a run, with loss and accuracy on some of the test set."""
+    training = begin(run, config)
+    for images, labels in itertools.islice(training.batches(0), STEPS):
+        training.step(images, labels)
+    loss, accuracy = evaluate_split(training.model, training.data.test_images[:IMAGES], training.data.test_labels[:IMAGES])
+    return {"state_sha256": state_sha256(training), "test_loss": loss, "test_accuracy": accuracy}
+
+
+def confirm(run: Run, **compared) -> None:
+    """Writes into a run's record, and into DVC's lock, that today's code begins it with the same bits."""
+    made, environment = run.read("record"), record.describe_environment(record.default_device()) | record.describe_commit()
+    entry = {"code_sha256": today(), **compared, "at": record.now(), "environment": environment}
+    files.write_json(run.folder / "record.json", made | {"replays": [*made.get("replays", []), entry]})
+    if run.study == TABLE_2 and LOCK.exists():
+        relock(run)
+
+
 def beginning(run: Run, config: RunConfig) -> Beginning:
-    """Trains the first steps of a run, on as many threads as it was trained with."""
-    torch.set_num_threads(run.read("record")["environment"]["num_threads"])
-    training = Training(config, run.seed, record.default_device())
+    """Trains a run up to its second point."""
+    training = begin(run, config)
     training.run(Observer(), points=POINTS)
     lines = history_csv(training.progress.history).splitlines()[1:]
     return Beginning(lines, training.progress.step, state_sha256(training))
+
+
+def begin(run: Run, config: RunConfig) -> Training:
+    """The training of a run at its step 0, on as many threads as it had."""
+    torch.set_num_threads(run.read("record")["environment"]["num_threads"])
+    return Training(config, run.seed, record.default_device())
 
 
 def state_sha256(training: Training) -> str:

@@ -163,6 +163,8 @@ class Variant(Section):
     penalty_weight: NonNegativeFloat | None = None
     keep: Literal["value_out", "query_key", "attention", "whole_value_out", "whole_key_value"] | None = None
     keep_by: Literal["retraction", *MAPS] | None = None
+    keep_rate: PositiveFloat | None = None
+    decay_attention: bool | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
 
     @model_validator(mode="after")
@@ -172,6 +174,8 @@ class Variant(Section):
                 raise ValueError(f"{key} and {other} go together; write both or none")
         if self.keep and self.keep_by != "retraction" and not self.keep.startswith("whole_"):
             raise ValueError(f"keep_by {self.keep_by} is for whole matrices; write retraction to keep {self.keep}")
+        if self.keep_rate and self.keep_by != "retraction":
+            raise ValueError("keep_rate is of gradient steps that are retracted; write it beside keep_by: retraction")
         return self
 
     @model_validator(mode="after")

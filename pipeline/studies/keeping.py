@@ -48,9 +48,18 @@ RUNS = {  # a name, its variant, the options in place of the variant's own, and 
     f"osa_{name}": (REFERENCE, JOINT | {"keep": "whole_value_out", "keep_by": name}, f"OSA, V and O by {name}")
     for name in MAPS
 }
+RUNS |= {  # that document's own optimiser: plain steps, at the rate of its example and a tenth and ten times of that
+    f"osa_descent_{rate:g}": (
+        REFERENCE,
+        JOINT | {"keep": "whole_value_out", "keep_rate": rate} | RETRACTED,
+        f"OSA, V and O by gradient descent, η = {rate:g}",
+    )
+    for rate in (1e-3, 1e-2, 1e-1)
+}
+RUNS |= {"osa_no_decay": (REFERENCE, {"decay_attention": False}, "OSA, no weight decay on attention")}  # as X has none
 GROUPS, GROUP_LABELS = {"osa_soft": ("osa_soft_weak", "osa_soft_strong")}, {"osa_soft": "OSA, soft"}
 OF_OSA = (REFERENCE, *(name for name, (variant, *_) in RUNS.items() if variant == REFERENCE))
-BY_MAPS = tuple(f"osa_{name}" for name in MAPS)
+NOT_DRAWN = tuple(name for name in RUNS if name.removeprefix("osa_") in MAPS or name.startswith("osa_descent"))
 THREE_SEEDS = ("osa_kept", "osa_joint")
 KAPPAS = {
     "weight_kappa": "κ(W̃), a head",
@@ -180,7 +189,7 @@ def along_training(found: TrainedResults) -> Finding:
 @matplotlib.rc_context(STYLE)
 def draw(found: TrainedResults) -> Figure:
     """A panel for each kind of κ, with the first seed of each orthogonal model; of the maps one would cover the other."""
-    watched = found.watched[[name in OF_OSA and name not in BY_MAPS for name in found.watched["variant"]]]
+    watched = found.watched[[name in OF_OSA and name not in NOT_DRAWN for name in found.watched["variant"]]]
     first = watched[watched["seed"] == watched.groupby("variant")["seed"].transform("min")]
     names = list(dict.fromkeys(first["variant"]))
     figure, panels = charts.panels(len(KAPPAS), 4.6)

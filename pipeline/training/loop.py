@@ -49,7 +49,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     Raises:
         UserError: it cannot be built.
     """
-    of_training = {"keep", "keep_by", "penalty", "penalty_weight"}
+    of_training = {"keep", "keep_by", "keep_rate", "decay_attention", "penalty", "penalty_weight"}
     variant = config.variant.model_dump(exclude={"overrides", "init", *of_training}, exclude_none=True)
     try:
         model = osa.models.build_vit(
@@ -68,20 +68,25 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     return model
 
 
-def make_optimizer(model: nn.Module, train: Train, device: torch.device) -> torch.optim.AdamW:
-    """AdamW with its decay on every parameter, or on weight matrices alone.
+def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
+    """AdamW with its decay on every parameter, or on weight matrices alone; gradient descent where `keep_rate` asks for it.
 
     What parametrises a weight never decays: it would draw an orthogonal weight back to where it began.
     """
+    train, variant = config.train, config.variant
+    descended = orthogonal.kept_parameters(model, variant.keep) if variant.keep_rate else []
+    spared = orthogonal.kept_parameters(model, "attention") if variant.decay_attention is False else []
+    named = [(name, p) for name, p in model.named_parameters() if all(p is not other for other in descended)]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        return (train.decay_all or parameter.ndim == 2) and ".parametrizations." not in name
+        if ".parametrizations." in name or any(parameter is other for other in spared):
+            return False
+        return train.decay_all or parameter.ndim == 2
 
-    named = list(model.named_parameters())
     decayed, others = ([p for name, p in named if decays(name, p) is wanted] for wanted in (True, False))
     groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         groups,
         lr=train.learning_rate,
         betas=tuple(train.betas),
@@ -89,6 +94,7 @@ def make_optimizer(model: nn.Module, train: Train, device: torch.device) -> torc
         fused=True,
         capturable=device.type == "cuda",  # its step count lives on the device, where a graph can raise it
     )
+    return [adamw, torch.optim.SGD(descended, lr=variant.keep_rate)] if descended else [adamw]
 
 
 @torch.no_grad()
@@ -139,7 +145,7 @@ class Training:
         self.model = build_model(config, seed).to(device)
         retracted = config.variant.keep_by == orthogonal.RETRACTION
         self.kept = orthogonal.Kept(self.model, config.variant.keep) if retracted else None
-        self.optimizer = make_optimizer(self.model, config.train, device)
+        self.optimizer, *self.descent = make_optimizers(self.model, config, device)  # of which AdamW alone has a state
         self.with_graph = device.type == "cuda"
         self.graphed: GraphedStep | None = None  # recorded at the first step
         self.sampler = Batches(len(self.data.train_labels), config.train)
@@ -212,11 +218,12 @@ class Training:
         else:
             logits = self.model(images)
         loss = F.cross_entropy(logits, labels)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         (loss + variant.penalty_weight * penalty if variant.penalty else loss).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_grad_norm)
         with self.kept.held() if self.kept else nullcontext():
-            self.optimizer.step()
+            for optimizer in (self.optimizer, *self.descent):
+                optimizer.step()
         return loss.detach(), (logits.detach().argmax(1) == labels).sum()
 
 

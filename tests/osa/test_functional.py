@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import osa
@@ -469,6 +471,63 @@ def test_function_transforms(method, norm):
     expected = torch.func.jvp(lambda *inputs: REFERENCE[method](*inputs, scale), tuple(inputs), tuple(tangents))
     assert relative_error(torch.func.vmap(attend)(*inputs), expected[0]) < 1e-12
     assert relative_error(torch.func.jvp(attend, tuple(inputs), tuple(tangents))[1], expected[1]) < 1e-11
+
+
+@pytest.mark.parametrize("norm", [1.0, 30.0])
+@pytest.mark.parametrize("name", ["query", "key", "value", "scale"])
+@pytest.mark.parametrize("method", METHODS)
+def test_function_transforms_of_one_input_alone(method, name, norm):
+    """Where the transform does not wrap the tensors that are read elsewhere."""
+    query, key, value = (tensor.detach() for tensor in draw(11, 3))
+    scale = norm * head_scales().detach() / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), ord=2).max()
+    inputs = {"query": query[0], "key": key[0], "value": value[0], "scale": scale}
+    several = {"query": query, "key": key, "value": value, "scale": torch.stack([scale, -scale / 3])}[name]
+
+    def attend(x, attention=lambda **inputs: orthogonal_attention(**inputs, method=method)):
+        return attention(**inputs | {name: x})
+
+    expected = torch.stack([attend(x, REFERENCE[method]) for x in several])
+    assert relative_error(torch.func.vmap(attend)(several), expected) < 1e-12
+    leaf = several[0].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(attend(leaf, REFERENCE[method]).sum(), leaf)
+    assert relative_error(torch.func.grad(lambda x: attend(x).sum())(several[0]), expected) < 1e-11
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning"
+)  # of shapes, which are checked
+@pytest.mark.parametrize("trace", [torch.jit.trace, lambda function, inputs: make_fx(function)(*inputs)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_trace_of_small_inputs_is_right_for_large_ones(method, trace):
+    """No degree and no number of doublings is baked into it."""
+    inputs = [tensor.detach() for tensor in draw(11, 3)]
+
+    def attend(query, key, value):
+        return orthogonal_attention(query, key, value, scale=0.3, method=method)
+
+    traced = trace(attend, tuple(1e-3 * tensor for tensor in inputs))
+    large = [3 * tensor for tensor in inputs]
+    assert relative_error(traced(*large), attend(*large)) < 1e-11
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shapes_without_values(method):
+    for setting in (torch.device("meta"), FakeTensorMode()):
+        with setting:
+            x = torch.empty(2, 7, 3)
+            assert orthogonal_attention(x, x, x, method=method).shape == x.shape
+
+
+@pytest.mark.parametrize("wide", ["query", "key", "value"])
+@pytest.mark.parametrize("method", METHODS)
+def test_types_that_differ_are_computed_in_the_widest(method, wide):
+    inputs = {name: tensor.detach().float() for name, tensor in zip(("query", "key", "value"), draw(11, 3), strict=True)}
+    inputs[wide] = inputs[wide].double()
+    actual = orthogonal_attention(**inputs, scale=0.3, method=method)
+    assert actual.dtype == inputs["value"].dtype
+    tolerance = 1e-12 if wide == "value" else torch.finfo(torch.float32).eps / 2  # of the one rounding at the end
+    assert relative_error(actual, REFERENCE[method](**inputs, scale=0.3)) < tolerance
 
 
 @pytest.mark.parametrize("method", METHODS)

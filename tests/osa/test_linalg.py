@@ -349,3 +349,14 @@ def test_values_that_are_not_finite_stay_so(value):
     z[1, 2, 0, 1] = value
     assert not phi1(z)[1, 2].isfinite().all()
     assert not phi1_times(z, torch.ones(2, 3, 7, 5, dtype=torch.float64))[1, 2].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
+@pytest.mark.parametrize("radius", [1.0, 3.9, 30.0])
+def test_a_matrix_that_is_lost_does_not_touch_the_others(radius, value):
+    z, y = skew_symmetric(radius), torch.randn(2, 3, 7, 5, dtype=torch.float64)
+    expected = dense_phi1(z) @ y
+    z[1, 2, 0, 1] = value
+    actual = phi1_times(z, y)
+    assert not actual[1, 2].isfinite().all()
+    assert relative_error(actual.flatten(0, 1)[:5], expected.flatten(0, 1)[:5]) < 1e-12

@@ -273,7 +273,8 @@ REFUSED = {
     "patches": ("vit", dict(patch_size=5), "patch_size 5 must divide image_size 28"),
     "no patches": ("vit", dict(patch_size=0), "patch_size must be positive"),
     "no classes": ("vit", dict(num_classes=0), "num_classes must be positive"),
-    "depth": ("vit", dict(depth=0), "depth must be 1 or more"),
+    "depth": ("vit", dict(depth=0), "depth must be positive"),
+    "depth, on which shapes depend": ("espa", dict(depth=0), "depth must be positive"),
     "no hidden unit": ("vit", dict(mlp_ratio=0.01), "mlp_ratio 0.01"),
     "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std must be positive"),
 }

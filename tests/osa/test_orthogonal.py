@@ -21,6 +21,7 @@ from osa.orthogonal import (
     _inverse_by_cholesky,
     _inverse_by_lu,
     constrain_,
+    kept_parameters,
     orthogonal_,
     orthogonality_error,
     orthonormal_,
@@ -128,6 +129,16 @@ def test_frames_move_by_the_same_maps_of_rank_2k(name, frame, m, k):
 @every_map
 def test_float32_is_orthogonal_to_its_rounding(name):
     assert orthogonality_error(MAPS[name](0.1 * numbers(67, 67, dtype=torch.float32))) < float32_rounding(67)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_map
+def test_half_precision_is_that_of_float32_rounded_once(name, dtype):
+    x = 0.3 * numbers(2, 5, 5).to(dtype)
+    assert torch.equal(MAPS[name](x), MAPS[name](x.float()).to(dtype))
+    if frame := FRAME_MAPS.get(name):
+        base = torch.linalg.qr(numbers(2, 5, 2)).Q.to(dtype)
+        assert torch.equal(frame(x[..., :2], base), frame(x[..., :2].float(), base.float()).to(dtype))
 
 
 # Parametrised weights
@@ -268,6 +279,21 @@ def test_what_is_kept_stays_orthonormal_under_adamw_and_the_rest_is_free(name, k
     for old, new in zip(begun, held.read(), strict=True):
         assert orthogonality_error(new) < float32_rounding(12) < 1e-3 < (new - old).norm()
     assert (free - model.blocks[0].mlp.fc1.weight).norm() > 1e-3
+
+
+@pytest.mark.parametrize("kept", [*KEPT, *KEPT_WHOLE])
+def test_the_parameters_of_what_is_kept_are_those_that_a_retraction_moves(kept):
+    model = create_model("osa_exact", image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
+    constrain_(model, kept, RETRACTION)
+    parameters, held = kept_parameters(model, kept), Kept(model, kept)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with held.held(), torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(torch.randn_like(parameter))
+    assert all(orthogonality_error(weight) < float32_rounding(12) for weight in held.read())
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if any(p is other for other in parameters)}
+    assert len(moved) == len(parameters) == 2 * (4 if kept == "attention" else 2)
 
 
 @every_map

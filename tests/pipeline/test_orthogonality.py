@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from osa.orthogonal import KEPT, KEPT_WHOLE, MAPS, Kept, orthogonality_error
+from osa.orthogonal import KEPT, KEPT_WHOLE, MAPS, Kept, kept_parameters, orthogonality_error, retract
 from osa.penalties import PENALTIES, with_penalty
 from pipeline.core import params
 from pipeline.core.errors import UserError
@@ -65,6 +65,39 @@ def test_kept_weights_are_orthogonal_after_a_training_with_decay(variant, keep):
     assert all((old - new).norm() > 0.1 for old, new in zip(begun, Kept(run.model, keep).read(), strict=True))
 
 
+@pytest.mark.parametrize("keep", ["value_out", "attention", "whole_value_out"])
+def test_what_is_kept_can_descend_by_itself_along_the_manifold(keep):
+    train, kept = {"weight_decay": 0.5, "learning_rate": 0.01}, {"keep": keep, "keep_by": "retraction"}
+    adamw = training(options("osa_exact", train, **kept))
+    run = training(options("osa_exact", train, **kept, keep_rate=0.3))
+    images, labels = next(run.batches(0))
+    before = Kept(run.model, keep).read()
+    for each in (adamw, run):
+        each.step(images, labels)
+    after, held = Kept(run.model, keep).read(), kept_parameters(run.model, keep)
+    with torch.no_grad():
+        for weight in held:
+            weight.copy_(weight.grad)  # as it was clipped
+    for old, gradient, new in zip(before, Kept(run.model, keep).read(), after, strict=True):
+        assert (new - old).norm() > 1e-4
+        torch.testing.assert_close(new, retract(old, -0.3 * gradient))
+    free = {name: p for name, p in run.model.named_parameters() if all(p is not weight for weight in held)}
+    assert set(run.optimizer.state) == set(free.values())
+    assert all(torch.equal(p, dict(adamw.model.named_parameters())[name]) for name, p in free.items())
+
+
+def test_the_attention_can_be_spared_the_decay():
+    run = training(options("osa_exact", {"learning_rate": 0.1, "weight_decay": 0.5}, decay_attention=False))
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.fill_(1.0)
+            parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.step()
+    still = {name for name, p in run.model.named_parameters() if torch.equal(p, torch.ones_like(p))}
+    parts = ("query", "key", "value", "out")
+    assert still == {f"blocks.{i}.attention.{part}.weight" for i in range(2) for part in parts}
+
+
 @pytest.mark.parametrize("by", MAPS)
 def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
     keep = "whole_value_out"
@@ -89,6 +122,11 @@ def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
         (
             {"keep": "value_out", "keep_by": "givens"},
             "params.yaml: variants.vit: keep_by givens is for whole matrices; write retraction to keep value_out.",
+        ),
+        (
+            {"keep": "whole_value_out", "keep_by": "givens", "keep_rate": 0.1},
+            "params.yaml: variants.vit: keep_rate is of gradient steps that are retracted; write it beside keep_by: "
+            "retraction.",
         ),
         (
             {"penalty": "VAR-IV", "penalty_weight": 1.0},

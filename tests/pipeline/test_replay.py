@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -192,22 +193,77 @@ def test_a_run_of_a_study_is_replayed_and_a_try_only_where_it_is_named():
     assert (len(replays(of_study)), len(replays(a_try))) == (1, 0)
 
 
-def test_states_are_digests_of_everything_that_goes_on(tmp_path):
-    """Of weights and moments, after the same steps; nothing is compared or written down."""
+def test_states_are_digests_of_everything_that_goes_on(tmp_path, monkeypatch):
+    """Of weights and moments, after the same steps, beside an evaluation; nothing is compared or written down."""
+    monkeypatch.setattr(replay, "STEPS", 2)
     before, path = contents(), tmp_path / "states.json"
     replay.main(["--states", str(path), "table_2/vit/0", "table_2/vit/1"])
-    states = files.read_json(path)
+    written = files.read_json(path)
     assert contents() == before
-    assert states.keys() == {"table_2/vit/0", "table_2/vit/1"}
+    assert written.keys() == {"code_sha256", "states"} and written["code_sha256"] == TODAY
+    assert written["states"].keys() == {"table_2/vit/0", "table_2/vit/1"}
+    zero, one = written["states"].values()
     beginning = training("vit", 1)
     beginning.run(loop.Observer(), points=2)
-    assert (
-        states["table_2/vit/1"]["state_sha256"] == replay.state_sha256(beginning) != states["table_2/vit/0"]["state_sha256"]
-    )
+    assert one["state_sha256"] == replay.state_sha256(beginning) != zero["state_sha256"]
+    last = beginning.progress.history[-1]
+    assert (one["test_loss"], one["test_accuracy"]) == (last["test_loss"], last["test_accuracy"])
     next(iter(beginning.optimizer.state.values()))["exp_avg"].view(-1)[0] += 1e-6
-    assert states["table_2/vit/1"]["state_sha256"] != replay.state_sha256(beginning)
-    assert states["table_2/vit/1"]["steps"] == 2
-    assert states["table_2/vit/1"]["lines"] == runs.history_csv(beginning.progress.history).splitlines()[1:]
+    assert one["state_sha256"] != replay.state_sha256(beginning)
+
+
+@pytest.fixture
+def head(monkeypatch):
+    """A repository with one commit, of today's code; the project's runs are known to be of it."""
+    repository = Path("repository").resolve()
+    for name in ("osa", "pipeline", "dvc.yaml"):
+        shutil.copytree(ROOT / name, repository / name) if (ROOT / name).is_dir() else shutil.copy(ROOT / name, repository)
+    git = ["git", "-C", repository, "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "All"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.setattr(replay, "ROOT", repository)
+    monkeypatch.setattr(record, "is_of_today", lambda made: "replays" in made)
+    for variant in ("vit", "osa_exact"):
+        run = Run(variant, 0)
+        files.write_json(run.folder / "record.json", run.read("record") | {"code_sha256": TODAY})
+    monkeypatch.setattr(replay, "relock", lambda run: None)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_beside_another_commit_the_histories_do_not_matter(head, capsys):
+    """As on another kind of machine, whose bits are not theirs."""
+    for variant in ("vit", "osa_exact"):
+        path = Run(variant, 0).folder / "history.csv"
+        path.write_text(path.read_text().replace(".", ".1"))
+    replay.main(["--beside", "HEAD", "table_2/vit/0", "table_2/osa_exact/0"])
+    assert "2 of 2 runs begin with the same bits" in capsys.readouterr().out
+    (entry,) = replays(Run("vit", 0))
+    assert entry["beside"] == {"code_sha256": TODAY, "git_commit": head}
+    assert (entry["code_sha256"], entry["steps"]) == (TODAY, replay.STEPS)
+
+
+def test_beside_another_commit_other_numbers_and_other_code_are_refused(head, monkeypatch, capsys):
+    age(Run("vit", 0))
+    stream = loop.random_stream
+    monkeypatch.setattr(loop, "random_stream", lambda seed, name: stream(seed + 1, name))
+    before = contents()
+    refused("--beside", "HEAD", "table_2/vit/0", "table_2/osa_exact/0")
+    printed = capsys.readouterr().out
+    assert "table_2/vit/0 is of other code than that of HEAD: name the commit in its record." in printed
+    assert "table_2/osa_exact/0 differs within 20 steps from what the code of HEAD gives." in printed
+    assert contents() == before
+
+
+def test_a_commit_that_is_not_there_or_cannot_train_is_named(head, capsys):
+    refused("--beside", "f00f00f", "table_2/vit/0")
+    assert capsys.readouterr().err == ("error: f00f00f is no commit of this repository: `git fetch` it, or name another.\n")
+    (replay.ROOT / "osa" / "vit.py").write_text("raise ImportError('no such model')\n")
+    git = ["git", "-C", replay.ROOT, "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    subprocess.run([*git, "commit", "-qam", "Break"], check=True)
+    refused("--beside", "HEAD", "table_2/vit/0")
+    assert capsys.readouterr().err == (
+        "error: the code of HEAD does not train these runs (ImportError: no such model): name a later one.\n"
+    )
 
 
 def test_a_lock_in_conflict_is_named_before_anything_is_written(capsys):

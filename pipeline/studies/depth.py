@@ -265,35 +265,60 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
 
 
 def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab: Lab) -> str:
-    """For the report's first screen: whether OSA trains at the greatest depth that was tried, and if not, where it stops."""
+    """For the report's first screen: the greatest depth at which OSA trains, and a greater one at which it was tried."""
     budget = dict(settings.depths)
     depths = sorted(budget)
     words = {depth: outcome(cell(runs, OSA, depth)) for depth in depths}
     ours = [depth for depth in depths if words[depth] != "not evaluated"]
     if not ours:
         return ""
-    deepest, label = ours[-1], f"{label_of(OSA, lab)}, our OSA made for depth,"
-    rows = tried(runs, OSA, deepest)
-    seeds = number_of_seeds(rows)
-    if len(rows) < LEAST_RUNS:
-        seeds += f", which decide{'s' * (len(rows) == 1)} nothing"
-    else:
-        seeds += "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{deepest}")
-    epochs = plural(budget[deepest], "epoch")
-    without = f"{deepest} blocks without skips and LN"
-    if words[deepest] == "trains":
+    label, deepest = f"{label_of(OSA, lab)}, our OSA made for depth,", ours[-1]
+    trained = max((depth for depth in ours if words[depth] == "trains"), default=None)
+
+    def asked(depth: int) -> tuple[pd.DataFrame, str, str]:
+        """The runs that were tried, what they are of, and what their number decides."""
+        rows = tried(runs, OSA, depth)
+        seeds = number_of_seeds(rows)
+        if len(rows) < LEAST_RUNS:
+            seeds += f", which decide{'s' * (len(rows) == 1)} nothing"
+        else:
+            seeds += "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{depth}")
+        return rows, f"{depth} blocks without skips and LN in {plural(budget[depth], 'epoch')}", seeds
+
+    said = []
+    if trained:
+        rows, what, seeds = asked(trained)
         loss, accuracy = reached(rows)
         if len(rows) >= LEAST_RUNS:
             trains, last = "trains", f"last train loss {loss}, test accuracy {accuracy}"
         else:
             trains, last = f"gets to a train loss of {loss}", f"test accuracy {accuracy}"
-        return f"{label} {trains} at {without} in {epochs} ({last}; {seeds}){beside(runs, deepest, depths, lab)}"
-    least = [depth for depth in depths if words[depth] == "trains"]
-    where = f"; it does at {least[-1]}" if least else ""
-    losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
-    ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
-    ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
-    return f"{label} is not shown to train at {without} in {epochs}: {', and '.join(ended)} ({seeds}){where}."
+        said.append(f"{label} {trains} at {what} ({last}; {seeds}){beside(runs, trained, depths, lab)}")
+    if deepest != trained:
+        rows, what, seeds = asked(deepest)
+        losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
+        ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
+        ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
+        why = start_of(trained, deepest, rows["seed"]) if trained else ""
+        said.append(f"{'It' if said else label} is not shown to train at {what}: {', and '.join(ended)} ({seeds}){why}.")
+    return " ".join(said)
+
+
+def start_of(less: int, more: int, seeds: pd.Series) -> str:
+    """The gradient of OSA's first block as initialised: with those seeds at more blocks, and with every seed at less."""
+    try:
+        blocks = files.read_csv(f"{SIGNALS}/blocks.csv")
+    except UserError:
+        return ""
+    first = blocks[(blocks["model"] == OSA) & (blocks["block"] == 1)]
+    here = first.loc[first["depth"] == less, "gradient"]
+    there = first.loc[(first["depth"] == more) & first["seed"].isin(seeds), "gradient"]
+    if here.empty or there.empty:
+        return ""
+    return (
+        f"; as initialised, the gradient of its first block is {span(there)} there, and {span(here)} at {less}, with the "
+        f"α L and the rate that were chosen at {pilot.DEPTH}"
+    )
 
 
 def number_of_seeds(rows: pd.DataFrame) -> str:

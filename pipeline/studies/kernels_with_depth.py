@@ -222,10 +222,14 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 
 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
-    """The kernels of X_l = exp(S_l) X_{l−1} W_l, of one head with orthogonal weights, from an X_0 with this kernel."""
+    """The kernels of X_l = exp(S_l) X_{l−1} W_l, of one head with orthogonal weights, from an X_0 with this kernel.
+
+    X_0 = √d Σ^½ is the one symmetric root: eigenvectors alone would be another choice on another machine, where eigenvalues
+    are equal.
+    """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
-    x = math.sqrt(width) * vectors * values.clamp(min=0).sqrt()
+    x = math.sqrt(width) * (vectors * values.clamp(min=0).sqrt()) @ vectors.mT
     for _ in range(depth):
         query, key, w = (stiefel_uniform(width, width, generator=generator, dtype=torch.float64) for _ in range(3))
         x = exponential(skew(x @ query, x @ key, alpha / math.sqrt(width))) @ x @ w

@@ -149,9 +149,15 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
         (
             [0.3, None],
             "undecided",
-            "its train loss ends at 0.30, and 1 of its runs diverges (2 seeds, which decide nothing); it does at 12.",
+            "its train loss ends at 0.30, and 1 of its runs diverges (2 seeds, which decide nothing).",
         ),
-        ([2.1], "does not", "its train loss ends at 2.10 (one seed, which decides nothing); it does at 12."),
+        (
+            [2.1],
+            "does not",
+            "OSA (shaped), our OSA made for depth, gets to a train loss of 0.30 at 12 blocks without skips and LN in 1 "
+            "epoch (test accuracy 90.0%; one seed, which decides nothing). It is not shown to train at 36 blocks without "
+            "skips and LN in 2 epochs: its train loss ends at 2.10 (one seed, which decides nothing).",
+        ),
         ([None], "does not", "without skips and LN in 2 epochs: 1 of its runs diverges (one seed"),
     ],
 )
@@ -168,6 +174,26 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     several = f"n = {sum(loss is not None for loss in losses)}" + ", 1 diverged" * (None in losses)
     assert cells[3].endswith(several) == (losses not in ([0.4], [1.5], [2.1])), "of one run it is not said"
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
+
+
+def test_where_osa_stops_the_first_screen_says_how_it_starts_there(lab):
+    gradients = {(12, 0): 30.0, (12, 1): 50.0, (36, 0): 700.0, (36, 1): 9.0}
+    rows = [
+        {"model": model, "depth": blocks, "seed": seed, "block": block, "gradient": value * (1 if block == 1 else 1e-3)}
+        for (blocks, seed), value in gradients.items()
+        for model in ("osa_shaped", "vit")
+        for block in (1, 2)
+    ]
+    files.write_csv(f"{depth.SIGNALS}/blocks.csv", pd.DataFrame(rows).assign(q=1.0, rank=1.0))
+    for losses, told in {(2.1,): "700 there", (2.1, 2.2): "9 to 700 there"}.items():
+        answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): losses, ("osa_shaped", 12): [0.3]}), lab)
+        assert answer.headline.endswith(
+            f"; as initialised, the gradient of its first block is {told}, and 30 to 50 at 12, with the α L and the rate "
+            "that were chosen at 36."
+        )
+    alone, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): [2.1]}), lab)
+    assert alone.headline.startswith("OSA (shaped), our OSA made for depth, is not shown to train at 36 blocks")
+    assert alone.headline.endswith("(one seed, which decides nothing).")
 
 
 def test_the_first_screen_speaks_of_the_greatest_depth_that_was_tried(lab):

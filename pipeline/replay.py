@@ -15,6 +15,7 @@ by today's, and compares every weight, every moment of the optimiser, and an eva
 """
 
 import argparse
+import functools
 import hashlib
 import io
 import itertools
@@ -23,7 +24,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from pipeline.training.loop import Observer, Training, evaluate_split, make_dete
 
 POINTS = 2  # step 0, and the first point after it
 STEPS, IMAGES = 20, 1000  # of training, and of the test set after them, where two codes are compared
+DIGEST = "from pipeline.core import record; print(record.code_sha256(record.default_device().type))"
 LOCK = Path("dvc.lock")
 
 
@@ -62,16 +65,14 @@ def main(arguments: list[str] | None = None) -> None:
     make_deterministic()
     found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
-        files.write_json(chosen.states, {"code_sha256": today(), "states": states(found)})
+        states = {str(run): state(run, recorded_config(run)) for run in tqdm(found, unit="run", disable=None)}
+        files.write_json(chosen.states, states)
         return
     stale = [run for run in found if not record.is_of_today(run.read("record"))]
     if stale:
         read_lock()  # which is the last to be written, and so has to be whole
-    if chosen.beside:
-        compared = beside(chosen.beside, stale)
-        confirmed = [run for run in stale if compared(run)]
-    else:
-        confirmed = [run for run in tqdm(stale, unit="run", disable=None) if replay(run)]
+    with check_out(chosen.beside) if chosen.beside else nullcontext() as other:
+        confirmed = [run for run in tqdm(stale, unit="run", disable=None) if (beside(run, other) if other else replay(run))]
     print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {today()[:8]}.")
     if len(confirmed) < len(stale):
         sys.exit(1)
@@ -94,47 +95,37 @@ def replay(run: Run) -> bool:
     return True
 
 
-def beside(commit: str, found: list[Run]) -> Callable[[Run], bool]:
-    """Trains the first steps of runs by a commit's code and by today's. Returns what compares one, and writes it down.
+@dataclass(frozen=True)
+class Checkout:
+    """The code of a commit in a folder of its own."""
 
-    Raises:
-        UserError: there is no such commit, or its code cannot train them.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        sha = check_out(commit, Path(folder))
-        path = Path(folder, "states.json")
-        command = [
-            sys.executable,
-            "-P",
-            __file__,
-            "--states",
-            path,
-            *map(str, found),
-        ]  # this file, with that code's packages
-        environment = os.environ | {"PYTHONPATH": folder}
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as other:
-            here = states(found)
-            errors = other.communicate()[1].splitlines()
-        if other.returncode:
-            raise UserError(f"the code of {commit} does not train these runs ({errors[-1]}): name a later one.")
-        there = files.read_json(path)
+    folder: Path
+    name: str  # as it was asked for
+    sha: str
 
-    def compared(run: Run) -> bool:
-        if there["code_sha256"] not in record.made_by(run.read("record")):
-            print(f"{run} is of other code than that of {commit}: name the commit in its record.")
-            return False
-        if here[str(run)] != there["states"][str(run)]:
-            print(f"{run} differs within {STEPS} steps from what the code of {commit} gives.")
-            return False
-        of_other = {"code_sha256": there["code_sha256"], "git_commit": sha}
-        confirm(run, steps=STEPS, state_sha256=here[str(run)]["state_sha256"], beside=of_other)
-        return True
+    def start(self, *arguments: str | Path) -> subprocess.Popen:
+        """Python with that code's packages instead of these."""
+        environment = os.environ | {"PYTHONPATH": str(self.folder)}
+        command = [sys.executable, "-P", *arguments]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    return compared
+    def finish(self, process: subprocess.Popen) -> str:
+        """What it printed. Raises UserError if it failed."""
+        printed, errors = process.communicate()
+        if process.returncode:
+            raise UserError(f"the code of {self.name} does not run here ({errors.splitlines()[-1]}): name a later commit.")
+        return printed
+
+    @functools.cached_property
+    def code_sha256(self) -> str:
+        """The digest that records know it by."""
+        with self.start("-c", DIGEST) as process:
+            return self.finish(process).strip()
 
 
-def check_out(commit: str, folder: Path) -> str:
-    """Writes the files of a commit into a folder. Returns its SHA-1. Raises UserError if there is no such commit."""
+@contextmanager
+def check_out(commit: str) -> Iterator[Checkout]:
+    """Writes the files of a commit into a folder that ends with the context. Raises UserError if there is no such commit."""
     try:
         git = ["git", "-C", ROOT]
         command = [*git, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}"]
@@ -142,14 +133,31 @@ def check_out(commit: str, folder: Path) -> str:
         tar = subprocess.run([*git, "archive", sha], check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError):
         raise UserError(f"{commit} is no commit of this repository: `git fetch` it, or name another.") from None
-    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
-        archive.extractall(folder, filter="data")
-    return sha
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+            archive.extractall(folder, filter="data")
+        yield Checkout(Path(folder), commit, sha)
 
 
-def states(found: list[Run]) -> dict[str, dict]:
-    """What runs come to after their first steps, by name."""
-    return {str(run): state(run, recorded_config(run)) for run in tqdm(found, unit="run", disable=None)}
+def beside(run: Run, other: Checkout) -> bool:
+    """Trains the first steps of a run by another code and by today's; writes today's down where every bit agrees.
+
+    Raises:
+        UserError: the other code does not train it.
+    """
+    if other.code_sha256 not in record.made_by(run.read("record")):
+        print(f"{run} is of other code than that of {other.name}: name the commit in its record.")
+        return False
+    path = other.folder / "states.json"
+    with other.start(__file__, "--states", path, str(run)) as process:  # this file, with the other packages
+        here = state(run, recorded_config(run))
+        other.finish(process)
+    if here != files.read_json(path)[str(run)]:
+        print(f"{run} differs within {STEPS} steps from what the code of {other.name} gives.")
+        return False
+    of_other = {"code_sha256": other.code_sha256, "git_commit": other.sha}
+    confirm(run, steps=STEPS, state_sha256=here["state_sha256"], beside=of_other)
+    return True
 
 
 def state(run: Run, config: RunConfig) -> dict:

@@ -200,9 +200,8 @@ def test_states_are_digests_of_everything_that_goes_on(tmp_path, monkeypatch):
     replay.main(["--states", str(path), "table_2/vit/0", "table_2/vit/1"])
     written = files.read_json(path)
     assert contents() == before
-    assert written.keys() == {"code_sha256", "states"} and written["code_sha256"] == TODAY
-    assert written["states"].keys() == {"table_2/vit/0", "table_2/vit/1"}
-    zero, one = written["states"].values()
+    assert written.keys() == {"table_2/vit/0", "table_2/vit/1"}
+    zero, one = written.values()
     beginning = training("vit", 1)
     beginning.run(loop.Observer(), points=2)
     assert one["state_sha256"] == replay.state_sha256(beginning) != zero["state_sha256"]
@@ -257,12 +256,12 @@ def test_beside_another_commit_other_numbers_and_other_code_are_refused(head, mo
 def test_a_commit_that_is_not_there_or_cannot_train_is_named(head, capsys):
     refused("--beside", "f00f00f", "table_2/vit/0")
     assert capsys.readouterr().err == ("error: f00f00f is no commit of this repository: `git fetch` it, or name another.\n")
-    (replay.ROOT / "osa" / "vit.py").write_text("raise ImportError('no such model')\n")
+    (replay.ROOT / "pipeline" / "core" / "params.py").write_text("raise ImportError('no such option')\n")
     git = ["git", "-C", replay.ROOT, "-c", "user.name=A", "-c", "user.email=a@b.c"]
     subprocess.run([*git, "commit", "-qam", "Break"], check=True)
     refused("--beside", "HEAD", "table_2/vit/0")
     assert capsys.readouterr().err == (
-        "error: the code of HEAD does not train these runs (ImportError: no such model): name a later one.\n"
+        "error: the code of HEAD does not run here (ImportError: no such option): name a later commit.\n"
     )
 
 

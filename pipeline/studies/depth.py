@@ -300,7 +300,8 @@ def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab:
         ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
         ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
         why = start_of(trained, deepest, rows["seed"]) if trained else ""
-        said.append(f"{'It' if said else label} is not shown to train at {what}: {', and '.join(ended)} ({seeds}){why}.")
+        name = label_of(OSA, lab) if said else label
+        said.append(f"{name} is not shown to train at {what}: {', and '.join(ended)} ({seeds}){why}.")
     return " ".join(said)
 
 
@@ -484,6 +485,8 @@ def draw(histories: pd.DataFrame, depths: list[int], models: list[str], lab: Lab
             axes.plot(curve["epoch"], curve["train_loss"], **line_of(model))
         for share in (TRAINS, DOES_NOT):
             axes.axhline(share * GUESSING, color=INK, linestyle=":", linewidth=0.8)
+        if own["train_loss"].min() > LOSSES[1]:
+            axes.text(0.5, 0.5, "higher throughout", transform=axes.transAxes, horizontalalignment="center")
         axes.set(title=f"{depth} blocks", xlabel="Epoch")
         charts.logarithmic(axes, "y")
         axes.set_ylim(*LOSSES)

@@ -155,8 +155,8 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
             [2.1],
             "does not",
             "OSA (shaped), our OSA made for depth, gets to a train loss of 0.30 at 12 blocks without skips and LN in 1 "
-            "epoch (test accuracy 90.0%; one seed, which decides nothing). It is not shown to train at 36 blocks without "
-            "skips and LN in 2 epochs: its train loss ends at 2.10 (one seed, which decides nothing).",
+            "epoch (test accuracy 90.0%; one seed, which decides nothing). OSA (shaped) is not shown to train at 36 blocks "
+            "without skips and LN in 2 epochs: its train loss ends at 2.10 (one seed, which decides nothing).",
         ),
         ([None], "does not", "without skips and LN in 2 epochs: 1 of its runs diverges (one seed"),
     ],
@@ -194,6 +194,14 @@ def test_where_osa_stops_the_first_screen_says_how_it_starts_there(lab):
     alone, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): [2.1]}), lab)
     assert alone.headline.startswith("OSA (shaped), our OSA made for depth, is not shown to train at 36 blocks")
     assert alone.headline.endswith("(one seed, which decides nothing).")
+
+
+def test_a_panel_without_a_visible_line_says_why(lab):
+    tables = made_up({("osa_shaped", 36): [25.0], ("osa_shaped", 12): [0.3], ("vit", 12): [0.2]})
+    tables["histories"].loc[tables["histories"]["depth"] == 36, "train_loss"] = 25.0
+    answer, *_ = findings(SETTINGS, tables, lab)
+    shown = [[text.get_text() for text in axes.texts] for axes in answer.figure.axes]
+    assert shown == [[], ["higher throughout"]]
 
 
 def test_the_first_screen_speaks_of_the_greatest_depth_that_was_tried(lab):

@@ -34,6 +34,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.errors import TritonError
 
@@ -893,8 +894,8 @@ def _padded(size: int) -> int:
 
 
 def _is_whole(x: Tensor) -> bool:
-    """Whether no function transform holds x, which takes an operator apart."""
-    return torch.compiler.is_compiling() or linalg.is_eager(x)
+    """Whether no function transform holds x, which takes an operator apart. Of a tensor without values it has the shape."""
+    return torch.compiler.is_compiling() or linalg.is_eager(x) or isinstance(x, FakeTensor)
 
 
 _TRIED: dict[tuple, bool] = {}  # whether a kernel of these types and widths agrees

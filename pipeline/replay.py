@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", type=Path, metavar="FILE", help="write what --beside compares")
     chosen = parser.parse_args(arguments)
     make_deterministic()
+    code = record.code_sha256(record.default_device().type)  # before the first training: that of what is imported
     found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
         states = {str(run): state(run, recorded_config(run)) for run in tqdm(found, unit="run", disable=None)}
@@ -72,18 +73,14 @@ def main(arguments: list[str] | None = None) -> None:
     if stale:
         read_lock()  # which is the last to be written, and so has to be whole
     with check_out(chosen.beside) if chosen.beside else nullcontext() as other:
-        confirmed = [run for run in tqdm(stale, unit="run", disable=None) if (beside(run, other) if other else replay(run))]
-    print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {today()[:8]}.")
+        compare = functools.partial(beside, other=other) if other else replay
+        confirmed = [run for run in tqdm(stale, unit="run", disable=None) if compare(run, code)]
+    print(f"{len(confirmed)} of {len(stale)} runs begin with the same bits under today's code {code[:8]}.")
     if len(confirmed) < len(stale):
         sys.exit(1)
 
 
-def today() -> str:
-    """The digest of today's code on this machine."""
-    return record.code_sha256(record.default_device().type)
-
-
-def replay(run: Run) -> bool:
+def replay(run: Run, code: str) -> bool:
     """Compares the beginning of a run with its history; writes the code's digest down where every bit agrees."""
     here = beginning(run, recorded_config(run))
     there = (run.folder / "history.csv").read_text().splitlines()[1 : 1 + POINTS]
@@ -91,7 +88,7 @@ def replay(run: Run) -> bool:
         where = run.read("record")["environment"]["device_name"]
         print(f"{run} differs within {here.steps} steps from what {where} recorded: stale, or another kind of machine.")
         return False
-    confirm(run, steps=here.steps, state_sha256=here.state_sha256)
+    confirm(run, code, steps=here.steps, state_sha256=here.state_sha256)
     return True
 
 
@@ -113,7 +110,8 @@ class Checkout:
         """What it printed. Raises UserError if it failed."""
         printed, errors = process.communicate()
         if process.returncode:
-            raise UserError(f"the code of {self.name} does not run here ({errors.splitlines()[-1]}): name a later commit.")
+            why = (errors.splitlines() or [f"exit status {process.returncode}"])[-1]
+            raise UserError(f"the code of {self.name} does not run here ({why}): name a later commit.")
         return printed
 
     @functools.cached_property
@@ -139,7 +137,7 @@ def check_out(commit: str) -> Iterator[Checkout]:
         yield Checkout(Path(folder), commit, sha)
 
 
-def beside(run: Run, other: Checkout) -> bool:
+def beside(run: Run, code: str, other: Checkout) -> bool:
     """Trains the first steps of a run by another code and by today's; writes today's down where every bit agrees.
 
     Raises:
@@ -156,7 +154,7 @@ def beside(run: Run, other: Checkout) -> bool:
         print(f"{run} differs within {STEPS} steps from what the code of {other.name} gives.")
         return False
     of_other = {"code_sha256": other.code_sha256, "git_commit": other.sha}
-    confirm(run, steps=STEPS, state_sha256=here["state_sha256"], beside=of_other)
+    confirm(run, code, steps=STEPS, state_sha256=here["state_sha256"], beside=of_other)
     return True
 
 
@@ -169,10 +167,10 @@ def state(run: Run, config: RunConfig) -> dict:
     return {"state_sha256": state_sha256(training), "test_loss": loss, "test_accuracy": accuracy}
 
 
-def confirm(run: Run, **compared) -> None:
-    """Writes into a run's record, and into DVC's lock, that today's code begins it with the same bits."""
+def confirm(run: Run, code: str, **compared) -> None:
+    """Writes into a run's record, and into DVC's lock, that the code of that digest begins it with the same bits."""
     made, environment = run.read("record"), record.describe_environment(record.default_device()) | record.describe_commit()
-    entry = {"code_sha256": today(), **compared, "at": record.now(), "environment": environment}
+    entry = {"code_sha256": code, **compared, "at": record.now(), "environment": environment}
     files.write_json(run.folder / "record.json", made | {"replays": [*made.get("replays", []), entry]})
     if run.study == TABLE_2 and LOCK.exists():
         relock(run)

@@ -275,34 +275,45 @@ def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab:
     label, deepest = f"{label_of(OSA, lab)}, our OSA made for depth,", ours[-1]
     trained = max((depth for depth in ours if words[depth] == "trains"), default=None)
 
-    def asked(depth: int) -> tuple[pd.DataFrame, str, str]:
-        """The runs that were tried, what they are of, and what their number decides."""
-        rows = tried(runs, OSA, depth)
-        seeds = number_of_seeds(rows)
-        if len(rows) < LEAST_RUNS:
-            seeds += f", which decide{'s' * (len(rows) == 1)} nothing"
-        else:
-            seeds += "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{depth}")
-        return rows, f"{depth} blocks without skips and LN in {plural(budget[depth], 'epoch')}", seeds
+    def what(depth: int) -> str:
+        return f"{depth} blocks without skips and LN in {plural(budget[depth], 'epoch')}"
 
     said = []
     if trained:
-        rows, what, seeds = asked(trained)
-        loss, accuracy = reached(rows)
-        if len(rows) >= LEAST_RUNS:
-            trains, last = "trains", f"last train loss {loss}, test accuracy {accuracy}"
-        else:
-            trains, last = f"gets to a train loss of {loss}", f"test accuracy {accuracy}"
-        said.append(f"{label} {trains} at {what} ({last}; {seeds}){beside(runs, trained, depths, lab)}")
+        rows = tried(runs, OSA, trained)
+        got, last = got_to(rows)
+        rest = beside(runs, trained, depths, lab)
+        said.append(f"{label} {got} at {what(trained)} ({last}; {decided(rows, trained, claims)}){rest}")
     if deepest != trained:
-        rows, what, seeds = asked(deepest)
-        losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
-        ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
-        ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
-        why = start_of(trained, deepest, rows["seed"]) if trained else ""
-        name = label_of(OSA, lab) if said else label
-        said.append(f"{name} is not shown to train at {what}: {', and '.join(ended)} ({seeds}){why}.")
+        rows = tried(runs, OSA, deepest)
+        name, why = (label_of(OSA, lab), start_of(trained, deepest, rows["seed"])) if trained else (label, "")
+        seeds = decided(rows, deepest, claims)
+        said.append(f"{name} is not shown to train at {what(deepest)}: {ended_at(rows)} ({seeds}){why}.")
     return " ".join(said)
+
+
+def decided(rows: pd.DataFrame, depth: int, claims: list[Finding]) -> str:
+    """Of how many seeds OSA's runs at a depth are, and what these decide."""
+    seeds = number_of_seeds(rows)
+    if len(rows) < LEAST_RUNS:
+        return f"{seeds}, which decide{'s' * (len(rows) == 1)} nothing"
+    return seeds + "".join(f": {claim.verdict}" for claim in claims if claim.id == f"osa_trains_at_{depth}")
+
+
+def got_to(rows: pd.DataFrame) -> tuple[str, str]:
+    """That runs train, which few of them do not show, and their last numbers."""
+    loss, accuracy = reached(rows)
+    if len(rows) >= LEAST_RUNS:
+        return "trains", f"last train loss {loss}, test accuracy {accuracy}"
+    return f"gets to a train loss of {loss}", f"test accuracy {accuracy}"
+
+
+def ended_at(rows: pd.DataFrame) -> str:
+    """The last train losses of runs, and how many diverged."""
+    losses, diverged = rows["train_loss"].dropna(), int((rows["status"] == "diverged").sum())
+    ended = [f"its train loss ends at {span(losses, lambda loss: fixed(loss, 2))}"] if len(losses) else []
+    ended += [f"{diverged} of its runs diverge{'s' * (diverged == 1)}"] if diverged else []
+    return ", and ".join(ended)
 
 
 def start_of(less: int, more: int, seeds: pd.Series) -> str:

@@ -32,10 +32,20 @@ PLACE = "Sections 4.1 and 4.2"
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of what is kept, in float32
 REFERENCE = "osa_exact"
 JOINT, RETRACTED = {"joint_value_output": True}, {"keep_by": "retraction"}
+JOINT_KEPT = JOINT | {"keep": "whole_value_out"}
+BY_MAPS = {f"osa_{name}": (REFERENCE, JOINT_KEPT | {"keep_by": name}, f"OSA, V and O by {name}") for name in MAPS}
+BY_DESCENT = {  # that document's own optimiser: plain steps, at the rate of its example and a tenth and ten times of that
+    f"osa_descent_{rate:g}": (
+        REFERENCE,
+        JOINT_KEPT | RETRACTED | {"keep_rate": rate},
+        f"OSA, V and O by gradient descent, η = {rate:g}",
+    )
+    for rate in (1e-3, 1e-2, 1e-1)
+}
 RUNS = {  # a name, its variant, the options in place of the variant's own, and a label; in the order of what decides first
     "osa_kept": (REFERENCE, {"keep": "attention"} | RETRACTED, "OSA, all kept"),
     "osa_joint": (REFERENCE, JOINT, "OSA, V and O drawn together"),
-    "osa_joint_kept": (REFERENCE, JOINT | {"keep": "whole_value_out"} | RETRACTED, "OSA, V and O drawn together and kept"),
+    "osa_joint_kept": (REFERENCE, JOINT_KEPT | RETRACTED, "OSA, V and O drawn together and kept"),
     "osa_alone": (REFERENCE, {}, "OSA, nothing kept"),
     "vit_rotations": ("vit", {"keep": "whole_key_value"} | RETRACTED, "ViT, rotations"),
     "vit_rotations_nonorm": ("vit", {"norm": False, "keep": "whole_key_value"} | RETRACTED, "ViT (no LN), rotations"),
@@ -44,22 +54,11 @@ RUNS = {  # a name, its variant, the options in place of the variant's own, and 
     "osa_kept_qk": (REFERENCE, {"keep": "query_key"} | RETRACTED, "OSA, Q and K kept"),
     "osa_soft_weak": (REFERENCE, {"penalty": "heads", "penalty_weight": 1e-4}, "OSA, soft, λ = 1e-4"),
     "osa_soft_strong": (REFERENCE, {"penalty": "heads", "penalty_weight": 1e-2}, "OSA, soft, λ = 0.01"),
-} | {
-    f"osa_{name}": (REFERENCE, JOINT | {"keep": "whole_value_out", "keep_by": name}, f"OSA, V and O by {name}")
-    for name in MAPS
 }
-RUNS |= {  # that document's own optimiser: plain steps, at the rate of its example and a tenth and ten times of that
-    f"osa_descent_{rate:g}": (
-        REFERENCE,
-        JOINT | {"keep": "whole_value_out", "keep_rate": rate} | RETRACTED,
-        f"OSA, V and O by gradient descent, η = {rate:g}",
-    )
-    for rate in (1e-3, 1e-2, 1e-1)
-}
+RUNS |= BY_MAPS | BY_DESCENT
 RUNS |= {"osa_no_decay": (REFERENCE, {"decay_attention": False}, "OSA, no weight decay on attention")}  # as X has none
 GROUPS, GROUP_LABELS = {"osa_soft": ("osa_soft_weak", "osa_soft_strong")}, {"osa_soft": "OSA, soft"}
 OF_OSA = (REFERENCE, *(name for name, (variant, *_) in RUNS.items() if variant == REFERENCE))
-NOT_DRAWN = tuple(name for name in RUNS if name.removeprefix("osa_") in MAPS or name.startswith("osa_descent"))
 THREE_SEEDS = ("osa_kept", "osa_joint")
 KAPPAS = {
     "weight_kappa": "κ(W̃), a head",
@@ -188,8 +187,9 @@ def along_training(found: TrainedResults) -> Finding:
 
 @matplotlib.rc_context(STYLE)
 def draw(found: TrainedResults) -> Figure:
-    """A panel for each kind of κ, with the first seed of each orthogonal model; of the maps one would cover the other."""
-    watched = found.watched[[name in OF_OSA and name not in NOT_DRAWN for name in found.watched["variant"]]]
+    """A panel for each kind of κ, with the first seed of each orthogonal model; of ways to keep V and O one is drawn."""
+    drawn = set(OF_OSA) - BY_MAPS.keys() - BY_DESCENT.keys()
+    watched = found.watched[found.watched["variant"].isin(drawn)]
     first = watched[watched["seed"] == watched.groupby("variant")["seed"].transform("min")]
     names = list(dict.fromkeys(first["variant"]))
     figure, panels = charts.panels(len(KAPPAS), 4.6)

@@ -494,9 +494,7 @@ def test_function_transforms_of_one_input_alone(method, name, norm):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings(
-    "ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning"
-)  # of shapes, which are checked
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")  # where shapes are
 @pytest.mark.parametrize("trace", [torch.jit.trace, lambda function, inputs: make_fx(function)(*inputs)])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_of_small_inputs_is_right_for_large_ones(method, trace):

@@ -17,6 +17,7 @@ from osa.linalg import (
     flat,
     full_precision,
     has_kernels,
+    in_own_types,
     is_balanced,
     is_readable,
     is_recorded,
@@ -206,7 +207,7 @@ def _attend(
         dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
         if scale is None:
-            scale = 1 / math.sqrt(query.shape[-1])
+            scale = 1 / math.sqrt(query.shape[-1] or 1)  # of no columns S is 0 at any scale
         scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale, dtype=dtype)
         shape = *batch, *value.shape[-2:]
         inputs = *(x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value)), scale.expand(*batch, 1, 1)
@@ -304,6 +305,7 @@ class _ByGram(torch.autograd.Function):
         return torch.baddbmm(v, m, mixed.detach())
 
     @staticmethod
+    @in_own_types
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         m, v, scale = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -357,6 +359,7 @@ class _ByBasis(torch.autograd.Function):
         return torch.baddbmm(v, basis, torch.bmm(skew, u))
 
     @staticmethod
+    @in_own_types
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         m, v, basis, coordinates = ctx.saved_tensors
         if torch.is_grad_enabled():

@@ -17,7 +17,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
 
     Args:
         n, m: the shape, n ≥ m ≥ 1.
-        generator: of the CPU. Default: torch's global one.
+        generator: of the default device. Default: torch's global one.
         dtype: of the result. Default: torch's default. The arithmetic is float64.
 
     Raises:

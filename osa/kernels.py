@@ -34,7 +34,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.errors import TritonError
 
@@ -806,6 +805,7 @@ def _register(method: str) -> torch.library.CustomOpDef:
         ctx.set_materialize_grads(False)  # the basis has none
         ctx.save_for_backward(*tensors, output[1])
 
+    @linalg.in_own_types
     def backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         *tensors, basis = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -841,6 +841,7 @@ def _phi1_constants(z: Tensor, y: Tensor) -> dict:
     return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **_tiles(z.shape[-1], dtype)}
 
 
+@linalg.in_own_types
 def _phi1_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return linalg.recorded_grad(linalg.plain_phi1_times, ctx.saved_tensors, grad)
@@ -894,8 +895,8 @@ def _padded(size: int) -> int:
 
 
 def _is_whole(x: Tensor) -> bool:
-    """Whether no function transform holds x, which takes an operator apart. Of a tensor without values it has the shape."""
-    return torch.compiler.is_compiling() or linalg.is_eager(x) or isinstance(x, FakeTensor)
+    """Whether no function transform holds x, which takes an operator apart."""
+    return torch.compiler.is_compiling() or linalg.is_eager(x)
 
 
 _TRIED: dict[tuple, bool] = {}  # whether a kernel of these types and widths agrees

@@ -6,11 +6,13 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA on Linux
@@ -30,6 +32,24 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
 _RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
 _MAX_DOUBLINGS = 14  # reaches ρ = 16,384 where it cannot be read off the data
 _IMBALANCE = 8.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in accuracy: up to here, less than two digits
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Operators in the types of their inputs, whatever the program has chosen for the device."""
+    if device.type == "meta":  # only knows shapes, and no autocast
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A backward pass `without_autocast`, should the program call it inside: its operators take operands of one type."""
+
+    @wraps(backward)
+    def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:
+        with without_autocast(grad.device):
+            return backward(ctx, grad, *others)
+
+    return plain
 
 
 def qr_basis(m: Tensor) -> Tensor:
@@ -120,6 +140,7 @@ class _NewtonSchulzGram(torch.autograd.Function):
         return result
 
     @staticmethod
+    @in_own_types
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         grams = ctx.saved_tensors
         if torch.is_grad_enabled():
@@ -257,13 +278,6 @@ def apply_j(x: Tensor) -> Tensor:
     return torch.cat([lower, -upper], dim=-2)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Operators in the types of their inputs, whatever the program has chosen for the device."""
-    if device.type == "meta":  # only knows shapes, and no autocast
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
 @contextmanager
 def full_precision(device: torch.device):
     """Products of float32 matrices in float32 on CUDA: TF32, with its 10 bits, would leave A orthogonal to 10⁻³ only."""
@@ -283,13 +297,13 @@ def flat(x: Tensor) -> Tensor:
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether what is done with x is done now, with the values that it has: no trace, no function transform, no fake."""
+    """Whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack()  # of the transforms, which may not wrap x itself
         or get_proxy_mode()
-        or isinstance(x, FakeTensor)
+        or forward_ad._current_level >= 0
     )
 
 
@@ -305,7 +319,7 @@ def has_kernels(x: Tensor) -> bool:
 
 def is_readable(x: Tensor) -> bool:
     """Whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
-    return x.device.type == "cpu" and is_eager(x)
+    return x.device.type == "cpu" and is_eager(x) and not is_fake(x)
 
 
 def _spectral_radius(square: Tensor) -> float:
@@ -361,11 +375,12 @@ class _Phi1Times(torch.autograd.Function):
         return partial[-1]
 
     @staticmethod
+    @in_own_types
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, y, square, *partial = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *recorded_grad(lambda z, y: _taylor(y, z @ y, z @ z, ctx.degree)[-1], (z, y), grad), None, None
-        grad_y, grad_first, grad_square = grad.clone(), 0.5 * grad, torch.zeros_like(z)
+        grad_y, grad_first, grad_square = grad.clone(), 0.5 * grad, grad.new_zeros(z.shape)
         power, factorial = grad, 1.0  # (Zᵀ)^{2j} E and (2j + 1)!
         for j, later in enumerate(reversed(partial[:-1]), 1):
             factorial *= 2 * j * (2 * j + 1)

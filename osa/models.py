@@ -76,7 +76,7 @@ def create_model(name: str, *, generator: Generator | None = None, **changes) ->
     Args:
         name: "osa_qr", "osa_ns", "vit", "vit_noskip" or "vit_noskip_nonorm", the paper's five (Section 5), or another one of
             `MODELS`.
-        generator: of the CPU, for every draw. Default: torch's global one.
+        generator: of the default device, for every draw. Default: torch's global one.
         changes: options of `build_vit` that replace the model's own, e.g. depth=12.
 
     Raises:
@@ -147,13 +147,15 @@ def build_vit(
         suo_transposed: SUO of the weights read as [in, out].
         patch_embedding: "xavier" or "torch", PyTorch's default.
         head: "xavier", "zeros" or "torch".
-        generator: of the CPU, for every draw. Default: torch's global one, of which nothing is drawn otherwise.
+        generator: of the default device, for every draw. Default: torch's global one, of which nothing is drawn otherwise.
 
     Raises:
         ValueError: an option has an impossible value.
     """
     _check_positive(image_size=image_size, patch_size=patch_size, num_classes=num_classes, in_channels=in_channels)
     _check_positive(embed_dim=embed_dim, depth=depth, num_heads=num_heads, embedding_std=embedding_std)
+    if not math.isfinite(alpha) or not (epsilon or 0) >= 0:
+        raise ValueError(f"alpha must be finite and epsilon 0 or more, not {alpha} and {epsilon}")
     if int(embed_dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio {mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
     shortcut = _shortcut(skip, normalised_skip, depth)

@@ -2,7 +2,7 @@
 
 Each map of `MAPS` takes X (..., n, n), of which the part below the diagonal counts, to a rotation Q(X) ∈ SO(n). All have
 Q(0) = I and the derivative dQ(0)[X] = A with A = tril(X, −1) − tril(X, −1)ᵀ, so that one learning rate means one step in all
-of them. A new map is one function and one name there.
+of them. A new map is one function and one name there. Of the maps torch.func transforms the exponential alone.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from osa.functional import orthogonal_attention
-from osa.linalg import flat, full_precision, phi1_times, without_autocast
+from osa.linalg import flat, full_precision, in_own_types, phi1_times, without_autocast
 
 ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 leaves some 1e-6
 
@@ -26,7 +26,8 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(rotation)
     def rounded(*inputs: Tensor) -> Tensor:
         dtype = inputs[0].dtype
-        return rotation(*(x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)).to(dtype)
+        with without_autocast(inputs[0].device):
+            return rotation(*(x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)).to(dtype)
 
     return rounded
 
@@ -70,6 +71,7 @@ class _Givens(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @in_own_types
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, cos, sin, i, j = ctx.saved_tensors
         n = rows.shape[-1]
@@ -113,6 +115,7 @@ class _Cayley(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @in_own_types
     def backward(ctx, grad: Tensor) -> Tensor:
         (shifted,) = ctx.saved_tensors
         grad = shifted.mT @ grad @ shifted.mT
@@ -155,6 +158,7 @@ class _Householder(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @in_own_types
     def backward(ctx, grad: Tensor) -> Tensor:
         v, triangle, right = ctx.saved_tensors
         left = torch.linalg.solve_triangular(triangle, v, upper=True, left=False)  # N
@@ -238,7 +242,7 @@ class Orthogonal(nn.Module):
             ValueError: the weight is not orthonormal, or it is not square and the map is only for square ones.
         """
         rows, columns = weight.shape[-2:]
-        if orthogonality_error(weight) > ORTHONORMAL:
+        if not is_orthonormal(weight):
             raise ValueError("the weight is not orthonormal: begin with `orthonormal_` or an orthogonal draw")
         if rows != columns and self.name not in FRAME_MAPS:
             raise ValueError(f"{self.name} is for square weights; {', '.join(FRAME_MAPS)} take {rows}×{columns}")
@@ -262,10 +266,15 @@ def orthogonality_error(weight: Tensor) -> float:
     return torch.linalg.matrix_norm(w.mT @ w - _identity(w.mT @ w)).max().item()
 
 
+def is_orthonormal(weight: Tensor) -> bool:
+    """Whether the columns of W, or the rows where it is wide, are orthonormal to `ORTHONORMAL`; those of a NaN are not."""
+    return orthogonality_error(weight) <= ORTHONORMAL
+
+
 @torch.no_grad()
 def orthonormal_(weight: Tensor) -> Tensor:
     """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ; leaves one that is so alone."""
-    if orthogonality_error(weight) > ORTHONORMAL:
+    if not is_orthonormal(weight):
         u, _, v = torch.linalg.svd(weight.double(), full_matrices=False)
         weight.copy_(u @ v)
     return weight

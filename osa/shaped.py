@@ -22,6 +22,7 @@ from osa.modules import SelfAttention
 
 CPU = {"dtype": torch.float64, "device": "cpu"}
 KERNELS = ("uniform", "exponential")
+FASTEST = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
 FLOOR = 1e-15  # of entries that are positive, but below what an eigendecomposition tells from 0
 
 # Kernels and their schedules
@@ -52,8 +53,8 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 
     The diagonal of every A_l is then a(γ_L)^{1/L}, but for the first token's (Theorem 3).
     """
-    if not 0 < last < math.inf:
-        raise ValueError(f"an exponential kernel needs a positive rate of decay, not {last}")
+    if not 0 < last <= FASTEST:
+        raise ValueError(f"an exponential kernel needs a positive rate of decay, {FASTEST:g} at most, not {last}")
     squared = -math.expm1(-2 * last)  # a(γ_L)²
     return [math.inf, *(-math.log1p(-(squared ** (block / depth))) / 2 for block in range(1, depth + 1))]
 
@@ -184,6 +185,10 @@ def signal_preserving_attention(
     Raises:
         ValueError: an argument has an impossible value.
     """
+    if num_tokens < 1 or depth < 1:
+        raise ValueError(f"num_tokens and depth must be 1 or more, not {num_tokens} and {depth}")
+    if not 0 <= repeated < 1:
+        raise ValueError(f"repeated is a fraction of the tokens, in [0, 1), not {repeated}")
     if not 0 <= shortcut < 1 or (shortcut and repeated):
         raise ValueError(f"shortcut must be in [0, 1), and repeated 0 beside one, not {shortcut} and {repeated}")
     place = (num_tokens - 1 if causal else (num_tokens - 1) // 2) if cls_index is None else cls_index
@@ -319,6 +324,8 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     Raises:
         ValueError: no GELU is as curved as so few nonlinearities need: for a slope of 5 their number is 5 or more.
     """
+    if depth < 1:
+        raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
     limit = math.pi / (math.pi - 1)  # of a ReLU, as a → ∞
     if not 1 < target < limit:

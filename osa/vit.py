@@ -88,7 +88,7 @@ class VisionTransformer(nn.Module):
         p = self.patch_size
         patches = images.unfold(2, p, p).unfold(3, p, p)  # (B, C, H/p, W/p, p, p)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N-1, C·p²)
-        cls_token = self.cls_token.expand(len(images), -1, -1)  # (B, 1, d)
+        cls_token = self.cls_token.expand(images.shape[0], -1, -1)  # (B, 1, d)
         tokens = torch.cat([cls_token, self.patch_embedding(patches)], dim=1) + self.position_embedding
         return F.rms_norm(tokens, tokens.shape[-1:], eps=1e-30) if self.normalise_tokens else tokens
 

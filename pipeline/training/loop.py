@@ -75,11 +75,11 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
     """
     train, variant = config.train, config.variant
     descended = orthogonal.kept_parameters(model, variant.keep) if variant.keep_rate else []
-    spared = orthogonal.kept_parameters(model, "attention") if variant.decay_attention is False else []
-    named = [(name, p) for name, p in model.named_parameters() if all(p is not other for other in descended)]
+    spared = set(orthogonal.kept_parameters(model, "attention")) if variant.decay_attention is False else set()
+    named = [(name, p) for name, p in model.named_parameters() if p not in set(descended)]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        if ".parametrizations." in name or any(parameter is other for other in spared):
+        if ".parametrizations." in name or parameter in spared:
             return False
         return train.decay_all or parameter.ndim == 2
 

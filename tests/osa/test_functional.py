@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -374,6 +375,21 @@ def test_autocast_leaves_the_small_matrices_alone(method):
     assert relative_error(actual, expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("large", [0.3, 30.0])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "qr_literal"])  # whose backward is autograd's
+def test_backward_inside_of_autocast_leaves_them_alone_too(method, large):
+    """torch advises against calling it there, and takes it."""
+    inputs = *draw(53, 5, dtype=torch.float32), torch.tensor(large / 53)
+
+    def gradients():
+        return torch.autograd.grad(orthogonal_attention(*inputs[:3], scale=inputs[3], method=method).sum(), inputs[:3])
+
+    expected = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = gradients()
+    assert all(map(torch.equal, actual, expected))
+
+
 BAD_SHAPES = {
     "tokens of query and key": ((5, 3), (7, 3), (5, 3), "query and key"),
     "widths of query and key": ((5, 3), (5, 2), (5, 3), "query and key"),
@@ -493,6 +509,25 @@ def test_function_transforms_of_one_input_alone(method, name, norm):
     assert relative_error(torch.func.grad(lambda x: attend(x).sum())(several[0]), expected) < 1e-11
 
 
+@pytest.mark.parametrize("norm", [1.0, 30.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_dual_tensors_and_batched_gradients(method, norm):
+    """Forward mode without torch.func, and a Jacobian whose rows are one backward pass."""
+    query, key, value = (tensor.detach() for tensor in draw(7, 3))
+    scale = norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), ord=2).max().item()
+    tangent = torch.randn_like(query)
+
+    def attend(query, attention=lambda *inputs: orthogonal_attention(*inputs[:3], scale=inputs[3], method=method)):
+        return attention(query, key, value, scale)
+
+    expected = torch.autograd.functional.jacobian(lambda query: attend(query, REFERENCE[method]), query)
+    batched = torch.autograd.functional.jacobian(attend, query, vectorize=True)
+    assert relative_error(batched, expected) < 1e-11
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(attend(forward_ad.make_dual(query, tangent)))
+    assert relative_error(dual.tangent, torch.tensordot(expected, tangent, tangent.dim())) < 1e-11
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")  # where shapes are
 @pytest.mark.parametrize("trace", [torch.jit.trace, lambda function, inputs: make_fx(function)(*inputs)])
@@ -515,6 +550,12 @@ def test_shapes_without_values(method):
         with setting:
             x = torch.empty(2, 7, 3)
             assert orthogonal_attention(x, x, x, method=method).shape == x.shape
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_queries_of_no_width_turn_nothing(method):
+    query, value = torch.empty(2, 7, 0), torch.randn(2, 7, 3)
+    assert torch.equal(orthogonal_attention(query, query, value, method=method), value)
 
 
 @pytest.mark.parametrize("wide", ["query", "key", "value"])

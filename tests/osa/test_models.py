@@ -227,6 +227,20 @@ def test_forward_pass_on_cuda_without_one(name):
         assert create_model(name)(images()).device.type == "cuda"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the shapes' checks
+@pytest.mark.parametrize("name", ["vit", "osa_exact", "osa_ns", "espa"])
+def test_a_trace_or_an_export_takes_batches_of_another_size(name):
+    model = create(name, image_size=8, embed_dim=16, num_heads=2, depth=2 if name != "espa" else 5).double()
+    few, more = (images(count, 8).double() for count in (2, 5))
+    dynamic = [{0: torch.export.Dim("batch", min=2, max=64)}]
+    for traced in (
+        torch.jit.trace(model, few, check_trace=False),
+        torch.export.export(model, (few,), dynamic_shapes=dynamic).module(),
+    ):
+        torch.testing.assert_close(traced(more), model(more), rtol=1e-9, atol=1e-9)
+
+
 def test_default_dtype():
     torch.set_default_dtype(torch.float64)
     try:
@@ -277,6 +291,10 @@ REFUSED = {
     "depth, on which shapes depend": ("espa", dict(depth=0), "depth must be positive"),
     "no hidden unit": ("vit", dict(mlp_ratio=0.01), "mlp_ratio 0.01"),
     "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std must be positive"),
+    "alpha": ("osa_qr", dict(alpha=math.nan), "alpha must be finite"),
+    "epsilon": ("osa_ns", dict(epsilon=-1.0), "epsilon 0 or more, not 0.1 and -1.0"),
+    "tokens repeated more often than there are": ("espa", dict(repeated=1.5), r"in \[0, 1\), not 1.5"),
+    "gamma that leaves no cosine": ("espa", dict(kernel_last=19.0), "12 at most, not 19.0"),
 }
 
 

@@ -141,6 +141,29 @@ def test_half_precision_is_that_of_float32_rounded_once(name, dtype):
         assert torch.equal(frame(x[..., :2], base), frame(x[..., :2].float(), base.float()).to(dtype))
 
 
+@every_map
+def test_autocast_leaves_maps_and_steps_alone(name):
+    x, base = 0.1 * numbers(2, 7, 7, dtype=torch.float32), torch.linalg.qr(numbers(2, 7, 3, dtype=torch.float32)).Q
+    frame = FRAME_MAPS.get(name, retract)
+
+    def results():
+        return MAPS[name](x), frame(x[..., :3], base), retract(base, x[..., :3])
+
+    expected = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = results()
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("name", ["givens", "cayley", "householder"])  # the exponential's own is autograd's
+def test_autocast_leaves_the_maps_backward_passes_alone(name):
+    x, weight = (0.1 * numbers(2, 7, 7, dtype=torch.float32)).requires_grad_(), numbers(2, 7, 7, dtype=torch.float32)
+    (expected,) = torch.autograd.grad(MAPS[name](x), x, weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (actual,) = torch.autograd.grad(MAPS[name](x), x, weight)
+    assert torch.equal(actual, expected)
+
+
 # Parametrised weights
 
 
@@ -215,6 +238,10 @@ def test_what_cannot_be_parametrised_is_refused():
         Orthogonal("qr")
     with pytest.raises(ValueError, match=r"^the weight is not orthonormal: begin with"):
         orthogonal_(nn.Linear(5, 5), "cayley")
+    unknown = nn.Linear(5, 5)
+    nn.init.constant_(unknown.weight, math.nan)
+    with pytest.raises(ValueError, match=r"^the weight is not orthonormal: begin with"):
+        orthogonal_(unknown, "cayley")
 
 
 # Steps along the manifold

@@ -362,6 +362,14 @@ def test_dks_refuses_what_no_gelu_can_do(depth, slope):
         dks_gelu(depth, slope)
 
 
+@pytest.mark.parametrize("num_tokens, depth", [(0, 3), (5, 0)])
+def test_without_tokens_or_blocks_there_is_no_attention(num_tokens, depth):
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        signal_preserving_attention("exponential", num_tokens, depth, 0.5)
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        dks_gelu(0)
+
+
 @pytest.mark.parametrize("depth, negative_slope", [(36, 0.351121), (72, 0.508389)])
 def test_tat_takes_a_cosine_of_0_to_its_target(depth, negative_slope):
     """E φ(u)φ(v) over pairs of the cosine c, by a quadrature of the plane, `depth` times from c = 0."""

@@ -1,13 +1,15 @@
 """Finds the learning rates of deep models, and α of OSA shaped for depth, in short trainings: `python -m pipeline.pilot`.
 
 They have a seed that no study has, and come before any: the study `depth` takes its rates and α L of OSA from the table that
-is written here. Killed, the same command goes on with the training that it was at.
+is written here. What is found at 36 blocks serves at every depth without a search of its own. Killed, the same command goes
+on with the training that it was at.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -24,29 +26,48 @@ from pipeline.training.loop import Training, make_deterministic
 TABLE = Path("paper_outputs/pilot.csv")
 OSA = "osa_shaped"
 MODELS = (OSA, "vskipinit", "espa", "softmax_shaped", "vit", "osa_exact")  # what decides most first
-RATES, FIRST_RATE = (3e-5, 1e-4, 3e-4), 1e-4
 ALPHAS, FIRST_ALPHA = (0.1, 0.36, 1.0, 3.0), 0.36  # α L
-DEPTH, STEPS, LAST, SEED = 36, 200, 50, 100
+SEED = 100
 LEARNS = 0.01  # by how much a pilot has to end below the loss of a guess, to tell rates apart
 COLUMNS = ["model", "learning_rate", "alpha_times_depth", "depth", "steps", "seed", "loss", "seconds_per_step", "key"]
 
 Loss = Callable[[str, float, float], float]  # of a model, a rate and α L
 
 
+@dataclass(frozen=True)
+class Search:
+    """How a rate is sought at one depth."""
+
+    rates: tuple[float, ...]  # ascending
+    first: float  # from which on
+    steps: int  # of each training
+    last: int  # of these, whose mean loss counts
+
+
+DEPTH = 36  # whose search serves where there is no other
+SEARCHES = {
+    DEPTH: Search((3e-5, 1e-4, 3e-4), 1e-4, 200, 50),
+    72: Search((1e-5, 3e-5, 1e-4), 3e-5, 100, 25),  # lower rates, and the same cost: a step takes twice as long
+}
+
+
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.pilot", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=MODELS, default=MODELS, metavar="MODEL", help=", ".join(MODELS))
-    chosen = parser.parse_args(arguments).only
+    parser.add_argument("--depth", nargs="+", type=int, choices=SEARCHES, default=list(SEARCHES), help="blocks")
+    chosen = parser.parse_args(arguments)
     make_deterministic()
-    pilot = Pilot(Lab("pilot", params.load(), params.load_paper()))
-    for model in chosen:
-        search(model, pilot.loss)
+    lab = Lab("pilot", params.load(), params.load_paper())
+    for depth in chosen.depth:
+        pilot = Pilot(lab, depth, SEARCHES[depth])
+        for model in chosen.only:
+            search(model, SEARCHES[depth], pilot.loss)
 
 
-def search(model: str, loss: Loss) -> tuple[float, float]:
+def search(model: str, by: Search, loss: Loss) -> tuple[float, float]:
     """The rate of a model, and of OSA α L with that rate; of the others it means nothing."""
-    rate = valley(RATES, FIRST_RATE, lambda rate: loss(model, rate, FIRST_ALPHA))
+    rate = valley(by.rates, by.first, lambda rate: loss(model, rate, FIRST_ALPHA))
     alpha = valley(ALPHAS, FIRST_ALPHA, lambda alpha: loss(model, rate, alpha)) if model == OSA else FIRST_ALPHA
     return rate, alpha
 
@@ -60,15 +81,16 @@ def valley(grid: Sequence[float], start: float, loss: Callable[[float], float]) 
     return grid[best]
 
 
-def found(model: str, usual: float) -> tuple[float, float] | None:
+def found(model: str, usual: float, depth: int = DEPTH) -> tuple[float, float] | None:
     """What the committed table says of a model: its rate, and α L; None where a search is not over, or all diverge.
 
     Where no rate learns, the rate is the `usual` one.
     """
-    rows = tried().fillna({"alpha_times_depth": FIRST_ALPHA})
+    depth = depth if depth in SEARCHES else DEPTH
+    rows = tried(depth).fillna({"alpha_times_depth": FIRST_ALPHA})
     rows = rows.set_index(["model", "learning_rate", "alpha_times_depth"])["loss"].to_dict()
     try:
-        rate, alpha = search(model, lambda *cell: finite(rows[cell]))
+        rate, alpha = search(model, SEARCHES[depth], lambda *cell: finite(rows[cell]))
     except KeyError:
         return None
     loss = rows[model, rate, alpha]
@@ -82,10 +104,10 @@ def learns(loss: float) -> bool:
     return loss < GUESSING - LEARNS
 
 
-def tried() -> pd.DataFrame:
-    """The trainings of the table that a search is made of."""
+def tried(depth: int = DEPTH) -> pd.DataFrame:
+    """The trainings of the table that the search at a depth is made of."""
     rows = read()
-    return rows[(rows["depth"] == DEPTH) & (rows["steps"] == STEPS) & (rows["seed"] == SEED)]
+    return rows[(rows["depth"] == depth) & (rows["steps"] == SEARCHES[depth].steps) & (rows["seed"] == SEED)]
 
 
 def read() -> pd.DataFrame:
@@ -100,8 +122,8 @@ def finite(loss: float) -> float:
 class Pilot:
     """The trainings of the table, and new ones as a search asks for them."""
 
-    def __init__(self, lab: Lab, *, depth: int = DEPTH, steps: int = STEPS, last: int = LAST) -> None:
-        self.lab, self.depth, self.steps, self.last = lab, depth, steps, last
+    def __init__(self, lab: Lab, depth: int, search: Search) -> None:
+        self.lab, self.depth, self.steps, self.last = lab, depth, search.steps, search.last
 
     def loss(self, model: str, rate: float, alpha: float) -> float:
         """Mean train loss of the last steps of the training that is there, if it is of today's code, or of a new one."""

@@ -2,8 +2,8 @@
 width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
 
 Models of 12, 36 and 72 blocks, at each depth all with the same budget, and each with the learning rate that a pilot found
-for its kind at 36 blocks (pipeline/pilot.py). The stage gathers the runs that are there; `python -m pipeline.fan_out --only`
-trains others.
+for its kind, at 36 blocks or, of 72, there (pipeline/pilot.py). The stage gathers the runs that are there; `python -m
+pipeline.fan_out --only` trains others.
 """
 
 import itertools
@@ -107,7 +107,7 @@ def wanted(settings: Settings, lab: Lab) -> Wanted:
     ]
     found = {}
     for model, blocks, epochs, seed in dict.fromkeys(cells):
-        if chosen := pilot.found(PILOTS.get(model, model), lab.paper.recipe.train.learning_rate):
+        if chosen := pilot.found(PILOTS.get(model, model), lab.paper.recipe.train.learning_rate, blocks):
             found[model, blocks, seed] = training(model, blocks, epochs, seed, *chosen)
     return found
 
@@ -204,8 +204,8 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         models=tuple(model for model in settings.models if model not in SHAPED),
         sources=[f"{SIGNALS}/wholes.csv"],
         limitation=f"Deep models have {span(budget.values())} epochs on the same data, one seed or, where a claim is about "
-        f"them, up to {len(settings.claim_seeds)}, and rates from a pilot of {pilot.STEPS} steps, of their own or of the "
-        "nearest kind.",
+        f"them, up to {len(settings.claim_seeds)}, and rates from a pilot of "
+        f"{span(search.steps for search in pilot.SEARCHES.values())} steps, of their own or of the nearest kind.",
     )
 
 
@@ -328,8 +328,8 @@ def start_of(less: int, more: int, seeds: pd.Series) -> str:
     if here.empty or there.empty:
         return ""
     return (
-        f"; as initialised, the gradient of its first block is {span(there)} there, and {span(here)} at {less}, with the "
-        f"α L and the rate that were chosen at {pilot.DEPTH}"
+        f"; as initialised, with the α L of {pilot.DEPTH} blocks, the gradient of its first block is {span(there)} there, "
+        f"and {span(here)} at {less}"
     )
 
 
@@ -447,42 +447,73 @@ def needed(runs: pd.DataFrame, depth: int) -> str:
 
 
 def of_the_pilot(lab: Lab) -> Finding:
-    """What the pilot tried, and what it chose."""
-    usual, table = lab.paper.recipe.train.learning_rate, pilot.tried()
-    chosen = {model: pilot.found(model, usual) for model in pilot.MODELS}
-    rows, measures = [], []
-    for each in table.sort_values(["model", "learning_rate", "alpha_times_depth"]).itertuples():
-        label, alpha = lab.label(each.model), number(each.alpha_times_depth)
-        of = pilot.FIRST_ALPHA if math.isnan(each.alpha_times_depth) else each.alpha_times_depth  # of others than OSA none
-        is_chosen = chosen[each.model] == (each.learning_rate, of)
-        measures.append(Measure(f"{label}, rate {number(each.learning_rate)}, α L {alpha}: loss", each.loss))
-        rows.append([label, number(each.learning_rate), alpha, fixed(each.loss, 3), "chosen" if is_chosen else ""])
-    rates = "; ".join(f"{lab.label(model)} {number(found[0])}" for model, found in chosen.items() if found)
-    ends = min(pilot.RATES), max(pilot.RATES)
-    least = table.groupby("model")["loss"].min()
-    unlearned = [model for model in least.index if chosen[model] and not pilot.learns(least[model])]
-    edge = [lab.label(model) for model, found in chosen.items() if found and model not in unlearned and found[0] in ends]
+    """What the pilot tried, and what it chose, at each depth with a search."""
+    rows, measures, said, remarks = [], [], [], []
+    for depth, search in pilot.SEARCHES.items():
+        chosen = chosen_at(depth, lab)
+        for each in pilot.tried(depth).sort_values(["model", "learning_rate", "alpha_times_depth"]).itertuples():
+            label, alpha = lab.label(each.model), number(each.alpha_times_depth)
+            of = pilot.FIRST_ALPHA if math.isnan(each.alpha_times_depth) else each.alpha_times_depth  # others have none
+            is_chosen = chosen.get(each.model) == (each.learning_rate, of)
+            what = f"{label}, {depth} blocks, rate {number(each.learning_rate)}, α L {alpha}: loss"
+            measures.append(Measure(what, each.loss))
+            rate, loss = number(each.learning_rate), fixed(each.loss, 3) if math.isfinite(each.loss) else "diverged"
+            rows.append([depth, label, rate, alpha, loss, "chosen" if is_chosen else ""])
+        if chosen:
+            rates = "; ".join(f"{lab.label(model)} {number(rate)}" for model, (rate, _) in chosen.items())
+            alpha = f"; OSA (shaped) has α = {chosen[OSA][1]:g}/L" if OSA in chosen else ""
+            said.append(f"Rates at {depth} blocks: {rates}{alpha}.")
+        remarks += of_the_search(depth, search, chosen, lab)
     users = {of: [label_of(model, lab) for model in PILOTS if PILOTS[model] == of] for of in dict.fromkeys(PILOTS.values())}
     borrowed = "; ".join(f"that of {lab.label(of)} serves {' and '.join(models)}" for of, models in users.items())
-    alpha = f" OSA (shaped) has α = {chosen[OSA][1]:g}/L." if chosen[OSA] else ""
+    first, deeper = pilot.SEARCHES[pilot.DEPTH], [depth for depth in pilot.SEARCHES if depth != pilot.DEPTH]
+    lengths = " and ".join(f"{each.last} of {each.steps} steps at {depth}" for depth, each in pilot.SEARCHES.items())
     return Finding(
         id="depth_pilot",
         title="How the rates were chosen",
         place="He et al. 2023, Appendix H.1",
         kind=OBSERVATION,
-        statement=f"Mean train loss of the last {pilot.LAST} of {pilot.STEPS} steps at {pilot.DEPTH} blocks, with the seed "
-        f"{pilot.SEED}, which no study has. The rate, which serves at every depth, is the one with the least loss, sought "
-        f"from the middle of three up or down; α L likewise, with that rate, from {pilot.FIRST_ALPHA:g}. Where no rate "
-        f"ends more than {pilot.LEARNS:g} below a guess’s loss, ln 10, it is the paper’s, {number(usual)}.",
+        statement=f"Mean train loss of the last {lengths} blocks, with the seed {pilot.SEED}, which no study has. The rate "
+        f"is the one with the least loss, sought from the middle of {len(first.rates)} up or down; α L likewise, with that "
+        f"rate, from {pilot.FIRST_ALPHA:g}. Where no rate ends more than {pilot.LEARNS:g} below a guess’s loss, ln 10, it "
+        f"is the paper’s, {number(lab.paper.recipe.train.learning_rate)}. What is found at {pilot.DEPTH} blocks serves at "
+        "fewer.",
         measures=measures or [Measure("Trainings of the pilot", 0)],
-        table=Table(["Model", "Learning rate", "α L", "Train loss", ""], rows, "lrrrl") if rows else None,
-        in_short=f"Rates: {rates}.{alpha}" if rates else "No search is over yet.",
-        remark=f"A model without a pilot of its own takes the rate of the nearest kind, and may do better with another: "
-        f"{borrowed}."
-        + (f" No rate learns, so that it is the paper’s: {'; '.join(map(lab.label, unlearned))}." if unlearned else "")
-        + (f" At an end of the rates tried, so that a better one may lie beyond: {'; '.join(edge)}." if edge else ""),
+        table=Table(["Blocks", "Model", "Learning rate", "α L", "Train loss", ""], rows, "rlrrrl") if rows else None,
+        in_short=" ".join(said) or "No search is over yet.",
+        remark=" ".join(
+            [
+                "A model without a pilot of its own takes the rate of the nearest kind, and may do better with another: "
+                f"{borrowed}.",
+                *remarks,
+                f"The search at {span(deeper)} blocks was added, for every model, when OSA had not trained there with what "
+                f"was found at {pilot.DEPTH}.",
+            ]
+        ),
         sources=[str(pilot.TABLE)],
     )
+
+
+def chosen_at(depth: int, lab: Lab) -> dict[str, tuple[float, float]]:
+    """The rate and α L of each model whose search at a depth is over."""
+    found = {model: pilot.found(model, lab.paper.recipe.train.learning_rate, depth) for model in pilot.MODELS}
+    return {model: each for model, each in found.items() if each}
+
+
+def of_the_search(depth: int, search: pilot.Search, chosen: dict[str, tuple[float, float]], lab: Lab) -> list[str]:
+    """Which models learn with no rate at a depth, and whose best one has no neighbour on one side."""
+    least = pilot.tried(depth).groupby("model")["loss"].min()
+    unlearned = [model for model in least.index if model in chosen and not pilot.learns(least[model])]
+    ends = min(search.rates), max(search.rates)
+    edge = [lab.label(model) for model, (rate, _) in chosen.items() if model not in unlearned and rate in ends]
+    said = []
+    if unlearned:
+        labels = "; ".join(map(lab.label, unlearned))
+        said.append(f"At {depth} blocks no rate learns, so that it is the paper’s: {labels}.")
+    if edge:
+        labels = "; ".join(edge)
+        said.append(f"At {depth} blocks at an end of the rates tried, so that a better one may lie beyond: {labels}.")
+    return said
 
 
 @matplotlib.rc_context(STYLE)

@@ -23,11 +23,15 @@ def lab(tmp_path, monkeypatch):
     return Lab("pilot", params.load(), params.load_paper())
 
 
-def write(rows, depth=pilot.DEPTH):
+RATES = pilot.SEARCHES[pilot.DEPTH].rates
+SHORT, LONGER = (pilot.Search((1e-4,), 1e-4, steps, 1) for steps in (1, 3))
+
+
+def write(rows, depth=pilot.DEPTH, steps=pilot.SEARCHES[pilot.DEPTH].steps):
     """The table of (model, rate, α L, loss)."""
     columns = ["model", "learning_rate", "alpha_times_depth", "loss"]
     table = pd.DataFrame(rows, columns=columns).assign(key=range(len(rows)), depth=depth)
-    files.write_csv(pilot.TABLE, table.assign(steps=pilot.STEPS, seed=pilot.SEED))
+    files.write_csv(pilot.TABLE, table.assign(steps=steps, seed=pilot.SEED))
 
 
 @pytest.mark.parametrize(
@@ -58,34 +62,46 @@ def test_what_the_table_says_once_a_search_is_over(lab):
     assert pilot.found("espa", 7e-4) is None
     write(rows, depth=12)
     assert pilot.found("vit", 7e-4) is None, "of another depth"
-    write([("vit", rate, None, math.inf) for rate in pilot.RATES])
+    write([("vit", rate, None, math.inf) for rate in RATES])
     assert pilot.found("vit", 7e-4) is None, "every rate diverges"
     for losses in ((2.3, 2.301, 2.302), (2.3, 2.301, math.nan), (2.3, math.nan, 2.301)):
-        write([("vit", rate, None, loss) for rate, loss in zip(pilot.RATES, losses, strict=True)])
+        write([("vit", rate, None, loss) for rate, loss in zip(RATES, losses, strict=True)])
         assert pilot.found("vit", 7e-4) == (7e-4, pilot.FIRST_ALPHA), "no rate learns"
-    write([("vit", rate, None, loss) for rate, loss in zip(pilot.RATES, (0.568, 0.560, 0.565), strict=True)])
-    assert pilot.found("vit", 7e-4) == (pilot.RATES[1], pilot.FIRST_ALPHA)
+    write([("vit", rate, None, loss) for rate, loss in zip(RATES, (0.568, 0.560, 0.565), strict=True)])
+    assert pilot.found("vit", 7e-4) == (RATES[1], pilot.FIRST_ALPHA)
     write([row for row in rows if row[:3] != ("osa_shaped", 3e-5, 3.0)])
     assert pilot.found("osa_shaped", 7e-4) is None, "whether 3 is better than 1 is not known"
 
 
+def test_a_depth_with_a_search_of_its_own_waits_for_it_and_others_take_that_of_36(lab):
+    write([("vit", rate, None, 1.0) for rate in RATES])
+    assert pilot.found("vit", 7e-4, 12) == pilot.found("vit", 7e-4, 36) == (1e-4, pilot.FIRST_ALPHA)
+    assert pilot.found("vit", 7e-4, 72) is None
+    there = pilot.SEARCHES[72]
+    rows = [("vit", rate, None, loss) for rate, loss in zip(there.rates, (1.0, math.nan, math.nan), strict=True)]
+    write(rows, 72, there.steps)
+    assert pilot.found("vit", 7e-4, 72) == (there.rates[0], pilot.FIRST_ALPHA)
+    write(rows, 72, there.steps + 1)
+    assert pilot.found("vit", 7e-4, 72) is None, "of another length"
+
+
 def test_a_training_is_done_once_and_again_by_other_code(lab, monkeypatch):
     """Its loss at the first step is that of the model as initialised on the first batch."""
-    loss = pilot.Pilot(lab, depth=2, steps=1, last=1).loss("vit", 1e-4, 0.36)
+    loss = pilot.Pilot(lab, 2, SHORT).loss("vit", 1e-4, 0.36)
     config = lab.config("vit", {"model": {"depth": 2}})
     mnist, model = data.load(data.folder("mnist"), "unit"), build_model(config, pilot.SEED)
     assert loss == pytest.approx(F.cross_entropy(model(mnist.train_images), mnist.train_labels).item(), rel=1e-5)
-    longer = pilot.Pilot(lab, depth=2, steps=3, last=1)
+    longer = pilot.Pilot(lab, 2, LONGER)
     with monkeypatch.context() as patch:
         patch.setattr(pilot.Pilot, "train", lambda *_: (9.0, 1.0))
-        assert pilot.Pilot(lab, depth=2, steps=1, last=1).loss("vit", 1e-4, 0.36) == pytest.approx(loss, rel=1e-5)
+        assert pilot.Pilot(lab, 2, SHORT).loss("vit", 1e-4, 0.36) == pytest.approx(loss, rel=1e-5)
         assert longer.loss("vit", 1e-4, 0.36) == 9
         patch.setattr(record, "code_sha256", lambda *_: "c0de")
-        assert pilot.Pilot(lab, depth=2, steps=1, last=1).loss("vit", 1e-4, 0.36) == 9
+        assert pilot.Pilot(lab, 2, SHORT).loss("vit", 1e-4, 0.36) == 9
     assert pilot.read()[["steps", "loss"]].values.tolist() == [[3, 9], [1, 9]]
 
 
 def test_a_loss_that_is_not_finite_ends_a_training(lab):
     config = lab.config("vit_noskip_nonorm", {"init": {"embedding_std": 1e30}, "train": {"batch_size": 2}})
-    loss, seconds = pilot.Pilot(lab, steps=3, last=3).train(config)
+    loss, seconds = pilot.Pilot(lab, 2, LONGER).train(config)
     assert not math.isfinite(loss) and seconds > 0

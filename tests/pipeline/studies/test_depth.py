@@ -25,7 +25,7 @@ RATES = {"osa_shaped": (3e-5, 1.0), "vit": (1e-4, 0.36)}
 def lab(lab, monkeypatch):
     """After a pilot of two kinds of models."""
     lab.study = "depth"
-    monkeypatch.setattr(pilot, "found", lambda model, usual: RATES.get(model))
+    monkeypatch.setattr(pilot, "found", lambda model, usual, depth: RATES.get(model))
     return lab
 
 
@@ -188,8 +188,7 @@ def test_where_osa_stops_the_first_screen_says_how_it_starts_there(lab):
     for losses, told in {(2.1,): "700 there", (2.1, 2.2): "9 to 700 there"}.items():
         answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): losses, ("osa_shaped", 12): [0.3]}), lab)
         assert answer.headline.endswith(
-            f"; as initialised, the gradient of its first block is {told}, and 30 to 50 at 12, with the α L and the rate "
-            "that were chosen at 36."
+            f"; as initialised, with the α L of 36 blocks, the gradient of its first block is {told}, and 30 to 50 at 12."
         )
     alone, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): [2.1]}), lab)
     assert alone.headline.startswith("OSA (shaped), our OSA made for depth, is not shown to train at 36 blocks")
@@ -263,20 +262,24 @@ def test_a_claim_that_is_not_as_its_rule_needs_it(lab):
 
 def test_what_the_pilot_did_is_told(lab, monkeypatch):
     rates = RATES | {"osa_shaped": (3e-5, pilot.FIRST_ALPHA), "osa_exact": (3e-4, pilot.FIRST_ALPHA)}
-    monkeypatch.setattr(pilot, "found", lambda model, usual: rates.get(model))
+    monkeypatch.setattr(pilot, "found", lambda model, usual, depth: rates.get(model) if depth == pilot.DEPTH else None)
     cells = [(3e-5, pilot.FIRST_ALPHA, 1.2), (1e-4, pilot.FIRST_ALPHA, 1.4), (3e-5, 1.0, 1.3)]
     rows = [*(("osa_shaped", *cell) for cell in cells), ("vit", 1e-4, math.nan, 0.5), ("vit", 3e-4, math.nan, 0.7)]
     rows += [("osa_exact", rate, pilot.FIRST_ALPHA, 2.302) for rate in (1e-4, 3e-4)]
     table = pd.DataFrame(rows, columns=["model", "learning_rate", "alpha_times_depth", "loss"])
-    files.write_csv(pilot.TABLE, table.assign(depth=pilot.DEPTH, steps=pilot.STEPS, seed=pilot.SEED))
+    table = table.assign(depth=pilot.DEPTH, steps=pilot.SEARCHES[pilot.DEPTH].steps)
+    deeper = table.iloc[:1].assign(depth=72, steps=pilot.SEARCHES[72].steps, loss=math.nan)
+    files.write_csv(pilot.TABLE, pd.concat([table, deeper]).assign(seed=pilot.SEED))
     finding = depth.of_the_pilot(lab)
-    chosen = [(row[0], row[1]) for row in finding.table.rows if row[-1]]
-    assert chosen == [("OSA (exact)", "3 × 10⁻⁴"), ("OSA (shaped)", "3 × 10⁻⁵"), ("ViT", "1 × 10⁻⁴")]
+    chosen = [tuple(row[:3]) for row in finding.table.rows if row[-1]]
+    assert chosen == [(36, "OSA (exact)", "3 × 10⁻⁴"), (36, "OSA (shaped)", "3 × 10⁻⁵"), (36, "ViT", "1 × 10⁻⁴")]
+    assert finding.table.rows[-1] == [72, "OSA (shaped)", "3 × 10⁻⁵", "0.36", "diverged", ""]
     assert (
-        finding.in_short == "Rates: OSA (shaped) 3 × 10⁻⁵; ViT 1 × 10⁻⁴; OSA (exact) 3 × 10⁻⁴. OSA (shaped) has α = 0.36/L."
+        finding.in_short
+        == "Rates at 36 blocks: OSA (shaped) 3 × 10⁻⁵; ViT 1 × 10⁻⁴; OSA (exact) 3 × 10⁻⁴; OSA (shaped) has α = 0.36/L."
     )
-    assert "so that it is the paper’s: OSA (exact)." in finding.remark
-    assert finding.remark.endswith("a better one may lie beyond: OSA (shaped).")
+    assert "At 36 blocks no rate learns, so that it is the paper’s: OSA (exact)." in finding.remark
+    assert "At 36 blocks at an end of the rates tried, so that a better one may lie beyond: OSA (shaped)." in finding.remark
 
 
 def test_the_parts_are_told_at_every_depth_up_to_that_of_the_signals(lab):

@@ -268,7 +268,8 @@ def cost_table(of: Results) -> Table:
         "Hours": lambda row: fixed(row.hours, 1),
     }
     note = (
-        f"Finished runs of Table 2; training with its evaluations, and all else the machine did. Data: `{FOLDER}/cost.csv`."
+        "Finished runs of Table 2. Minutes and hours: training with its evaluations, and all else the machine did; images a "
+        f"second: of the training steps alone. Data: `{FOLDER}/cost.csv`."
     )
     return tabulate(results.cost(of), columns, note=note)
 

@@ -172,12 +172,12 @@ def provenance(results: Results) -> dict:
     return {
         "runs": {name: dict(sorted(Counter(values).items())) for name, values in facts.items()},
         "code_sha256_here": record.code_sha256(),
-        "runs_by_other_code": len(made_otherwise(results)),
+        "table_2_runs_by_other_code": len(made_otherwise(results)),
         "runs_by_code_that_replay_found_equal": sum(
             made["code_sha256"] != record.code_sha256(made["environment"]["device"]) and record.is_of_today(made)
             for made in records
         ),
-        "runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
+        "table_2_runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
         "stale_studies": stale_studies(results.lab.params),
         "parameters_sha256": hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest(),
         "compute": compute(results),

@@ -163,8 +163,9 @@ def compiled(table: pd.DataFrame) -> Finding:
             ["Method", "Kernel", *(f"{architecture}: {what}" for architecture, what in columns)],
             rows,
             "ll" + "r" * 3 * len(architectures),
-            note=f"Registers of a thread, shared memory of a program and programs of a multiprocessor, over {len(table)} "
-            f"kernels with query, key and value {extremes(table['width'])} wide.",
+            note="Registers of a thread, shared memory of a program, and programs of a multiprocessor, which registers and "
+            f"threads limit before shared memory does, over {len(table)} kernels with query, key and value "
+            f"{extremes(table['width'])} wide.",
         ),
         in_short=f"{len(table)} kernels; {(table['spilled_bytes'] > 0).sum()} spill.",
         remark=f"Compiled by Triton {', '.join(table['triton'].unique())}."
@@ -310,7 +311,8 @@ def profile(benchmark: Benchmark, label: Label) -> Finding:
         rows.append([part[0].upper() + part[1:], *cells])
     rows.append(["Whole step", *(fixed(ms, 1) for ms in whole)])
     note = (
-        f"Milliseconds of a step with {benchmark.facts['weights']} weights, the profiler's own time included. Peak: "
+        f"Milliseconds of a step with {benchmark.facts['weights']} weights under the profiler, on a machine that need not "
+        "have been as idle as for the benchmark of the step: compare shares, not times. Peak: "
         f"{fixed(1000 * peak, 0)} GFLOP/s, the best rate at which this machine was seen to multiply matrices."
     )
     return benchmark.finding(

@@ -473,7 +473,9 @@ def linear_in_n(results: Results) -> Finding:
             "matrix_exp squares more often the larger d is."
         ),
         measures=measures,
-        table=results.table("Operator", "forward / both", [*METHODS, *OTHERS], [("tokens", each) for each in PASSES]),
+        table=results.table(
+            "Operator", "forward / with backward", [*METHODS, *OTHERS], [("tokens", each) for each in PASSES]
+        ),
         figure=operators_figure(results),
         caption=(
             f"One head at d = {results.settings.width}, {BOTH}. Left, median time with quartiles on {results.machine}; "

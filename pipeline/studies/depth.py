@@ -25,7 +25,7 @@ from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import INK, STYLE
-from pipeline.reporting.numbers import ABSENT, fixed, number, plural, span
+from pipeline.reporting.numbers import ABSENT, fixed, mean_std, number, plural, span
 from pipeline.statistics import LEAST_RUNS
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import (
@@ -185,13 +185,15 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
         kind=OBSERVATION,
         statement=f"Whether each model trains: its last recorded train loss is below {TRAINS:g} × ln 10 = "
         f"{TRAINS * GUESSING:.2f}; above {DOES_NOT:g} × ln 10 = {DOES_NOT * GUESSING:.2f}, or if it diverges, it does not. "
-        "A run that diverges leaves a claim undecided.",
+        "A run that diverges leaves a claim undecided. These words describe the runs that are there: of fewer than "
+        f"{LEAST_RUNS} of a model no claim is decided.",
         measures=measures,
         table=Table(
             ["Model", "Rate", *epochs, "Theirs, 36 blocks"],
             rows,
             "lr" + "l" * len(depths) + "r",
-            note="Below each answer: last train loss and test accuracy, means over seeds."
+            note="Below each answer: last train loss and test accuracy of one run or, where their number is told, means "
+            "over seeds, and the accuracy’s standard deviation."
             f"{of_accuracy(tables['histories'], lab)} Theirs is the train loss on WikiText-103 (Table 1, Section 4, "
             "Appendix G), where a guess has more to choose from: compare the order alone. What a step costs is told with "
             "the benchmarks.",
@@ -287,8 +289,8 @@ def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab:
     if deepest != trained:
         rows = tried(runs, OSA, deepest)
         name, why = (label_of(OSA, lab), start_of(trained, deepest, rows["seed"])) if trained else (label, "")
-        seeds = decided(rows, deepest, claims)
-        said.append(f"{name} is not shown to train at {what(deepest)}: {ended_at(rows)} ({seeds}){why}.")
+        ended = f"{ended_at(rows)} ({decided(rows, deepest, claims)})"
+        said.append(f"{name} is not shown to train at {what(deepest)}: {ended}{in_the_pilot(deepest)}{why}.")
     return " ".join(said)
 
 
@@ -317,20 +319,35 @@ def ended_at(rows: pd.DataFrame) -> str:
 
 
 def start_of(less: int, more: int, seeds: pd.Series) -> str:
-    """The gradient of OSA's first block as initialised: with those seeds at more blocks, and with every seed at less."""
+    """The gradient of OSA's first block as initialised: with those seeds and with every seed at more blocks, and at less."""
+    here, there = first_gradients(less), first_gradients(more)
+    own = there[there.index.isin(seeds)]
+    if here.empty or own.empty:
+        return ""
+    others = f", beside {span(there)} over {plural(len(there), 'seed')}," if len(own) < len(there) else ""
+    return (
+        f"; as initialised, with the α L of {pilot.DEPTH} blocks, the gradient of its first block is {span(own)} there"
+        f"{others} and {span(here)} at {less}"
+    )
+
+
+def first_gradients(depth: int) -> pd.Series:
+    """The gradient of OSA's first block as initialised, by seed, as the study `signals` has it; empty where it has none."""
     try:
         blocks = files.read_csv(f"{SIGNALS}/blocks.csv")
     except UserError:
+        return pd.Series(dtype=float)
+    first = blocks[(blocks["model"] == OSA) & (blocks["block"] == 1) & (blocks["depth"] == depth)]
+    return first.set_index("seed")["gradient"]
+
+
+def in_the_pilot(depth: int) -> str:
+    """What OSA comes to in the pilot with the rate that it has at a depth, where there is a search there."""
+    if depth not in pilot.SEARCHES:
         return ""
-    first = blocks[(blocks["model"] == OSA) & (blocks["block"] == 1)]
-    here = first.loc[first["depth"] == less, "gradient"]
-    there = first.loc[(first["depth"] == more) & first["seed"].isin(seeds), "gradient"]
-    if here.empty or there.empty:
-        return ""
-    return (
-        f"; as initialised, with the α L of {pilot.DEPTH} blocks, the gradient of its first block is {span(there)} there, "
-        f"and {span(here)} at {less}"
-    )
+    rows, steps = pilot.tried(depth), pilot.SEARCHES[depth].steps
+    loss = rows.loc[rows["model"] == OSA, "loss"].min()
+    return f"; in the pilot, with another seed, it gets to {fixed(loss, 2)} in {steps} steps" if loss < math.inf else ""
 
 
 def number_of_seeds(rows: pd.DataFrame) -> str:
@@ -338,13 +355,15 @@ def number_of_seeds(rows: pd.DataFrame) -> str:
 
 
 def reached(rows: pd.DataFrame) -> tuple[str, str]:
-    """Mean last train loss and test accuracy of the runs of a cell."""
-    return fixed(rows["train_loss"].mean(), 2), f"{fixed(100 * rows['test_accuracy'].mean(), 1)}%"
+    """Mean last train loss of the runs of a cell, and mean and spread of their test accuracies."""
+    accuracies = 100 * rows["test_accuracy"]
+    return fixed(rows["train_loss"].mean(), 2), f"{mean_std(accuracies.mean(), accuracies.std(), 1)}%"
 
 
 def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     """What the control does there, as what a model reaches with OSA is not OSA's doing if softmax reaches it too; and which
-    models end lower, none of whose runs diverged. Numbers of seeds are told where they are others than OSA's."""
+    models, none of whose runs diverged, have a lower loss or a higher accuracy. Numbers of seeds are told where they are
+    others than OSA's."""
     ours, control = tried(runs, OSA, depth), f"softmax attention with the same MLPs, {lab.label(CONTROL)}"
 
     def got(model: str) -> str:
@@ -362,14 +381,17 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     }
     there = runs[runs["depth"] == depth]
     ended = there[~there["variant"].isin(there.loc[there["status"] == "diverged", "variant"])]
-    losses = ended.groupby("variant", sort=False)["train_loss"].mean()
-    lower = losses[losses < ours["train_loss"].mean()].sort_values()
-    listed = ", ".join(f"{label_of(model, lab)} {got(model)}" for model in lower.index)
-    return f"{said[outcome(cell(runs, CONTROL, depth))]}." + (f" Lower losses: {listed}." if listed else "")
+    columns = ["train_loss", "test_accuracy"]
+    means, own = ended.groupby("variant", sort=False)[columns].mean().round(9), ours[columns].mean().round(9)
+    is_better = (means["train_loss"] < own["train_loss"]) | (means["test_accuracy"] > own["test_accuracy"])
+    better = means[is_better & (means.index != OSA)].sort_values("train_loss")
+    listed = ", ".join(f"{label_of(model, lab)} {got(model)}" for model in better.index)
+    rest = f" Lower losses or higher accuracies: {listed}." if listed else ""
+    return f"{said[outcome(cell(runs, CONTROL, depth))]}.{rest}"
 
 
 def of_accuracy(histories: pd.DataFrame, lab: Lab) -> str:
-    """By how much test accuracy falls within the last half epoch of a run, at the most, and of which."""
+    """By how much test accuracy falls within the last half epoch of a run, at the most, and of which one."""
     if histories.empty:
         return ""
     keys = ["variant", "depth", "seed"]
@@ -378,10 +400,10 @@ def of_accuracy(histories: pd.DataFrame, lab: Lab) -> str:
     falls = (late.max() - late.last()).dropna()
     if not (falls > 0).any():
         return ""
-    model, depth, _ = falls.idxmax()
+    model, depth, seed = falls.idxmax()
     return (
-        f" Accuracies are those of the last step, not of the best: that of {label_of(model, lab)} at {depth} blocks falls "
-        f"by {fixed(100 * falls.max(), 1)} points within its last half epoch."
+        f" Accuracies are those of the last step, not of the best: in one run, {label_of(model, lab)} at {depth} blocks "
+        f"with seed {seed}, it falls by {fixed(100 * falls.max(), 1)} points within the last half epoch, the most of all."
     )
 
 
@@ -418,10 +440,17 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         "stay apart. Around OSA the gradient explodes if α does not fall with depth, or GELU is rescaled to keep q and not "
         "shaped; and tokens that are not normalised lose their rank. With none of the changes signals vanish. With "
         f"{deepest} blocks, OSA’s own first gradient is {number(gradient(OSA, deepest) / gradient(OSA, depth))} times that "
-        f"with {depth}. All that is at initialisation: what trains is another question.",
+        f"with {depth}, by geometric means over seeds that are far apart{apart(deepest, depth)}. All that is at "
+        "initialisation: what trains is another question.",
         sources=[f"{SIGNALS}/blocks.csv"],
         models=tuple(model for model in PARTS if model not in SHAPED),
     )
+
+
+def apart(*depths: int) -> str:
+    """The ranges over seeds of OSA's first gradient."""
+    ranges = [f"{span(found)} at {depth}" for depth in depths if len(found := first_gradients(depth))]
+    return f", {' and '.join(ranges)}" * bool(ranges)
 
 
 def needed(runs: pd.DataFrame, depth: int) -> str:
@@ -434,12 +463,12 @@ def needed(runs: pd.DataFrame, depth: int) -> str:
     said = []
     for word, text in told.items():
         if left_out := [change for model, change in CHANGES.items() if words[model] == word]:
-            said.append(text.format(" and without ".join(left_out)))
+            said.append(text.format(" or without ".join(left_out)))
     if not said:
         return ""
-    clauses = [f"At {depth} blocks OSA (shaped), with one change left out at a time, {', '.join(said)}"]
+    clauses = [f"At {depth} blocks OSA (shaped), with one change left out at a time and the same rate, {', '.join(said)}"]
     if words[NONE] in RESULTS:
-        clauses.append(f"OSA (exact), which has none of them, {RESULTS[words[NONE]]} at a rate of its own")
+        clauses.append(f"OSA (exact), which has none of them, {RESULTS[words[NONE]]} at another rate")
     if words[CONTROL] in RESULTS:
         so = ", so that training by itself takes none of OSA’s attention" if words[CONTROL] == "trains" else ""
         clauses.append(f"softmax in the same frame {RESULTS[words[CONTROL]]}{so}")
@@ -474,10 +503,10 @@ def of_the_pilot(lab: Lab) -> Finding:
         place="He et al. 2023, Appendix H.1",
         kind=OBSERVATION,
         statement=f"Mean train loss of the last {lengths} blocks, with the seed {pilot.SEED}, which no study has. The rate "
-        f"is the one with the least loss, sought from the middle of {len(first.rates)} up or down; α L likewise, with that "
-        f"rate, from {pilot.FIRST_ALPHA:g}. Where no rate ends more than {pilot.LEARNS:g} below a guess’s loss, ln 10, it "
-        f"is the paper’s, {number(lab.paper.recipe.train.learning_rate)}. What is found at {pilot.DEPTH} blocks serves at "
-        "fewer.",
+        f"is the one with the least loss: the search begins at the middle of {len(first.rates)} and goes up, or else down, "
+        f"while the loss falls. α L is sought so at that rate, from {pilot.FIRST_ALPHA:g} on. Where no rate ends more than "
+        f"{pilot.LEARNS:g} below a guess’s loss, ln 10, it is the paper’s, {number(lab.paper.recipe.train.learning_rate)}. "
+        f"What is found at {pilot.DEPTH} blocks serves at fewer.",
         measures=measures or [Measure("Trainings of the pilot", 0)],
         table=Table(["Blocks", "Model", "Learning rate", "α L", "Train loss", ""], rows, "rlrrrl") if rows else None,
         in_short=" ".join(said) or "No search is over yet.",

@@ -364,7 +364,8 @@ def through_the_blocks(settings: Settings, blocks: pd.DataFrame, lab: Lab) -> Fi
         place="He et al. 2023, Section 4; Section 4",
         kind=OBSERVATION,
         statement="How the gradient grows or shrinks on its way back, the tokens’ mean square and their effective rank on "
-        "their way forth.",
+        "their way forth. A ratio near 1 does not make a gradient large: a weight’s is the product of what comes forth and "
+        "what comes back, and where both vanish alike, it is small in every block.",
         measures=measures,
         figure=draw_blocks(own, lab),
         caption=f"Models of {depth} blocks as initialised.",

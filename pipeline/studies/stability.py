@@ -6,6 +6,7 @@ the claim, with its rule in pipeline/paper.yaml, do: they are trained here, and 
 
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
+from pipeline.statistics import runs_needed
 from pipeline.studies import Finding, Tables
 from pipeline.studies._runs import Request, collect_runs
 from pipeline.studies.section_5 import Results, StabilityClaim, judged_claim, read_claims
@@ -33,4 +34,15 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     results = Results(lab, tables)
-    return [judged_claim(name, claim, claim.measures(results)) for name, claim in claims(lab).items()]
+    return [
+        judged_claim(name, claim, claim.measures(results), limitation=reach(claim, len(settings.seeds)))
+        for name, claim in claims(lab).items()
+    ]
+
+
+def reach(claim: StabilityClaim, listed: int) -> str:
+    """That so many runs cannot decide the claim, if so."""
+    least = runs_needed(1.0, limit=claim.share, family=len(claim.models))
+    if least is None or least <= listed:
+        return ""
+    return f"“{claim.title}” needs {least} runs or more that all agree, and {listed} are listed, which cannot decide it."

@@ -168,8 +168,9 @@ def _newton_schulz(worst: pd.DataFrame, lab: Lab) -> Finding:
         kind=OBSERVATION,
         statement="Newton–Schulz stops before its basis is orthonormal. That leaves its A this far from exp(S), in both "
         "precisions, and farther for a larger ‖S‖₂.",
-        in_short=f"Off by up to {number(cases['any cond(M)'])} at ‖S‖₂ = {NORM:g} and whatever cond(M), and by up to "
-        f"{number(cases['initial layers'])} in layers as initialised.",
+        in_short=f"Off by up to {number(cases['any cond(M)'])} at ‖S‖₂ = {NORM:g} over all cond(M), and by up to "
+        f"{number(cases['initial layers'])} in layers as initialised"
+        + (f" and {number(trained['exp_error_max'].max())} in trained ones." if len(trained) else "."),
         measures=[Measure(f"Newton–Schulz: largest ‖A − exp(S)‖₂, {case}", value) for case, value in cases.items()]
         + worst_over_seeds(lab, trained, "exp_error_max", "largest ‖A − exp(S)‖₂ of a head"),
         **origin(trained),

@@ -523,7 +523,7 @@ def test_nothing_is_told_first_where_there_is_nothing_to_tell(project):
 
 
 OTHER_CODE = (
-    "runs by other code: {codes}, where {here} is here; `dvc repro` trains them again, `python -m pipeline.replay` confirms "
+    "runs of Table 2 by other code: {codes}, where {here} is here; `dvc repro` trains them again, `python -m pipeline.replay` confirms "
     "them where every bit agrees."
 )
 
@@ -561,7 +561,7 @@ def test_runs_older_than_the_rules_are_told(project):
     edit_paper(lambda raw: raw.update(rules_since="2026-11-22T10:00:00+01:00"))
     edit_record("vit/1", started_at="2026-11-22T08:59:59+00:00")
     edit_record("vit/2", started_at="2026-11-22T09:00:00+00:00")
-    assert cautions() == ["1 of 9 runs older than the rules: those date from 2026-11-22 09:00 UTC."]
+    assert cautions() == ["1 of 9 runs of Table 2 older than the rules: those date from 2026-11-22 09:00 UTC."]
 
 
 def test_a_study_of_other_code_is_told(project):
@@ -629,7 +629,7 @@ def test_provenance_lists_every_value_that_occurs(project):
     facts = json.loads(read_page("provenance.json"))
     assert facts["runs"]["torch"] == {"2.11.0": 8, "2.12.0": 1} and facts["runs"]["commit"]["not recorded"] == 1
     assert facts["code_sha256_here"] == record.code_sha256() and facts["stale_studies"] == []
-    assert facts["runs_by_code_that_replay_found_equal"] == 1 and facts["runs_by_other_code"] == 0
+    assert facts["runs_by_code_that_replay_found_equal"] == 1 and facts["table_2_runs_by_other_code"] == 0
     shown = Page(read_page("report.html")).table("provenance")
     assert ["torch", "2.11.0 (8 runs); 2.12.0 (1 run)"] in shown and ["resumptions", "2"] in shown
 

@@ -487,7 +487,7 @@ def of_the_pilot(lab: Lab) -> Finding:
             what = f"{label}, {depth} blocks, rate {number(each.learning_rate)}, α L {alpha}: loss"
             measures.append(Measure(what, each.loss))
             rate, loss = number(each.learning_rate), fixed(each.loss, 3) if math.isfinite(each.loss) else "diverged"
-            rows.append([depth, label, rate, alpha, loss, "chosen" if is_chosen else ""])
+            rows.append([str(depth), label, rate, alpha, loss, "chosen" if is_chosen else ""])
         if chosen:
             rates = "; ".join(f"{lab.label(model)} {number(rate)}" for model, (rate, _) in chosen.items())
             alpha = f"; OSA (shaped) has α = {chosen[OSA][1]:g}/L" if OSA in chosen else ""

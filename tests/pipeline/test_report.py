@@ -523,8 +523,8 @@ def test_nothing_is_told_first_where_there_is_nothing_to_tell(project):
 
 
 OTHER_CODE = (
-    "runs of Table 2 by other code: {codes}, where {here} is here; `dvc repro` trains them again, `python -m pipeline.replay` confirms "
-    "them where every bit agrees."
+    "runs of Table 2 by other code: {codes}, where {here} is here; `dvc repro` trains them again, `python -m "
+    "pipeline.replay` confirms them where every bit agrees."
 )
 
 

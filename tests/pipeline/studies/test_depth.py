@@ -288,8 +288,8 @@ def test_what_the_pilot_did_is_told(lab, monkeypatch):
     files.write_csv(pilot.TABLE, pd.concat([table, deeper]).assign(seed=pilot.SEED))
     finding = depth.of_the_pilot(lab)
     chosen = [tuple(row[:3]) for row in finding.table.rows if row[-1]]
-    assert chosen == [(36, "OSA (exact)", "3 × 10⁻⁴"), (36, "OSA (shaped)", "3 × 10⁻⁵"), (36, "ViT", "1 × 10⁻⁴")]
-    assert finding.table.rows[-1] == [72, "OSA (shaped)", "3 × 10⁻⁵", "0.36", "diverged", ""]
+    assert chosen == [("36", "OSA (exact)", "3 × 10⁻⁴"), ("36", "OSA (shaped)", "3 × 10⁻⁵"), ("36", "ViT", "1 × 10⁻⁴")]
+    assert finding.table.rows[-1] == ["72", "OSA (shaped)", "3 × 10⁻⁵", "0.36", "diverged", ""]
     assert (
         finding.in_short
         == "Rates at 36 blocks: OSA (shaped) 3 × 10⁻⁵; ViT 1 × 10⁻⁴; OSA (exact) 3 × 10⁻⁴; OSA (shaped) has α = 0.36/L."

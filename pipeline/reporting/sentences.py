@@ -128,8 +128,8 @@ def limitations(of: Results) -> list[str]:
         f"{departures or 'None'} of the values that the paper states {'are' if departures > 1 else 'is'} departed from, "
         f"as we read it. It leaves {len(topics)} points open, where the choice is ours; for {tried} of them an alternative "
         "is listed.",
-        "OSA and the ViTs differ in their attention and in how their MLPs begin, by Sections 4.4 and Appendix D, and no run "
-        "tells the two apart.",
+        "OSA and the ViTs differ in their attention and in how their MLPs begin, by Section 4.4 and by Appendix D, and no "
+        "run of Table 2 tells the two apart.",
         *(finding.limitation for found in of.found.values() for finding in found if finding.limitation),
     ]
 

@@ -93,7 +93,10 @@ def gap(source: str, found: pd.DataFrame, of: dict[str, list[list[float]]], clai
         for model in claim.models
     ]
     judged = judge_means(of[source] + of[MNIST], (1, -1, -1, 1), diverged=lost, family=len(claim.data), **asked)
-    counted = [f"{NAMES.get(name, name)} {account(ours.loc[ours['value'] == name, 'status'])}" for name in (source, MNIST)]
+    counted = [
+        f"{NAMES.get(name, name)} {account(ours.loc[ours['value'] == name, 'status'])} of both models"
+        for name in (source, MNIST)
+    ]
     what = f"{NAMES.get(source, source)}: difference beyond MNIST's"
     return Measure(what, **judged.as_measure("; ".join(counted)), unit="points", **asked)
 

@@ -342,7 +342,7 @@ def first_gradients(depth: int) -> pd.Series:
 
 
 def in_the_pilot(depth: int) -> str:
-    """What OSA comes to in the pilot with the rate that it has at a depth, where there is a search there."""
+    """The least that OSA comes to in the pilot at a depth, where there is a search there."""
     if depth not in pilot.SEARCHES:
         return ""
     rows, steps = pilot.tried(depth), pilot.SEARCHES[depth].steps
@@ -479,8 +479,8 @@ def of_the_pilot(lab: Lab) -> Finding:
     """What the pilot tried, and what it chose, at each depth with a search."""
     rows, measures, said, remarks = [], [], [], []
     for depth, search in pilot.SEARCHES.items():
-        chosen = chosen_at(depth, lab)
-        for each in pilot.tried(depth).sort_values(["model", "learning_rate", "alpha_times_depth"]).itertuples():
+        table, chosen = pilot.tried(depth), chosen_at(depth, lab)
+        for each in table.sort_values(["model", "learning_rate", "alpha_times_depth"]).itertuples():
             label, alpha = lab.label(each.model), number(each.alpha_times_depth)
             of = pilot.FIRST_ALPHA if math.isnan(each.alpha_times_depth) else each.alpha_times_depth  # others have none
             is_chosen = chosen.get(each.model) == (each.learning_rate, of)
@@ -492,7 +492,7 @@ def of_the_pilot(lab: Lab) -> Finding:
             rates = "; ".join(f"{lab.label(model)} {number(rate)}" for model, (rate, _) in chosen.items())
             alpha = f"; OSA (shaped) has α = {chosen[OSA][1]:g}/L" if OSA in chosen else ""
             said.append(f"Rates at {depth} blocks: {rates}{alpha}.")
-        remarks += of_the_search(depth, search, chosen, lab)
+        remarks += [f"At {depth} blocks {remark}" for remark in of_the_search(search, table, chosen, lab)]
     users = {of: [label_of(model, lab) for model in PILOTS if PILOTS[model] == of] for of in dict.fromkeys(PILOTS.values())}
     borrowed = "; ".join(f"that of {lab.label(of)} serves {' and '.join(models)}" for of, models in users.items())
     first, deeper = pilot.SEARCHES[pilot.DEPTH], [depth for depth in pilot.SEARCHES if depth != pilot.DEPTH]
@@ -529,20 +529,17 @@ def chosen_at(depth: int, lab: Lab) -> dict[str, tuple[float, float]]:
     return {model: each for model, each in found.items() if each}
 
 
-def of_the_search(depth: int, search: pilot.Search, chosen: dict[str, tuple[float, float]], lab: Lab) -> list[str]:
-    """Which models learn with no rate at a depth, and whose best one has no neighbour on one side."""
-    least = pilot.tried(depth).groupby("model")["loss"].min()
+def of_the_search(search: pilot.Search, table: pd.DataFrame, chosen: dict[str, tuple[float, float]], lab: Lab) -> list[str]:
+    """Which models learn with no rate of a search, and whose best one has no neighbour on one side."""
+    least = table.groupby("model")["loss"].min()
     unlearned = [model for model in least.index if model in chosen and not pilot.learns(least[model])]
     ends = min(search.rates), max(search.rates)
-    edge = [lab.label(model) for model, (rate, _) in chosen.items() if model not in unlearned and rate in ends]
-    said = []
-    if unlearned:
-        labels = "; ".join(map(lab.label, unlearned))
-        said.append(f"At {depth} blocks no rate learns, so that it is the paper’s: {labels}.")
-    if edge:
-        labels = "; ".join(edge)
-        said.append(f"At {depth} blocks at an end of the rates tried, so that a better one may lie beyond: {labels}.")
-    return said
+    edge = [model for model, (rate, _) in chosen.items() if model not in unlearned and rate in ends]
+    told = {
+        "no rate learns, so that it is the paper’s": unlearned,
+        "at an end of the rates tried, so that a better one may lie beyond": edge,
+    }
+    return [f"{what}: {'; '.join(map(lab.label, models))}." for what, models in told.items() if models]
 
 
 @matplotlib.rc_context(STYLE)

@@ -99,6 +99,11 @@ def found(model: str, usual: float, depth: int = DEPTH) -> tuple[float, float] |
     return (rate, alpha) if learns(loss) else (usual, FIRST_ALPHA)
 
 
+def below(rate: float, depth: int = DEPTH) -> float | None:
+    """The next lower rate of the search at a depth; None where there is none."""
+    return max((each for each in SEARCHES[depth if depth in SEARCHES else DEPTH].rates if each < rate), default=None)
+
+
 def learns(loss: float) -> bool:
     """Whether a training of the pilot ended below the loss of a guess, and by more than rounding and the batches."""
     return loss < GUESSING - LEARNS

@@ -68,7 +68,7 @@ def context(of: Results) -> dict:
         "paper": of.lab.paper,
         "repository": href("README.md"),
         "answer": sentences.answer(of),
-        "tally": sentences.tally(of),
+        "lines": sentences.first_lines(of),
         "caution": ", ".join(told),
         "cautions": list(told.values()),
         "rules": sentences.rules(of),

@@ -36,8 +36,9 @@ def answer(of: Results) -> str:
     return f"{HEADLINES[verdict['about_osa']]}: {outcome(verdict['claims_about_osa'], 'of Section 5’s {} about it')}"
 
 
-def tally(of: Results) -> str:
-    """How claims about the paper, others, and checks came out, how many listed runs there are, and findings' headlines."""
+def first_lines(of: Results) -> list[str]:
+    """What the first screen says below the answer: how claims about the paper and others came out, how many listed runs
+    there are and how many checks pass, and what findings have for it."""
     verdict = results.verdict(of)
     checks, runs = verdict["checks"], verdict["runs"]
     trained = f"{runs['trained']} of {plural(runs['total'], 'run')} trained, {runs['diverged']} diverged"
@@ -48,8 +49,8 @@ def tally(of: Results) -> str:
         if verdict[kind]["total"]
     ]
     passed = f"{checks['passes']} of {plural(checks['total'], 'check')} pass and {checks['fails']} fail"
-    headlines = [finding.headline for found in of.found.values() for finding in found if finding.headline]
-    return " ".join([*claims, f"{passed}. Table 2: {models}; {trained}.", *headlines])
+    headlines = [line for found in of.found.values() for finding in found for line in finding.headlines]
+    return [*claims, f"Table 2: {models}; {trained}. {passed}.", *headlines]
 
 
 def rules(of: Results) -> str:

@@ -110,7 +110,7 @@ class Finding:
     models: tuple[str, ...] = ()  # the variants that it speaks of, where it does
     in_short: str = ""  # what came out, in one sentence, where the measures do not tell it best
     allowance: str = "what is allowed"  # of a check: what its limits are
-    headline: str = ""  # for the first screen of the report, where it belongs there
+    headlines: tuple[str, ...] = ()  # for the first screen of the report, a line each, where it belongs there
     limitation: str = ""  # for what the report says of how far its results reach
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ def outcome(rows: pd.DataFrame) -> str:
     return "trains" if (shares <= TRAINS).all() else "does not" if (shares >= DOES_NOT).all() else "undecided"
 
 
-# Claims of He et al. 2023, and three of ours, in pipeline/paper.yaml
+# Claims of He et al. 2023, and four of ours, in pipeline/paper.yaml
 
 
 class AtDepth(Section):

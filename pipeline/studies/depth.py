@@ -24,10 +24,10 @@ from pipeline.core.errors import UserError
 from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
-from pipeline.reporting.looks import INK, STYLE
+from pipeline.reporting.looks import INK, STYLE, look
 from pipeline.reporting.numbers import ABSENT, fixed, mean_std, number, plural, span
 from pipeline.statistics import LEAST_RUNS
-from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables, signals
 from pipeline.studies._deep import (
     DOES_NOT,
     GUESSING,
@@ -40,15 +40,16 @@ from pipeline.studies._deep import (
 )
 from pipeline.studies._runs import Request, of_other_code
 from pipeline.studies.section_5 import account
-from pipeline.studies.signals import SHAPED, ends, label_of, line_of, over_seeds
+from pipeline.studies.signals import SHAPED, ends, over_seeds
 
 place = 53
 gathers = True
 OSA, CONTROL, NONE = "osa_shaped", "softmax_shaped", "osa_exact"  # in the same frame; with none of its changes
 MODELS = (OSA, "espa", "vskipinit", CONTROL, "softmax_shaped_norm", "uspa", "vit", NONE)  # in this order
 MODELS += ("alpha", "per_head", "gelu", "tokens", "vit_noskip_nonorm")  # OSA without one of its changes
+SLOWER = "slower"  # OSA with all its changes and the next lower rate of the pilot, where a claim asks for it
 PILOTS = {  # whose rate a model without a pilot of its own has: that of the nearest kind
-    **dict.fromkeys(SHAPED, OSA),
+    **dict.fromkeys((*SHAPED, SLOWER), OSA),
     "uspa": "espa",
     "softmax_shaped_norm": "softmax_shaped",
     "vit_noskip_nonorm": "softmax_shaped",
@@ -96,25 +97,34 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 def wanted(settings: Settings, lab: Lab) -> Wanted:
     """Every run whose rate the pilot has found: one of each model, depth by depth, then more of what claims are about."""
+    judged = with_slower(settings.models)
     asked = {(model, claim.depth) for claim in read_claims(lab.paper).values() for model in claim.models}
     cells = [(model, *depth, seed) for depth in settings.depths for seed in settings.seeds for model in settings.models]
     cells += [
         (model, *depth, seed)
         for depth in settings.depths
         for seed in settings.claim_seeds
-        for model in settings.models
+        for model in judged
         if (model, depth[0]) in asked
     ]
     found = {}
     for model, blocks, epochs, seed in dict.fromkeys(cells):
         if chosen := pilot.found(PILOTS.get(model, model), lab.paper.recipe.train.learning_rate, blocks):
-            found[model, blocks, seed] = training(model, blocks, epochs, seed, *chosen)
+            rate, alpha = chosen
+            if model == SLOWER:
+                rate = pilot.below(rate, blocks)
+            if rate:
+                found[model, blocks, seed] = training(model, blocks, epochs, seed, rate, alpha)
     return found
+
+
+def with_slower(models: list[str]) -> list[str]:
+    return [*models, SLOWER] if OSA in models else models
 
 
 def training(model: str, blocks: int, epochs: int, seed: int, rate: float, alpha: float) -> Request:
     """One run, of OSA with `alpha`/L unless just that is left out."""
-    variant = OSA if model in SHAPED else model
+    variant = OSA if model in (*SHAPED, SLOWER) else model
     changes = ({"alpha_times_depth": alpha} if variant == OSA else {}) | (SHAPED[model][0] if model in SHAPED else {})
     overrides = {"model": {"depth": blocks}, "train": {"epochs": epochs, "learning_rate": rate}}
     return variant, overrides | ({"variant": changes} if changes else {}), seed
@@ -124,10 +134,18 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     return gather(wanted(settings, lab), lab)
 
 
+def label_of(model: str, lab: Lab) -> str:
+    return f"{lab.label(OSA)}, next lower rate" if model == SLOWER else signals.label_of(model, lab)
+
+
+def line_of(model: str) -> dict:
+    return look(OSA).line(linewidth=1.3, linestyle=(0, (6, 1))) if model == SLOWER else signals.line_of(model)
+
+
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     depths = sorted(blocks for blocks, _ in settings.depths)
     claims = judged_claims(depths, tables, lab, lambda model: label_of(model, lab))
-    first = replace(who_trains(settings, depths, tables, lab), headline=headline(tables["runs"], settings, claims, lab))
+    first = replace(who_trains(settings, depths, tables, lab), headlines=headlines(tables["runs"], settings, claims, lab))
     return [first, parts(depths, tables["runs"], lab), *claims, of_the_pilot(lab)]
 
 
@@ -167,8 +185,9 @@ def initial(column: str) -> Callable[[str, int], float]:
 def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) -> Finding:
     """The answer: models by depths."""
     runs, budget = tables["runs"], dict(settings.depths)
+    models = [model for model in with_slower(settings.models) if model != SLOWER or (runs["variant"] == SLOWER).any()]
     rows, measures = [], []
-    for model in settings.models:
+    for model in models:
         label = label_of(model, lab)
         for depth in depths:
             losses = cell(runs, model, depth)["train_loss"].dropna()
@@ -198,7 +217,7 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
             "Appendix G), where a guess has more to choose from: compare the order alone. What a step costs is told with "
             "the benchmarks.",
         ),
-        figure=draw(tables["histories"], depths, settings.models, lab) if len(tables["histories"]) else None,
+        figure=draw(tables["histories"], depths, models, lab) if len(tables["histories"]) else None,
         caption="Train loss, a line for each run, cut where it is higher, even if throughout. A model trains if it ends "
         "below the lower dotted line, and does not if it ends above the upper one.",
         in_short=answer(runs, settings.models, depths, lab),
@@ -266,14 +285,14 @@ def answer(runs: pd.DataFrame, models: list[str], depths: list[int], lab: Lab) -
     )
 
 
-def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab: Lab) -> str:
+def headlines(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab: Lab) -> tuple[str, ...]:
     """For the report's first screen: the greatest depth at which OSA trains, and a greater one at which it was tried."""
     budget = dict(settings.depths)
     depths = sorted(budget)
     words = {depth: outcome(cell(runs, OSA, depth)) for depth in depths}
     ours = [depth for depth in depths if words[depth] != "not evaluated"]
     if not ours:
-        return ""
+        return ()
     label, deepest = f"{label_of(OSA, lab)}, our OSA made for depth,", ours[-1]
     trained = max((depth for depth in ours if words[depth] == "trains"), default=None)
 
@@ -291,7 +310,7 @@ def headline(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab:
         name, why = (label_of(OSA, lab), start_of(trained, deepest, rows["seed"])) if trained else (label, "")
         ended = f"{ended_at(rows)} ({decided(rows, deepest, claims)})"
         said.append(f"{name} is not shown to train at {what(deepest)}: {ended}{in_the_pilot(deepest)}{why}.")
-    return " ".join(said)
+    return tuple(said)
 
 
 def decided(rows: pd.DataFrame, depth: int, claims: list[Finding]) -> str:

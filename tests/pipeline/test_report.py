@@ -418,7 +418,9 @@ def test_claims_of_other_studies_are_not_in_the_headline(project, monkeypatch):
     monkeypatch.setattr(studies.module("fake_2_1"), "place", 53, raising=False)
     of = results.read()
     assert results.verdict(of)["claims_beyond"]["not_supported"] == 1
-    assert "Of 2 claims about the paper, 2 are undecided. Of 1 claim beyond it, 1 is not supported." in sentences.tally(of)
+    said = ["Of 2 claims about the paper, 2 are undecided.", "Of 1 claim beyond it, 1 is not supported."]
+    assert sentences.first_lines(of)[:2] == said
+    assert all(f"\n- {line}\n" in pages.render(of)["result.md"] for line in said)
 
 
 def test_the_verdict_file_has_words_for_keys(project):
@@ -437,8 +439,8 @@ def test_the_verdict_file_has_words_for_keys(project):
         "runs": {"total": 9, "trained": 9, "diverged": 0},
     }
     text = read_page("report.html")
-    assert "Of 2 claims about the paper, 2 are undecided. 1 of 1 check pass and 0 fail. " in text
-    assert "Table 2: 3 models, 3 seeds; 9 of 9 runs trained, 0 diverged." in text
+    assert "<li>Of 2 claims about the paper, 2 are undecided.</li>" in text
+    assert "<li>Table 2: 3 models, 3 seeds; 9 of 9 runs trained, 0 diverged. 1 of 1 check pass and 0 fail.</li>" in text
 
 
 def test_a_check_that_fails_is_shown_as_failing(project):
@@ -450,7 +452,7 @@ def test_a_check_that_fails_is_shown_as_failing(project):
         in Page(page).texts["finding-fake-errors"]
     )
     assert page.count('class="badge fails"') == 1 and 'class="badge passes"' not in page
-    assert "0 of 1 check pass and 1 fail. " in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
+    assert "0 of 1 check pass and 1 fail.<" in page and json.loads(read_page("verdict.json"))["checks"]["fails"] == 1
 
 
 @pytest.mark.parametrize("verdict", [SUPPORTED, NOT_SUPPORTED, UNDECIDED])

@@ -82,6 +82,10 @@ def test_the_runs_that_are_wanted_in_the_order_of_training(lab):
     vit = {"train": {"epochs": 1, "learning_rate": 1e-4}, "model": {"depth": 12}}
     assert found["vit", 12, 0] == ("vit", vit, 0)
     assert depth.trainings(settings, lab) == list(found.values())
+    deep = wanted(settings.model_copy(update={"depths": [[72, 1]]}), lab)
+    slower = {seed: overrides for (model, _, seed), (_, overrides, _) in deep.items() if model == "slower"}
+    usual = deep["osa_shaped", 72, 0][1]
+    assert slower == dict.fromkeys([0, 1], usual | {"train": usual["train"] | {"learning_rate": 1e-5}})
     options = [as_options(overrides)[1::2] for _, overrides, _ in found.values()]
     assert [parse_overrides(each) for each in options] == [overrides for _, overrides, _ in found.values()]
 
@@ -107,7 +111,7 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
     files.write_csv("nothing/runs.csv", gather(wanted(SETTINGS, lab), lab)["runs"])
     tables = {"runs": files.read_csv("nothing/runs.csv"), "histories": made_up({})["histories"]}
     answer, _, *claims, of_pilot = findings(SETTINGS, tables, lab)
-    assert answer.figure is None and answer.headline == ""
+    assert answer.figure is None and answer.headlines == ()
     assert all(cell == "not evaluated" for row in answer.table.rows for cell in row[2:4])
     assert answer.in_short.startswith("None of 3 models is trained yet.")
     assert {claim.verdict for claim in claims} == {NOT_EVALUATED} and len(claims) == 5
@@ -165,7 +169,7 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
 def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     tables = made_up({("osa_shaped", 36): losses, ("osa_shaped", 12): [0.3], ("vit", 36): [0.2]})
     answer, *_ = findings(SETTINGS, tables, lab)
-    assert headline in answer.headline
+    assert headline in " ".join(answer.headlines)
     cells = answer.table.rows[0]
     assert cells[1] == "1 × 10⁻⁴" and cells[4] == "–"
     assert cells[2].startswith("trains\n0.30; 90.0%") and cells[3].split("\n")[0] == word
@@ -188,12 +192,13 @@ def test_where_osa_stops_the_first_screen_says_how_it_starts_there(lab):
     files.write_csv(f"{depth.SIGNALS}/blocks.csv", pd.DataFrame(rows).assign(q=1.0, rank=1.0))
     for losses, told in {(2.1,): "700 there, beside 9 to 700 over 2 seeds,", (2.1, 2.2): "9 to 700 there"}.items():
         answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): losses, ("osa_shaped", 12): [0.3]}), lab)
-        assert answer.headline.endswith(
+        assert answer.headlines[-1].endswith(
             f"; as initialised, with the α L of 36 blocks, the gradient of its first block is {told} and 30 to 50 at 12."
         )
     alone, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): [2.1]}), lab)
-    assert alone.headline.startswith("OSA (shaped), our OSA made for depth, is not shown to train at 36 blocks")
-    assert alone.headline.endswith("(one seed, which decides nothing).")
+    (line,) = alone.headlines
+    assert line.startswith("OSA (shaped), our OSA made for depth, is not shown to train at 36 blocks")
+    assert line.endswith("(one seed, which decides nothing).")
 
 
 def test_what_the_pilot_got_to_at_that_depth_is_told(lab):
@@ -208,7 +213,7 @@ def test_what_the_pilot_got_to_at_that_depth_is_told(lab):
         steps = pilot.SEARCHES[blocks].steps
         files.write_csv(pilot.TABLE, table.assign(depth=blocks, steps=steps, seed=pilot.SEED))
         answer, *_ = findings(settings, tables, lab)
-        assert answer.headline.endswith(told)
+        assert answer.headlines[-1].endswith(told)
 
 
 def test_a_panel_without_a_visible_line_says_why(lab):
@@ -221,7 +226,7 @@ def test_a_panel_without_a_visible_line_says_why(lab):
 
 def test_the_first_screen_speaks_of_the_greatest_depth_that_was_tried(lab):
     answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 12): [0.3], ("vit", 36): [0.2]}), lab)
-    assert answer.headline.startswith("OSA (shaped), our OSA made for depth, gets to a train loss of 0.30 at 12 blocks")
+    assert answer.headlines[0].startswith("OSA (shaped), our OSA made for depth, gets to a train loss of 0.30 at 12 blocks")
     at_each = {12: "OSA (shaped)", 36: "ViT"}.items()
     told = [f"At {depth} blocks, with 1 of 3 models tried, 1 trains: {name}." for depth, name in at_each]
     assert answer.in_short == " ".join(told)
@@ -261,10 +266,8 @@ def test_the_lower_loss_is_judged_at_its_depth(lab):
 
 def test_the_claims_are_about_models_that_are_trained(lab):
     """At each depth that a claim names, by the parameters of the repository."""
-    settings, claims = lab.params, read_claims(lab.paper)
-    raw = synthetic.ROOT / "params.yaml"
-    settings = pilot.params.load(raw)
-    trained = {(model, blocks) for model in settings.depth.models for blocks, _ in settings.depth.depths}
+    claims, settings = read_claims(lab.paper), pilot.params.load(synthetic.ROOT / "params.yaml")
+    trained = {(model, blocks) for model in depth.with_slower(settings.depth.models) for blocks, _ in settings.depth.depths}
     trained |= {(model, 6) for model in [*settings.six_blocks.models, "vit"]}
     assert {(model, claim.depth) for claim in claims.values() for model in claim.models} <= trained
     assert all("{" not in claim.rule() for claim in claims.values())
@@ -369,7 +372,7 @@ def test_what_cls_knows_of_the_image_is_the_signals_number(lab, monkeypatch, tmp
 def test_the_first_screen_names_the_control_beside_osa(lab, losses, end):
     tables = made_up({("osa_shaped", 36): [0.4], ("softmax_shaped", 36): losses, ("softmax_shaped", 12): [0.2]})
     answer, *_ = findings(SETTINGS, tables, lab)
-    assert answer.headline.endswith(end)
+    assert answer.headlines[-1].endswith(end)
 
 
 def test_what_diverged_is_not_lower_and_what_ends_higher_with_depth_is_told(lab):
@@ -377,7 +380,7 @@ def test_what_diverged_is_not_lower_and_what_ends_higher_with_depth_is_told(lab)
     settings = Settings(models=[*MODELS, "softmax_shaped"], depths=[[12, 2], [36, 2], [72, 1]], seeds=[0], claim_seeds=[0])
     less = {("osa_shaped", 12): [0.5], ("vit", 12): [0.1], ("vskipinit", 12): [1.5]}
     answer, *_ = findings(settings, made_up(losses | less), lab)
-    assert answer.headline.endswith("Lower losses or higher accuracies: Softmax (shaped) 0.30 (90.0 ± 0.0%; 2 seeds).")
+    assert answer.headlines[-1].endswith("Lower losses or higher accuracies: Softmax (shaped) 0.30 (90.0 ± 0.0%; 2 seeds).")
     assert "1 of 2 models that were trained at 12 and 36 blocks end higher at 36." in answer.remark
     answer, *_ = findings(settings, made_up(losses), lab)
     assert "Table 3)" not in answer.remark

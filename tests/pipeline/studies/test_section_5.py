@@ -1,5 +1,6 @@
 """Verdicts on both sides of every threshold, from made-up runs with known answers; and the rules' age in git's history."""
 
+import functools
 import math
 import os
 import subprocess
@@ -12,10 +13,14 @@ import pandas as pd
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.core import files, params
+from pipeline import studies
+from pipeline.core import params
 from pipeline.core.errors import UserError
+from pipeline.lab import Lab
+from pipeline.runs import Run
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import section_5, stability
+from pipeline.studies._deep import read_claims
 
 ROOT = Path(__file__).parents[3]
 PAPER = "pipeline/paper.yaml"
@@ -271,19 +276,21 @@ def test_the_papers_claims_have_rules_and_are_about_models_that_there_are(lab):
     assert "at most 0.5 percentage points" in claims["osa_matches_vit"].rule()
 
 
-def changed_rules(repository: Path, since: str, section: str = "claims") -> list[str]:
-    """The commits after `since` whose claims are not those that paper.yaml has now."""
+def changed_rules(repository: Path, since: str, *keys: str) -> list[str]:
+    """The commits after `since` that have something else under these keys than paper.yaml has now, or nothing."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=True).stdout
 
-    yaml = YAML(typ="safe")
-    today = yaml.load((repository / PAPER).read_text())[section]
+    def rule(text: str) -> object:
+        return functools.reduce(lambda part, key: part.get(key, {}), keys, YAML(typ="safe").load(text))
+
+    today = rule((repository / PAPER).read_text())
     lines = git("log", "--diff-filter=AM", "--format=%H %cI", "--", PAPER).splitlines()
     commits = [
         commit for commit, date in map(str.split, lines) if datetime.fromisoformat(date) > datetime.fromisoformat(since)
     ]
-    return [commit for commit in commits if yaml.load(git("show", f"{commit}:{PAPER}"))[section] != today]
+    return [commit for commit in commits if rule(git("show", f"{commit}:{PAPER}")) != today]
 
 
 @pytest.fixture
@@ -295,19 +302,33 @@ def whole_history():
 
 @pytest.mark.usefixtures("whole_history")
 def test_no_rule_has_changed_since_the_date_that_the_report_gives():
-    assert changed_rules(ROOT, params.load_paper().rules_since) == []
+    assert changed_rules(ROOT, params.load_paper().rules_since, "claims") == []
+
+
+def judged_runs(study: str) -> dict[tuple[str, ...], list[Run]]:
+    """The runs of a study that a rule judges, by the rule's place in paper.yaml; all of them where rules stand together."""
+    lab = Lab(study, params.load(), params.load_paper())
+    module, settings = studies.module(study), lab.params.studies[study]
+    if study in lab.paper.predictions:
+        return {("predictions", study): [lab.run(*request) for request in module.trainings(settings, lab)]}
+    wanted = module.wanted(settings, lab).items()
+    return {
+        ("deep_claims", name): [
+            lab.run(*request) for (model, depth, _), request in wanted if model in claim.models and depth == claim.depth
+        ]
+        for name, claim in read_claims(lab.paper).items()
+    }
 
 
 @pytest.mark.usefixtures("whole_history")
-@pytest.mark.parametrize(
-    "section, studies", [("deep_claims", ("depth", "six_blocks")), ("predictions", ("penalties", "keeping"))]
-)
-def test_no_rule_has_changed_since_the_first_run_that_it_judges(section, studies):
-    records = [path for study in studies for path in (ROOT / "runs" / study).glob("*/*/record.json")]
-    starts = [files.read_json(path)["started_at"] for path in records]
-    if not starts:
-        pytest.skip("no run that it judges is here")
-    assert changed_rules(ROOT, min(starts), section) == []
+@pytest.mark.parametrize("study", ["depth", "six_blocks", "penalties", "keeping"])
+def test_no_rule_has_changed_since_the_first_run_that_it_judges(study, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    judged = judged_runs(study)
+    assert any(judged.values()), "every one of these has rules"
+    for keys, runs in judged.items():
+        starts = [record["started_at"] for run in runs if (record := run.record_if_there())]
+        assert not starts or changed_rules(ROOT, min(starts), *keys) == [], keys
 
 
 def test_a_rule_that_was_changed_later_is_noticed(tmp_path):
@@ -326,7 +347,8 @@ def test_a_rule_that_was_changed_later_is_noticed(tmp_path):
 
     for day, tolerance in ((20, 1), (22, 0.5), (23, 0.5)):
         commit(day, tolerance)
-    assert changed_rules(tmp_path, "2026-11-22T00:00:00+00:00") == []
-    assert len(changed_rules(tmp_path, "2026-11-19T00:00:00+00:00")) == 1
+    assert changed_rules(tmp_path, "2026-11-22T00:00:00+00:00", "claims") == []
+    assert len(changed_rules(tmp_path, "2026-11-19T00:00:00+00:00", "claims", "a")) == 1
+    assert changed_rules(tmp_path, "2026-11-22T00:00:00+00:00", "claims", "added") == []
     commit(24, 2)
     assert len(changed_rules(tmp_path, "2026-11-22T00:00:00+00:00")) == 2, "both that had another tolerance"

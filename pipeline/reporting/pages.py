@@ -299,7 +299,9 @@ def provenance_table(of: Results) -> Table:
         key: "\n".join(value if len(counts) == 1 else f"{value} ({plural(n, 'run')})" for value, n in counts.items())
         for key, counts in facts.pop("runs").items()
     }
-    facts |= {"stale_studies": ", ".join(facts["stale_studies"]) or "none"}
+    others = [f"{name} {count}" for name, count in facts["study_runs_by_other_code"].items()]
+    listed = {"study_runs_by_other_code": others, "stale_studies": facts["stale_studies"]}
+    facts |= {key: ", ".join(values) or "none" for key, values in listed.items()}
     del facts["compute"]  # which has a place of its own
     note = (
         "On one machine, with one code and these versions, the same seed gives the same bits. Elsewhere a run agrees "

@@ -85,6 +85,7 @@ def cautions(of: Results) -> dict[str, str]:
     codes = ", ".join(sorted({made["code_sha256"][:SHOWN_DIGEST] for made in others}))
     dirty = sum(bool(made["environment"]["git_dirty"]) for made in of.records.values())
     older, stale = facts["table_2_runs_older_than_rules"], facts["stale_studies"]
+    elsewhere = facts["study_runs_by_other_code"]
     told = [
         (stated, "not the paper's setting", f"{stated}; a difference to its numbers is no failure to replicate them"),
         (unstated, "not our recipe, where the paper states nothing", unstated),
@@ -100,6 +101,11 @@ def cautions(of: Results) -> dict[str, str]:
             f"{len(others)} of {total} runs of Table 2 by other code",
             f"{codes}, where {here} is here; `dvc repro` trains them again, `python -m pipeline.replay` confirms them where "
             "every bit agrees",
+        ),
+        (
+            elsewhere,
+            f"{plural(sum(elsewhere.values()), 'run')} of studies by other code",
+            ", ".join(f"{name} {count}" for name, count in elsewhere.items()),
         ),
         (dirty, f"{dirty} of {total} runs with uncommitted changes", ""),
         (len(facts["runs"]["data_sha256"]) > 1, "runs on different data", "see Provenance"),

@@ -159,8 +159,15 @@ def tried(runs: pd.DataFrame, model: str, depth: int) -> pd.DataFrame:
     return rows[rows["status"] != "missing"]
 
 
+def is_asked(runs: pd.DataFrame, model: str, depth: int) -> bool:
+    """Whether a cell is one of the study's, as all are but those at the lower rate that no claim is about."""
+    return model != SLOWER or len(cell(runs, model, depth)) > 0
+
+
 def told(runs: pd.DataFrame, model: str, depth: int) -> str:
     """e.g. trains, with its loss and accuracy on a smaller line, and how many runs where it is not one."""
+    if not is_asked(runs, model, depth):
+        return ABSENT
     rows = tried(runs, model, depth)
     word, there = outcome(rows), rows[rows["status"] == "finished"]
     numbers = [account(rows["status"])] if len(rows) > 1 or len(rows) > len(there) else []
@@ -185,11 +192,11 @@ def initial(column: str) -> Callable[[str, int], float]:
 def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) -> Finding:
     """The answer: models by depths."""
     runs, budget = tables["runs"], dict(settings.depths)
-    models = [model for model in with_slower(settings.models) if model != SLOWER or (runs["variant"] == SLOWER).any()]
+    models = [model for model in with_slower(settings.models) if any(is_asked(runs, model, depth) for depth in depths)]
     rows, measures = [], []
     for model in models:
         label = label_of(model, lab)
-        for depth in depths:
+        for depth in [each for each in depths if is_asked(runs, model, each)]:
             losses = cell(runs, model, depth)["train_loss"].dropna()
             note = outcome(cell(runs, model, depth))
             measures.append(Measure(f"{label}, {depth} blocks: last train loss", losses.mean(), n=len(losses), note=note))
@@ -307,9 +314,9 @@ def headlines(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab
         said.append(f"{label} {got} at {what(trained)} ({last}; {decided(rows, trained, claims)}){rest}")
     if deepest != trained:
         rows = tried(runs, OSA, deepest)
-        name, why = (label_of(OSA, lab), start_of(trained, deepest, rows["seed"])) if trained else (label, "")
+        name = label_of(OSA, lab) if trained else label
         ended = f"{ended_at(rows)} ({decided(rows, deepest, claims)})"
-        said.append(f"{name} is not shown to train at {what(deepest)}: {ended}{in_the_pilot(deepest)}{why}.")
+        said.append(f"{name} is not shown to train at {what(deepest)}: {ended}{at_lower_rate(runs, deepest)}.")
     return tuple(said)
 
 
@@ -337,17 +344,13 @@ def ended_at(rows: pd.DataFrame) -> str:
     return ", and ".join(ended)
 
 
-def start_of(less: int, more: int, seeds: pd.Series) -> str:
-    """The gradient of OSA's first block as initialised: with those seeds and with every seed at more blocks, and at less."""
-    here, there = first_gradients(less), first_gradients(more)
-    own = there[there.index.isin(seeds)]
-    if here.empty or own.empty:
+def at_lower_rate(runs: pd.DataFrame, depth: int) -> str:
+    """Where OSA's runs at the next lower rate end, if there are any."""
+    rows = tried(runs, SLOWER, depth)
+    if rows.empty:
         return ""
-    others = f", beside {span(there)} over {plural(len(there), 'seed')}," if len(own) < len(there) else ""
-    return (
-        f"; as initialised, with the α L of {pilot.DEPTH} blocks, the gradient of its first block is {span(own)} there"
-        f"{others} and {span(here)} at {less}"
-    )
+    rate = number(rows["learning_rate"].iloc[0])
+    return f"; at the next lower rate, {rate}, {ended_at(rows)} ({number_of_seeds(rows)})"
 
 
 def first_gradients(depth: int) -> pd.Series:
@@ -358,15 +361,6 @@ def first_gradients(depth: int) -> pd.Series:
         return pd.Series(dtype=float)
     first = blocks[(blocks["model"] == OSA) & (blocks["block"] == 1) & (blocks["depth"] == depth)]
     return first.set_index("seed")["gradient"]
-
-
-def in_the_pilot(depth: int) -> str:
-    """The least that OSA comes to in the pilot at a depth, where there is a search there."""
-    if depth not in pilot.SEARCHES:
-        return ""
-    rows, steps = pilot.tried(depth), pilot.SEARCHES[depth].steps
-    loss = rows.loc[rows["model"] == OSA, "loss"].min()
-    return f"; in the pilot, with another seed, it gets to {fixed(loss, 2)} in {steps} steps" if loss < math.inf else ""
 
 
 def number_of_seeds(rows: pd.DataFrame) -> str:

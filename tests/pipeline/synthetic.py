@@ -28,6 +28,7 @@ STUDIES = {  # sizes at which each takes seconds
     "kernels_with_depth": {"depths": [1, 6], "tokens": 23, "types": 10, "vision_depths": [6]},
     "orthogonality": {"images": 2},
     "perturbation": {"images": 1},
+    "first_steps": {"depths": [6], "rates": [1e-5, 1e-2], "steps": 2},
     "signals": {"depths": [6], "alpha_seeds": [0], "alpha_depths": [6, 7], "alpha_patches": [14, 7]},
     "complexity": {"largest_tokens": 512, "width": 2, "widths": [2, 4, 8], "tokens": 64, "joint": [2, 4, 8]}
     | {"tokens_per_width": 16, "most_tokens_matrix": 512, "most_tokens_exponential": 128}

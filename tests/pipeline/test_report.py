@@ -571,6 +571,16 @@ def test_a_study_of_other_code_is_told(project):
     assert cautions() == ["1 of 2 studies measured by other code: fake_2_1."]
 
 
+def test_runs_of_studies_by_other_code_are_told(project):
+    made = files.read_json("runs/table_2/vit/1/record.json")
+    for seed, code in enumerate((made["code_sha256"], "badc0de5" * 8, "0ddc0de5" * 8)):
+        files.write_json(f"runs/fake_2_1/vit+a=b/{seed}/record.json", made | {"code_sha256": code})
+    assert cautions() == ["2 runs of studies by other code: fake_2_1 2."]
+    report.main([])
+    assert json.loads(read_page("provenance.json"))["study_runs_by_other_code"] == {"fake_2_1": 2}
+    assert ["study_runs_by_other_code", "fake_2_1 2"] in Page(read_page("report.html")).table("provenance")
+
+
 def test_missing_and_diverged_runs_are_told_first(project):
     shutil.rmtree("runs/table_2/vit/0")
     path = OUTPUTS / "tables/runs.csv"

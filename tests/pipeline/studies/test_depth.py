@@ -181,39 +181,30 @@ def test_the_answer_and_what_the_first_screen_says(lab, losses, word, headline):
     assert [text.get_text() for text in answer.figure.legends[0].get_texts()] == ["OSA (shaped)", "ViT"]
 
 
-def test_where_osa_stops_the_first_screen_says_how_it_starts_there(lab):
-    gradients = {(12, 0): 30.0, (12, 1): 50.0, (36, 0): 700.0, (36, 1): 9.0}
-    rows = [
-        {"model": model, "depth": blocks, "seed": seed, "block": block, "gradient": value * (1 if block == 1 else 1e-3)}
-        for (blocks, seed), value in gradients.items()
-        for model in ("osa_shaped", "vit")
-        for block in (1, 2)
-    ]
-    files.write_csv(f"{depth.SIGNALS}/blocks.csv", pd.DataFrame(rows).assign(q=1.0, rank=1.0))
-    for losses, told in {(2.1,): "700 there, beside 9 to 700 over 2 seeds,", (2.1, 2.2): "9 to 700 there"}.items():
-        answer, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): losses, ("osa_shaped", 12): [0.3]}), lab)
-        assert answer.headlines[-1].endswith(
-            f"; as initialised, with the α L of 36 blocks, the gradient of its first block is {told} and 30 to 50 at 12."
-        )
+def test_a_single_depth_at_which_osa_does_not_train_is_told(lab):
     alone, *_ = findings(SETTINGS, made_up({("osa_shaped", 36): [2.1]}), lab)
     (line,) = alone.headlines
     assert line.startswith("OSA (shaped), our OSA made for depth, is not shown to train at 36 blocks")
     assert line.endswith("(one seed, which decides nothing).")
 
 
-def test_what_the_pilot_got_to_at_that_depth_is_told(lab):
-    tables = made_up({("osa_shaped", 72): [25.0]})
-    settings = Settings(models=MODELS, depths=[[12, 2], [72, 1]], seeds=[0], claim_seeds=[0])
-    rows = [("osa_shaped", 3e-5, 0.36, 1.4), ("osa_shaped", 1e-4, 0.36, math.nan), ("vit", 1e-4, math.nan, 0.2)]
-    table = pd.DataFrame(rows, columns=["model", "learning_rate", "alpha_times_depth", "loss"])
-    for blocks, told in {
-        72: "; in the pilot, with another seed, it gets to 1.40 in 100 steps.",
-        36: "decides nothing).",
+def test_where_osa_ends_at_the_next_lower_rate_is_told(lab):
+    settings = Settings(models=MODELS, depths=[[12, 2], [72, 1]], seeds=[0], claim_seeds=[0, 1, 2])
+    usual = {("osa_shaped", 72): [25.0, None, 0.5], ("vit", 72): [0.2]}
+    for losses, told in {
+        (): "its train loss ends at 0.50 to 25.00, and 1 of its runs diverges (3 seeds: undecided).",
+        (19.0, 0.6): "; at the next lower rate, 1 × 10⁻⁴, its train loss ends at 0.60 to 19.00 (2 seeds).",
     }.items():
-        steps = pilot.SEARCHES[blocks].steps
-        files.write_csv(pilot.TABLE, table.assign(depth=blocks, steps=steps, seed=pilot.SEED))
-        answer, *_ = findings(settings, tables, lab)
+        answer, *rest = findings(settings, made_up(usual | {("slower", 72): losses}), lab)
         assert answer.headlines[-1].endswith(told)
+        labels = [row[0] for row in answer.table.rows]
+        assert labels == ["OSA (shaped)", "ViT", "OSA (shaped), α = 0.1", *["OSA (shaped), next lower rate"] * bool(losses)]
+        assert answer.in_short.startswith("At 72 blocks, with 2 of 3 models tried"), "it is none of its own"
+    drawn = [text.get_text() for text in answer.figure.legends[0].get_texts()]
+    assert drawn == ["OSA (shaped)", "ViT", "OSA (shaped), next lower rate"]
+    verdicts = {finding.id: finding.verdict for finding in rest}
+    assert verdicts["osa_slower_trains_at_72"] == UNDECIDED
+    assert answer.table.rows[-1][2:4] == ["–", "undecided\n9.80; 90.0 ± 0.0%; n = 2"]
 
 
 def test_a_panel_without_a_visible_line_says_why(lab):

@@ -1,0 +1,152 @@
+"""First steps: what stops a deep model from training? OSA and E-SPA at the rates that the pilot tried, step by step.
+
+A model whose MLPs are shaped for depth has signals that neither grow nor fade as it is initialised. The weights of the first
+steps are not initialised ones any more: the more blocks there are, the more each step changes what comes out of them.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Annotated
+
+import matplotlib
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from pydantic import Field
+
+from pipeline.core.params import Name, PositiveFloat, PositiveInt, RunConfig, Section, Seeds
+from pipeline.lab import Lab
+from pipeline.reporting import charts
+from pipeline.reporting.looks import STYLE
+from pipeline.reporting.numbers import number, plural, span
+from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.training.loop import Training
+
+place = 53.5
+LARGE = 10.0  # a mean square of [cls], for which no MLP is shaped
+CELL = ["model", "depth", "rate"]
+
+
+class Settings(Section):
+    seeds: Seeds
+    depths: Annotated[list[PositiveInt], Field(min_length=1)]
+    rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    models: Annotated[list[Name], Field(min_length=1)] = Field(["osa_shaped", "espa"], min_length=1)
+    steps: PositiveInt = 8
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    """The first steps of trainings as the study `depth` has them, from the same draws and over the same images."""
+    rows = []
+    for model, depth, rate, seed in itertools.product(settings.models, settings.depths, settings.rates, settings.seeds):
+        config = lab.config(model, {"model": {"depth": depth}, "train": {"learning_rate": rate}})
+        identity = {"model": model, "depth": depth, "rate": rate, "seed": seed}
+        rows += [identity | row for row in first_steps(config, seed, settings.steps)]
+    return {"steps": pd.DataFrame(rows)}
+
+
+def first_steps(config: RunConfig, seed: int, steps: int) -> Iterator[dict[str, float]]:
+    """Before each step and after the last one, until the loss is not finite:
+
+    loss       of the minibatch of the step that comes next
+    gradient   ‖∂loss/∂θ‖₂ over all parameters, before it is clipped
+    q          mean square of an entry of [cls] after the last block
+    """
+    training = Training(config, seed, torch.device("cpu"))
+    norms, squares = [], []
+    for parameter in training.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.double().norm()))
+    training.model.blocks[-1].register_forward_hook(lambda *call: squares.append(call[-1][:, 0].detach().square().mean()))
+    for step, batch in enumerate(itertools.islice(training.batches(0), steps + 1)):
+        norms.clear()
+        loss = training.step(*batch)[0].item()
+        if not math.isfinite(loss):
+            return
+        yield {"step": step, "loss": loss, "gradient": torch.stack(norms).norm().item(), "q": squares.pop().item()}
+
+
+def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+    steps, what = tables["steps"], plural(settings.steps, "step")
+    first = steps[(steps["step"] == 0) & (steps["rate"] == settings.rates[0])]  # as it is at every rate
+    starts = {cell: own["gradient"] for cell, own in first.groupby(CELL[:2], sort=False)}
+    ends = steps.groupby([*CELL, "seed"], sort=False).last()
+    left = (ends["q"] >= LARGE).groupby(CELL, sort=False).sum()
+    rows = []
+    for (model, depth, rate), own in ends.groupby(CELL, sort=False):
+        start, q, loss = map(by_seed, (starts[model, depth], own["q"], own["loss"]))
+        rows.append([lab.label(model), str(depth), start, number(rate), q, loss])
+    depth, ours = settings.depths[-1], left.index.get_level_values("model") == settings.models[0]
+    at_depth = {cell: own for cell, own in starts.items() if cell[1] == depth}
+    headline = told(settings, at_depth, left[ours & (left.index.get_level_values("depth") == depth)], lab)
+    return [
+        Finding(
+            id="first_steps",
+            title="What the first steps do to deep models",
+            place="Section 4; He et al. 2023, Appendix H.1",
+            kind=OBSERVATION,
+            statement="The gradient of models as initialised, and how large [cls] is after the last block when the first "
+            f"{what} of a training are done, by the learning rate. The MLPs are shaped for a mean square of 1.",
+            measures=[
+                Measure(f"{lab.label(model)}, {depth} blocks, rate {number(rate)}: seeds with a mean square ≥ {LARGE:g}", n)
+                for (model, depth, rate), n in left.items()
+            ],
+            table=Table(
+                ["Model", "Blocks", "Gradient as initialised", "Learning rate", "Mean square then", "Train loss then"],
+                rows,
+                "lrlrll",
+                note=f"Seeds {', '.join(map(str, settings.seeds))}, in this order. The gradient is ‖∂loss/∂θ‖₂ over all "
+                f"parameters and the first minibatch; the others are those of the minibatch after the {what}, or of the "
+                "last one with a finite loss.",
+            ),
+            figure=draw(settings, steps, lab),
+            caption="Mean square of an entry of [cls] after the last block, before each step, a line for each seed.",
+            in_short=told(settings, starts, left, lab),
+            remark="Adam’s first steps move every weight by about the rate whatever the gradient is, so that clipping does "
+            "not shorten them, and what the blocks change multiplies. These trainings are the beginnings of those of the "
+            "study depth, where their rate is the same.",
+            headlines=(headline,),
+        )
+    ]
+
+
+def by_seed(values: pd.Series) -> str:
+    return ", ".join(map(number, values))
+
+
+def told(settings: Settings, starts: dict[tuple[str, int], pd.Series], left: pd.Series, lab: Lab) -> str:
+    """The gradients with which trainings begin, and with how many seeds [cls] then is large at each rate."""
+    begun = [f"{span(own)} in {of(*cell, lab)}" for cell, own in starts.items()]
+    ended = [
+        f"{of(*cell, lab)} has {', '.join(f'{count} at {number(rate)}' for (*_, rate), count in counts.items())}"
+        for cell, counts in left.groupby(CELL[:2], sort=False)
+        if counts.any()
+    ]
+    others = ["no other has any" if ended else "none has any"] * (len(ended) < left.groupby(CELL[:2]).ngroups)
+    return (
+        f"As initialised the gradient is, by seed, {'; '.join(begun)}. Of {plural(len(settings.seeds), 'seed')} at each "
+        f"rate, with [cls] of mean square {LARGE:g} or more, and not 1, after {plural(settings.steps, 'step')}, "
+        f"{'; '.join([*ended, *others])}."
+    )
+
+
+def of(model: str, depth: int, lab: Lab) -> str:
+    return f"{lab.label(model)} of {depth} blocks"
+
+
+@matplotlib.rc_context(STYLE)
+def draw(settings: Settings, steps: pd.DataFrame, lab: Lab) -> Figure:
+    """A panel for each model and depth."""
+    cells = list(itertools.product(settings.models, settings.depths))
+    figure, panels = charts.panels(len(cells), 3.2, sharey=True)
+    colours = dict(zip(settings.rates, charts.ramp(len(settings.rates)), strict=True))
+    for axes, (model, depth) in zip(panels, cells, strict=True):
+        own = steps[(steps["model"] == model) & (steps["depth"] == depth)]
+        for (rate, _), run in own.groupby(["rate", "seed"]):
+            axes.plot(run["step"], run["q"], color=colours[rate])
+        axes.set(title=f"{lab.label(model)}, {depth}", xlabel="Step")
+        charts.logarithmic(axes, "y")
+    panels[0].set_ylabel("Mean square of [cls]")
+    charts.legend(figure, [Line2D([], [], color=colour, label=f"Rate {number(rate)}") for rate, colour in colours.items()])
+    return figure

@@ -1,4 +1,4 @@
-"""First steps: what stops a deep model from training? OSA and E-SPA at the rates that the pilot tried, step by step.
+"""First steps: what stops a deep model from training? OSA and E-SPA at several rates, step by step.
 
 A model whose MLPs are shaped for depth has signals that neither grow nor fade as it is initialised. The weights of the first
 steps are not initialised ones any more: the more blocks there are, the more each step changes what comes out of them.
@@ -145,7 +145,7 @@ def draw(settings: Settings, steps: pd.DataFrame, lab: Lab) -> Figure:
         own = steps[(steps["model"] == model) & (steps["depth"] == depth)]
         for (rate, _), run in own.groupby(["rate", "seed"]):
             axes.plot(run["step"], run["q"], color=colours[rate])
-        axes.set(title=f"{lab.label(model)}, {depth}", xlabel="Step")
+        axes.set(title=f"{lab.label(model)}, {depth}", xlabel="Step", xticks=[0, settings.steps // 2, settings.steps])
         charts.logarithmic(axes, "y")
     panels[0].set_ylabel("Mean square of [cls]")
     charts.legend(figure, [Line2D([], [], color=colour, label=f"Rate {number(rate)}") for rate, colour in colours.items()])

@@ -53,10 +53,10 @@ def test_a_study_waits_for_no_run_of_table_2(upstream):
 
 
 def test_a_study_needs_the_data_if_it_asks_for_images_or_trains(upstream):
-    """`initialised_layers` asks for images."""
+    """`initialised_layers` asks for images, and a `Training` of its own loads them."""
     for name in studies.measuring():
         trains = hasattr(studies.module(name), "trainings") and not studies.gathers(name)
-        uses_data = trains or re.search(r"lab\.images\(|initialised_layers\(", sources.text(name)) is not None
+        uses_data = trains or re.search(r"lab\.images\(|initialised_layers\(|= Training\(", sources.text(name)) is not None
         assert (
             ("fetch" in upstream[name]) == uses_data == bool({"data", "data/${data.source}"} & set(stage(name)["deps"]))
         ), name

@@ -154,7 +154,7 @@ def costs(settings: Settings, runs: pd.DataFrame, lab: Lab) -> Finding:
         f"{'s' if settings.epochs > 1 else ''}, by the number of tokens N.",
         measures=measures or [Measure("Trainings", 0)],
         table=Table(["Model", "N", "Seconds a step", "Accuracy, %", "n"], rows) if rows else None,
-        figure=draw(there, lab) if len(there) else None,
+        figure=draw(there, lab) if there["tokens"].nunique() > 1 else None,  # of one number there are no lines
         caption="A line for each model, a point for each number of tokens, which stands beside it.",
         in_short=f"{progress([run for _, run in runs['status'].groupby(level=0)], 'runs')}{ends(there, lab)}.",
         remark=" ".join(filter(None, (of_devices(runs), of_other_code(runs)))),

@@ -86,7 +86,7 @@ def found(model: str, usual: float, depth: int = DEPTH) -> tuple[float, float] |
 
     Where no rate learns, the rate is the `usual` one.
     """
-    depth = depth if depth in SEARCHES else DEPTH
+    depth = searched(depth)
     rows = tried(depth).fillna({"alpha_times_depth": FIRST_ALPHA})
     rows = rows.set_index(["model", "learning_rate", "alpha_times_depth"])["loss"].to_dict()
     try:
@@ -101,7 +101,12 @@ def found(model: str, usual: float, depth: int = DEPTH) -> tuple[float, float] |
 
 def below(rate: float, depth: int = DEPTH) -> float | None:
     """The next lower rate of the search at a depth; None where there is none."""
-    return max((each for each in SEARCHES[depth if depth in SEARCHES else DEPTH].rates if each < rate), default=None)
+    return max((each for each in SEARCHES[searched(depth)].rates if each < rate), default=None)
+
+
+def searched(depth: int) -> int:
+    """The depth whose search serves a depth: its own, if it has one."""
+    return depth if depth in SEARCHES else DEPTH
 
 
 def learns(loss: float) -> bool:

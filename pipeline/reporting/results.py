@@ -34,10 +34,11 @@ ENVIRONMENT = ("device_name", "platform", "python", "torch", "num_threads")
 
 @dataclass(frozen=True)
 class Results:
-    """What a report is made from: the tables, the record of every run of Table 2 that is there, and what studies found."""
+    """What a report is made from: the tables, the record of every run that is there, and what studies found."""
 
     lab: Lab
-    records: dict[tuple[str, int], dict]  # by variant and seed
+    records: dict[tuple[str, int], dict]  # of Table 2, by variant and seed
+    study_records: dict[str, list[dict]]  # of each study that has any
     found: dict[str, list[Finding]]  # by study, in the order of the report
 
     @property
@@ -70,7 +71,12 @@ def read() -> Results:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
     records = {run: read_record(Run(*run), lab) for run in itertools.compress(found, listed["status"] != "missing")}
     left_out = set(studies.measuring()) - lab.params.studies.keys()
-    return Results(lab, records, {name: study.findings(name, lab) for name in studies.in_order() if name not in left_out})
+    return Results(
+        lab,
+        records,
+        read_study_records(),
+        {name: study.findings(name, lab) for name in studies.in_order() if name not in left_out},
+    )
 
 
 def identities(table: pd.DataFrame) -> list[tuple[str, int]]:
@@ -84,6 +90,12 @@ def read_record(run: Run, lab: Lab) -> dict:
     if not runs.same_config(made["config"], params.resolve(lab.params, run.variant)):
         raise UserError(f"{run.folder}/record.json was made with other parameters than params.yaml has: run `dvc repro`.")
     return made
+
+
+def read_study_records() -> dict[str, list[dict]]:
+    """The record of every run of each study that has any."""
+    paths = {name: sorted((runs.FOLDER / name).glob("*/*/record.json")) for name in studies.measuring()}
+    return {name: [runs.read_record(path.parent) for path in own] for name, own in paths.items() if own}
 
 
 def table_2(results: Results) -> pd.DataFrame:
@@ -115,7 +127,7 @@ def cost(results: Results) -> pd.DataFrame:
 
 def compute(results: Results) -> dict[str, dict]:
     """What training took: of Table 2, and of each study that trains, the runs, hours and machines."""
-    records = {"Table 2": list(results.records.values())} | study_records()
+    records = {"Table 2": list(results.records.values())} | results.study_records
     short = pilot.read()
     tried = {"runs": len(short), "hours": rounded((short["steps"] * short["seconds_per_step"]).sum() / 3600), "machines": []}
     return {
@@ -126,12 +138,6 @@ def compute(results: Results) -> dict[str, dict]:
         }
         for name, made in records.items()
     } | ({"the pilot of deep models": tried} if len(short) else {})
-
-
-def study_records() -> dict[str, list[dict]]:
-    """The record of every run of each study that has any."""
-    paths = {name: sorted((runs.FOLDER / name).glob("*/*/record.json")) for name in studies.measuring()}
-    return {name: [runs.read_record(path.parent) for path in own] for name, own in paths.items() if own}
 
 
 def departures(results: Results) -> pd.DataFrame:
@@ -156,10 +162,10 @@ def made_otherwise(results: Results) -> list[dict]:
     return [made for made in results.records.values() if not record.is_of_today(made)]
 
 
-def trained_otherwise() -> dict[str, int]:
+def trained_otherwise(results: Results) -> dict[str, int]:
     """How many runs of each study today's code is not known to give, where there are some."""
-    others = {name: [record.is_of_today(each) for each in made].count(False) for name, made in study_records().items()}
-    return {name: count for name, count in others.items() if count}
+    known = {name: [record.is_of_today(each) for each in made] for name, made in results.study_records.items()}
+    return {name: each.count(False) for name, each in known.items() if not all(each)}
 
 
 def stale_studies(settings: Params) -> list[str]:
@@ -187,7 +193,7 @@ def provenance(results: Results) -> dict:
             for made in records
         ),
         "table_2_runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
-        "study_runs_by_other_code": trained_otherwise(),
+        "study_runs_by_other_code": trained_otherwise(results),
         "stale_studies": stale_studies(results.lab.params),
         "parameters_sha256": hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest(),
         "compute": compute(results),

@@ -1,6 +1,7 @@
 """What README and docs/ say is so: the result is current, and their links, commands, parameters and snippets work."""
 
 import ast
+import html
 import importlib.util
 import re
 import shlex
@@ -67,6 +68,14 @@ def load(raw, folder):
 def test_result_is_current():
     result = (ROOT / report.FOLDER / "result.md").read_text()
     assert report.with_result(README, result) == README, "run `make readme`"
+
+
+def test_every_work_that_the_report_cites_is_among_its_references():
+    page = (ROOT / "paper_outputs/report.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub("<[^>]+>", "", re.sub("<svg.*?</svg>", "", page, flags=re.DOTALL)))
+    cited = {" ".join(each) for each in re.findall(r"([A-Z]\w+(?: et al\.)?) \(?((?:19|20)\d\d)\b", text)}
+    listed = {name for name in params.load_paper().references if name[-1].isdigit()}
+    assert {each for each in cited if "et al." in each} <= listed <= cited
 
 
 def test_links_lead_somewhere():

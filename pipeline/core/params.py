@@ -300,6 +300,7 @@ class Paper(Section):
     authors: str
     link: str
     names: dict[str, str]  # that the report uses, and what they mean
+    references: dict[str, str]  # by the names that they have there
     table_2: dict[Name, float]
     deep_losses: dict[Name, float]  # of He et al. 2023
     deep_claims: dict[Name, dict[str, Any]]  # of He et al. 2023, and of ours

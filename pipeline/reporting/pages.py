@@ -73,6 +73,7 @@ def context(of: Results) -> dict:
         "cautions": list(told.values()),
         "rules": sentences.rules(of),
         "names": Table(["Name", "What it is"], [list(each) for each in of.lab.paper.names.items()], "ll"),
+        "references": Table(["In the report", "Work"], [list(each) for each in of.lab.paper.references.items()], "ll"),
         "limitations": sentences.limitations(of),
         "compute": sentences.compute(of),
         "table_2": table_2(of),

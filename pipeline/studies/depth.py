@@ -316,7 +316,8 @@ def headlines(runs: pd.DataFrame, settings: Settings, claims: list[Finding], lab
         rows = tried(runs, OSA, deepest)
         name = label_of(OSA, lab) if trained else label
         ended = f"{ended_at(rows)} ({decided(rows, deepest, claims)})"
-        said.append(f"{name} is not shown to train at {what(deepest)}: {ended}{at_lower_rate(runs, deepest)}.")
+        lower, others = at_lower_rate(runs, deepest), where_others_get(runs, deepest, lab)
+        said.append(f"{name} is not shown to train at {what(deepest)}: {ended}{lower}.{others}")
     return tuple(said)
 
 
@@ -353,6 +354,13 @@ def at_lower_rate(runs: pd.DataFrame, depth: int) -> str:
     return f"; at the next lower rate, {rate}, {ended_at(rows)} ({number_of_seeds(rows)})"
 
 
+def where_others_get(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
+    """The models that train where OSA is not shown to, and what they get to."""
+    there = [model for model in runs["variant"].unique() if outcome(cell(runs, model, depth)) == "trains"]
+    told = [f"{label_of(model, lab)} gets to {got(tried(runs, model, depth))}" for model in there if model != SLOWER]
+    return f" There {', '.join(told)}." if told else ""
+
+
 def first_gradients(depth: int) -> pd.Series:
     """The gradient of OSA's first block as initialised, by seed, as the study `signals` has it; empty where it has none."""
     try:
@@ -373,22 +381,21 @@ def reached(rows: pd.DataFrame) -> tuple[str, str]:
     return fixed(rows["train_loss"].mean(), 2), f"{mean_std(accuracies.mean(), accuracies.std(), 1)}%"
 
 
+def got(rows: pd.DataFrame, usual: int = 0) -> str:
+    """Loss, accuracy and, where they are not as many as usual, the number of seeds of a model's runs."""
+    loss, accuracy = reached(rows)
+    return f"{loss} ({accuracy}{f'; {number_of_seeds(rows)}' if len(rows) != usual else ''})"
+
+
 def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     """What the control does there, as what a model reaches with OSA is not OSA's doing if softmax reaches it too; and which
     models, none of whose runs diverged, have a lower loss or a higher accuracy. Numbers of seeds are told where they are
     others than OSA's."""
     ours, control = tried(runs, OSA, depth), f"softmax attention with the same MLPs, {lab.label(CONTROL)}"
-
-    def got(model: str) -> str:
-        rows = tried(runs, model, depth)
-        loss, accuracy = reached(rows)
-        seeds = f"; {number_of_seeds(rows)}" if len(rows) != len(ours) else ""
-        return f"{loss} ({accuracy}{seeds})"
-
     lesser = [each for each in depths if each < depth and outcome(cell(runs, CONTROL, each)) == "trains"]
     said = {
         "not evaluated": f"; {control}, is not tried there, and trains at {lesser[-1]}" if lesser else "",
-        "trains": f"; {control}, gets to {got(CONTROL)}",
+        "trains": f"; {control}, gets to {got(tried(runs, CONTROL, depth), len(ours))}",
         "undecided": f"; of {control}, it is undecided",
         "does not": f"; {control}, does not",
     }
@@ -398,7 +405,7 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     means, own = ended.groupby("variant", sort=False)[columns].mean().round(9), ours[columns].mean().round(9)
     is_better = (means["train_loss"] < own["train_loss"]) | (means["test_accuracy"] > own["test_accuracy"])
     better = means[is_better & (means.index != OSA)].sort_values("train_loss")
-    listed = ", ".join(f"{label_of(model, lab)} {got(model)}" for model in better.index)
+    listed = ", ".join(f"{label_of(model, lab)} {got(tried(runs, model, depth), len(ours))}" for model in better.index)
     rest = f" Lower losses or higher accuracies: {listed}." if listed else ""
     return f"{said[outcome(cell(runs, CONTROL, depth))]}.{rest}"
 

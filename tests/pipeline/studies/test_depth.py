@@ -194,9 +194,10 @@ def test_where_osa_ends_at_the_next_lower_rate_is_told(lab):
     for losses, told in {
         (): "its train loss ends at 0.50 to 25.00, and 1 of its runs diverges (3 seeds: undecided).",
         (19.0, 0.6): "; at the next lower rate, 1 × 10⁻⁴, its train loss ends at 0.60 to 19.00 (2 seeds).",
+        (0.5, 0.6): "its train loss ends at 0.50 to 0.60 (2 seeds).",
     }.items():
         answer, *rest = findings(settings, made_up(usual | {("slower", 72): losses}), lab)
-        assert answer.headlines[-1].endswith(told)
+        assert answer.headlines[-1].endswith(f"{told} There ViT gets to 0.20 (90.0%; one seed).")
         labels = [row[0] for row in answer.table.rows]
         assert labels == ["OSA (shaped)", "ViT", "OSA (shaped), α = 0.1", *["OSA (shaped), next lower rate"] * bool(losses)]
         assert answer.in_short.startswith("At 72 blocks, with 2 of 3 models tried"), "it is none of its own"
@@ -204,7 +205,7 @@ def test_where_osa_ends_at_the_next_lower_rate_is_told(lab):
     assert drawn == ["OSA (shaped)", "ViT", "OSA (shaped), next lower rate"]
     verdicts = {finding.id: finding.verdict for finding in rest}
     assert verdicts["osa_slower_trains_at_72"] == UNDECIDED
-    assert answer.table.rows[-1][2:4] == ["–", "undecided\n9.80; 90.0 ± 0.0%; n = 2"]
+    assert answer.table.rows[-1][2:4] == ["–", "trains\n0.55; 90.0 ± 0.0%; n = 2"]
 
 
 def test_a_panel_without_a_visible_line_says_why(lab):

@@ -358,7 +358,7 @@ def where_others_get(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
     """The models that train where OSA is not shown to, and what they get to."""
     there = [model for model in runs["variant"].unique() if outcome(cell(runs, model, depth)) == "trains"]
     told = [f"{label_of(model, lab)} gets to {got(tried(runs, model, depth))}" for model in there if model != SLOWER]
-    return f" There {', '.join(told)}." if told else ""
+    return f" At that depth {', '.join(told)}." if told else ""
 
 
 def first_gradients(depth: int) -> pd.Series:

@@ -197,7 +197,7 @@ def test_where_osa_ends_at_the_next_lower_rate_is_told(lab):
         (0.5, 0.6): "its train loss ends at 0.50 to 0.60 (2 seeds).",
     }.items():
         answer, *rest = findings(settings, made_up(usual | {("slower", 72): losses}), lab)
-        assert answer.headlines[-1].endswith(f"{told} There ViT gets to 0.20 (90.0%; one seed).")
+        assert answer.headlines[-1].endswith(f"{told} At that depth ViT gets to 0.20 (90.0%; one seed).")
         labels = [row[0] for row in answer.table.rows]
         assert labels == ["OSA (shaped)", "ViT", "OSA (shaped), α = 0.1", *["OSA (shaped), next lower rate"] * bool(losses)]
         assert answer.in_short.startswith("At 72 blocks, with 2 of 3 models tried"), "it is none of its own"

@@ -356,8 +356,9 @@ def at_lower_rate(runs: pd.DataFrame, depth: int) -> str:
 
 def where_others_get(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
     """The models that train where OSA is not shown to, and what they get to."""
-    there = [model for model in runs["variant"].unique() if outcome(cell(runs, model, depth)) == "trains"]
-    told = [f"{label_of(model, lab)} gets to {got(tried(runs, model, depth))}" for model in there if model != SLOWER]
+    others = [model for model in runs["variant"].unique() if model != SLOWER]
+    there = [model for model in others if outcome(cell(runs, model, depth)) == "trains"]
+    told = [f"{label_of(model, lab)} gets to {numbers_of(runs, model, depth)}" for model in there]
     return f" At that depth {', '.join(told)}." if told else ""
 
 
@@ -381,10 +382,12 @@ def reached(rows: pd.DataFrame) -> tuple[str, str]:
     return fixed(rows["train_loss"].mean(), 2), f"{mean_std(accuracies.mean(), accuracies.std(), 1)}%"
 
 
-def got(rows: pd.DataFrame, usual: int = 0) -> str:
-    """Loss, accuracy and, where they are not as many as usual, the number of seeds of a model's runs."""
+def numbers_of(runs: pd.DataFrame, model: str, depth: int, known: int | None = None) -> str:
+    """Loss and accuracy of a cell, and the number of seeds unless it is the one that is known."""
+    rows = tried(runs, model, depth)
     loss, accuracy = reached(rows)
-    return f"{loss} ({accuracy}{f'; {number_of_seeds(rows)}' if len(rows) != usual else ''})"
+    seeds = f"; {number_of_seeds(rows)}" if len(rows) != known else ""
+    return f"{loss} ({accuracy}{seeds})"
 
 
 def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
@@ -395,7 +398,7 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     lesser = [each for each in depths if each < depth and outcome(cell(runs, CONTROL, each)) == "trains"]
     said = {
         "not evaluated": f"; {control}, is not tried there, and trains at {lesser[-1]}" if lesser else "",
-        "trains": f"; {control}, gets to {got(tried(runs, CONTROL, depth), len(ours))}",
+        "trains": f"; {control}, gets to {numbers_of(runs, CONTROL, depth, len(ours))}",
         "undecided": f"; of {control}, it is undecided",
         "does not": f"; {control}, does not",
     }
@@ -405,7 +408,7 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     means, own = ended.groupby("variant", sort=False)[columns].mean().round(9), ours[columns].mean().round(9)
     is_better = (means["train_loss"] < own["train_loss"]) | (means["test_accuracy"] > own["test_accuracy"])
     better = means[is_better & (means.index != OSA)].sort_values("train_loss")
-    listed = ", ".join(f"{label_of(model, lab)} {got(tried(runs, model, depth), len(ours))}" for model in better.index)
+    listed = ", ".join(f"{label_of(model, lab)} {numbers_of(runs, model, depth, len(ours))}" for model in better.index)
     rest = f" Lower losses or higher accuracies: {listed}." if listed else ""
     return f"{said[outcome(cell(runs, CONTROL, depth))]}.{rest}"
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, NonNegativeFloat, Section
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import ABSENT, mean_std
+from pipeline.reporting.numbers import mean_std
 from pipeline.statistics import (
     LEAST_RUNS,
     NOT_EVALUATED,
@@ -93,11 +93,19 @@ class TrainedResults(Results):
         epochs = [epochs_to_reach(curve, loss) for curve in self.curves(model).values()]
         return float(np.median(epochs)) if epochs and loss > 0 else math.nan
 
+    def is_trained(self, model: str) -> bool:
+        """Whether any run of a model is there, diverged or not."""
+        return bool((self.statuses(model) != "missing").any())
+
+    def left_out(self, models: Sequence[str]) -> str:
+        """The end of a table's note: the models that have no row, as none of their runs is there."""
+        untrained = [self.label(model) for model in models if not self.is_trained(model)]
+        return f" {NOT_EVALUATED.capitalize()}: {'; '.join(untrained)}." if untrained else ""
+
     def cells(self, model: str) -> list[str]:
-        """Test accuracy in per cent, and of how many runs, for a table; what was not trained is not evaluated."""
+        """Test accuracy in per cent, and of how many runs, for a table."""
         found, lost = summarise(self.accuracies(model)), sum(self.diverged([model]))
-        others = f", {lost} diverged" if lost else ""
-        return [mean_std(found.mean, found.std, 2), f"{found.n}{others}"] if found.n or others else [NOT_EVALUATED, ABSENT]
+        return [mean_std(found.mean, found.std, 2), f"{found.n}, {lost} diverged" if lost else str(found.n)]
 
 
 def mean_of_each_seed(runs: pd.DataFrame, group: str) -> pd.DataFrame:

@@ -122,7 +122,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 def outcome(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy, speed and condition numbers of every model, beside the references of Table 2."""
     loss, rows, seen = found.target(REFERENCE), [], []
-    for name in (REFERENCE, "vit", *RUNS):
+    for name in filter(found.is_trained, (REFERENCE, "vit", *RUNS)):
         medians = found.ended.loc[found.ended["variant"] == name].reindex(columns=[*KAPPAS]).median()
         kappas = [
             ABSENT if column == "weight_kappa" and name not in OF_OSA else number(medians[column]) for column in KAPPAS
@@ -146,7 +146,7 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
             rows,
             note=f"The loss is the lowest of the first {OF_TRAINING:.0%} of training, the geometric mean of runs. Of epochs "
             "the median, ∞ where it is not reached; of condition numbers the median over layers, heads and seeds; κ(W̃) is "
-            "OSA’s alone.",
+            f"OSA’s alone.{found.left_out([*RUNS])}",
         ),
         remark=found.remark,
         models=(REFERENCE, "vit"),

@@ -197,8 +197,10 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
     rows, measures, reached = [], [], defaultdict(list)
     losses = {variant: found.target(variant) for variant in NAMES}
     for cell in IN_ORDER:
-        named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
         model = cell.name if cell.penalty else cell.variant
+        if not found.is_trained(model):
+            continue
+        named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
         means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
         rows.append([*named, *found.cells(model), number(found.epochs(model, losses[cell.variant])), *means])
         accuracy = summarise(found.accuracies(model))
@@ -221,13 +223,13 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
         table=Table(
             columns,
             rows,
-            "lll" + "r" * (len(columns) - 3),
+            "ll" + "r" * (len(columns) - 2),
             note="Test accuracy in per cent; without a penalty that of Table 2. Epochs, the median over runs, to the loss "
             f"to which Table 2’s runs without a penalty come in the first {OF_TRAINING:.0%} of training. The rest is after "
             f"training, over layers and seeds on average; with noise of {NOISE:g} on the pixels 90% of the rows of A move "
             f"by less than is said. Accuracy under noise, a share, is that on {NOISY_IMAGES} test images. ‖W‖₂ and κ(W) are "
             "geometric means over a block’s six matrices. L_LF is without n − m, which ‖MᵀM − I‖_F² of an m × n matrix has "
-            "at least.",
+            f"at least.{found.left_out([cell.name for cell in IN_ORDER if cell.penalty])}",
         ),
         figure=draw_dose(found) if measures else None,
         caption="Over λ: test accuracy, ‖AᵀA − I‖_F² / (N − 1), and the projections’ penalty. Dashed: "

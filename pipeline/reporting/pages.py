@@ -157,10 +157,12 @@ def extremes(measures: list[Measure]) -> str:
 
 
 def value(measure: Measure) -> str:
-    """e.g. 0.43 points (−0.08 to 0.94); where there is none, not evaluated, or why it is not known."""
+    """e.g. 0.43 points (−0.08 to 0.94), or (1 run), too few for an interval; where there is none, not evaluated, or why it
+    is not known."""
     if math.isnan(measure.value):
         return f"not known ({measure.note})" if measure.verdict == UNDECIDED else NOT_EVALUATED
-    return f"{amount(measure)} ({ends})" if (ends := interval_of(measure)) else amount(measure)
+    of = interval_of(measure) or (plural(measure.n, "run") if measure.verdict and measure.n else "")
+    return f"{amount(measure)} ({of})" if of else amount(measure)
 
 
 def amount(measure: Measure) -> str:

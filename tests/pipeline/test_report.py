@@ -507,6 +507,13 @@ def test_an_observation_of_one_quantity_tells_its_extremes():
     assert told(*ranks, Measure("E-SPA: a rank", math.nan)) == "ViT: a rank is 3."
 
 
+def test_what_no_interval_is_said_of_says_of_how_many_runs_it_is():
+    asked = {"unit": "points", "side": "above", "limit": -0.5, "verdict": UNDECIDED}
+    of_one, of_three = Measure("A − B", 0.46, n=1, **asked), Measure("A − B", 0.46, low=0.1, high=0.8, n=3, **asked)
+    told = [pages.in_short(Finding("c", "C", "Section 5", CLAIM, "s", [each], rule="r")) for each in (of_one, of_three)]
+    assert told == [f"A − B is 0.46 points ({of}); above −0.5 is asked." for of in ("1 run", "0.10 to 0.80")]
+
+
 # --- cautions
 
 

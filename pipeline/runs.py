@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
@@ -246,7 +247,7 @@ class Recorder(Observer):
         self.times.timestamps.append(time.time_ns() // 1_000_000)
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
-            self.times.watched += [{"epoch": row["epoch"]} | seen for seen in self.watch(self.training)]
+            self.times.watched += [{"epoch": row["epoch"]} | plain(seen) for seen in self.watch(self.training)]
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         files.write_json(self.scratch / "record.json", self.record("running"))
@@ -315,6 +316,11 @@ class Recorder(Observer):
         for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
             if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def plain(seen: dict[str, float]) -> dict[str, float]:
+    """Numbers as Python's own: torch.load with weights_only, and so a resumed training, refuses those of NumPy."""
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
 
 
 def history_csv(history: list[dict[str, float]]) -> str:

@@ -77,12 +77,11 @@ def test_what_is_trained_is_watched_at_every_point(bench, study):
     assert {UNDECIDED, NOT_EVALUATED} >= set(judged.values()) and UNDECIDED in judged.values()
 
 
-def test_a_resumed_training_is_watched_as_one_that_was_not(bench, monkeypatch):
-    lab = bench("keeping")
-    run, config = (
-        lab.run(*keeping.every(keeping.Settings(seeds=[0]))[0].request),
-        lab.config(*keeping.every(keeping.Settings(seeds=[0]))[0].request[:2]),
-    )
+@pytest.mark.parametrize("study", MODULES)
+def test_a_resumed_training_is_watched_as_one_that_was_not(bench, monkeypatch, study):
+    lab = bench(study)
+    variant, overrides, seed = MODULES[study].every(MODULES[study].Settings(seeds=[0]))[0].request
+    run, config = lab.run(variant, overrides, seed), lab.config(variant, overrides)
     runs.train(run, config, track=False)
     whole = (run.folder / "watched.csv").read_bytes()
 

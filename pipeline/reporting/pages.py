@@ -157,8 +157,8 @@ def extremes(measures: list[Measure]) -> str:
 
 
 def value(measure: Measure) -> str:
-    """e.g. 0.43 points (−0.08 to 0.94), or (1 run), too few for an interval; where there is none, not evaluated, or why it
-    is not known."""
+    """e.g. 0.43 points (−0.08 to 0.94); of too few runs for an interval 0.43 points (1 run); where there is none, not
+    evaluated, or why it is not known."""
     if math.isnan(measure.value):
         return f"not known ({measure.note})" if measure.verdict == UNDECIDED else NOT_EVALUATED
     of = interval_of(measure) or (plural(measure.n, "run") if measure.verdict and measure.n else "")

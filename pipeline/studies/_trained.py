@@ -34,6 +34,7 @@ from pipeline.studies.section_5 import (
     Results,
     SpeedClaim,
     epochs_to_reach,
+    is_trained,
     judged_claim,
     of_recipe,
     target_loss,
@@ -93,13 +94,9 @@ class TrainedResults(Results):
         epochs = [epochs_to_reach(curve, loss) for curve in self.curves(model).values()]
         return float(np.median(epochs)) if epochs and loss > 0 else math.nan
 
-    def is_trained(self, model: str) -> bool:
-        """Whether any run of a model is there, diverged or not."""
-        return bool((self.statuses(model) != "missing").any())
-
     def left_out(self, models: Sequence[str]) -> str:
         """The end of a table's note: the models that have no row, as none of their runs is there."""
-        untrained = [self.label(model) for model in models if not self.is_trained(model)]
+        untrained = [self.label(model) for model in models if not is_trained(self.statuses(model))]
         return f" {NOT_EVALUATED.capitalize()}: {'; '.join(untrained)}." if untrained else ""
 
     def cells(self, model: str) -> list[str]:

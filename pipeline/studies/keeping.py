@@ -23,7 +23,7 @@ from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
 from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged
-from pipeline.studies.section_5 import progress
+from pipeline.studies.section_5 import is_trained, progress
 from pipeline.training import loop
 
 place = 65
@@ -122,7 +122,9 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 def outcome(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy, speed and condition numbers of every model, beside the references of Table 2."""
     loss, rows, seen = found.target(REFERENCE), [], []
-    for name in filter(found.is_trained, (REFERENCE, "vit", *RUNS)):
+    for name in (REFERENCE, "vit", *RUNS):
+        if not is_trained(found.statuses(name)):
+            continue
         medians = found.ended.loc[found.ended["variant"] == name].reindex(columns=[*KAPPAS]).median()
         kappas = [
             ABSENT if column == "weight_kappa" and name not in OF_OSA else number(medians[column]) for column in KAPPAS

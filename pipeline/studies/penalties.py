@@ -32,7 +32,7 @@ from pipeline.studies._runs import Request
 from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
-from pipeline.studies.section_5 import progress
+from pipeline.studies.section_5 import is_trained, progress
 from pipeline.training import loop
 
 place = 64
@@ -198,7 +198,7 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
     losses = {variant: found.target(variant) for variant in NAMES}
     for cell in IN_ORDER:
         model = cell.name if cell.penalty else cell.variant
-        if not found.is_trained(model):
+        if not is_trained(found.statuses(model)):
             continue
         named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
         means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]

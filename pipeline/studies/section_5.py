@@ -35,14 +35,19 @@ def account(statuses: pd.Series) -> str:
     return f"n = {count.get('finished', 0)}{''.join(others)}"
 
 
+def is_trained(statuses: pd.Series) -> bool:
+    """Whether any run is there, diverged or not."""
+    return bool((statuses != "missing").any())
+
+
 def known(statuses: pd.Series) -> str:
     """`account` without its n, or not evaluated where there is no run at all."""
-    return account(statuses).removeprefix("n = ") if (statuses != "missing").any() else NOT_EVALUATED
+    return account(statuses).removeprefix("n = ") if is_trained(statuses) else NOT_EVALUATED
 
 
 def progress(statuses: Sequence[pd.Series], things: str) -> str:
     """Of how many things a run is there: 3 of 11 choices trained so far, 1 of which diverged."""
-    there = [each for each in statuses if (each != "missing").any()]
+    there = [each for each in statuses if is_trained(each)]
     lost = sum((each != "finished").all() for each in there)
     diverged = f", {lost} of which diverged" if lost else ""
     return f"{len(there) or 'None'} of {len(statuses)} {things} trained so far{diverged}"

@@ -94,15 +94,19 @@ class TrainedResults(Results):
         epochs = [epochs_to_reach(curve, loss) for curve in self.curves(model).values()]
         return float(np.median(epochs)) if epochs and loss > 0 else math.nan
 
-    def left_out(self, models: Sequence[str]) -> str:
-        """The end of a table's note: the models that have no row, as none of their runs is there."""
-        untrained = [self.label(model) for model in models if not is_trained(self.statuses(model))]
-        return f" {NOT_EVALUATED.capitalize()}: {'; '.join(untrained)}." if untrained else ""
+    def is_trained(self, model: str) -> bool:
+        """Whether any of a model's runs is there, diverged or not."""
+        return is_trained(self.statuses(model))
 
     def cells(self, model: str) -> list[str]:
         """Test accuracy in per cent, and of how many runs, for a table."""
         found, lost = summarise(self.accuracies(model)), sum(self.diverged([model]))
         return [mean_std(found.mean, found.std, 2), f"{found.n}, {lost} diverged" if lost else str(found.n)]
+
+
+def left_out(labels: Sequence[str]) -> str:
+    """The end of a table's note: the models that have no row, as none of their runs is there."""
+    return f" {NOT_EVALUATED.capitalize()}: {'; '.join(labels)}." if labels else ""
 
 
 def mean_of_each_seed(runs: pd.DataFrame, group: str) -> pd.DataFrame:

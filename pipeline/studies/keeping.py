@@ -22,8 +22,8 @@ from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
-from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged
-from pipeline.studies.section_5 import is_trained, progress
+from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged, left_out
+from pipeline.studies.section_5 import progress
 from pipeline.training import loop
 
 place = 65
@@ -33,7 +33,7 @@ KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of what is kept, in float32
 REFERENCE = "osa_exact"
 JOINT, RETRACTED = {"joint_value_output": True}, {"keep_by": "retraction"}
 JOINT_KEPT = JOINT | {"keep": "whole_value_out"}
-BY_MAPS = {f"osa_{name}": (REFERENCE, JOINT_KEPT | {"keep_by": name}, f"OSA, V and O by {name}") for name in MAPS}
+BY_MAPS = {f"osa_{name}": (REFERENCE, JOINT_KEPT | {"keep_by": name}, f"OSA, V and O: {name.capitalize()}") for name in MAPS}
 BY_DESCENT = {  # that document's own optimiser: plain steps, at the rate of its example and a tenth and ten times of that
     f"osa_descent_{rate:g}": (
         REFERENCE,
@@ -123,7 +123,7 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy, speed and condition numbers of every model, beside the references of Table 2."""
     loss, rows, seen = found.target(REFERENCE), [], []
     for name in (REFERENCE, "vit", *RUNS):
-        if not is_trained(found.statuses(name)):
+        if not found.is_trained(name):
             continue
         medians = found.ended.loc[found.ended["variant"] == name].reindex(columns=[*KAPPAS]).median()
         kappas = [
@@ -148,7 +148,7 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
             rows,
             note=f"The loss is the lowest of the first {OF_TRAINING:.0%} of training, the geometric mean of runs. Of epochs "
             "the median, ∞ where it is not reached; of condition numbers the median over layers, heads and seeds; κ(W̃) is "
-            f"OSA’s alone.{found.left_out([*RUNS])}",
+            f"OSA’s alone.{left_out([found.label(name) for name in RUNS if not found.is_trained(name)])}",
         ),
         remark=found.remark,
         models=(REFERENCE, "vit"),

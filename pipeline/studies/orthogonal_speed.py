@@ -68,7 +68,8 @@ def speed(benchmark: Benchmark) -> Finding:
         figure=draw(table),
         caption="Seconds of a layer, built and applied, forward and backward, over n.",
         remark="The post gives its own times in a picture alone. Its algorithms are written anew from its formulas, one "
-        f"step after the other; layers that are ours or torch’s build W and multiply once.{gpu}",
+        "step after the other, as its code in part cannot run (the list of the documents’ errors shows what); layers that "
+        f"are ours or torch’s build W and multiply once.{gpu}",
     )
 
 

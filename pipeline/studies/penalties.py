@@ -29,10 +29,10 @@ from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
 from pipeline.studies._runs import Request
-from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged
+from pipeline.studies._trained import OF_TRAINING, NamedRequest, TrainedResults, collect, judged, left_out
 from pipeline.studies.orthogonality import attention_row, weight_row
 from pipeline.studies.perturbation import QUARTER, ROUNDING, worst_ratios
-from pipeline.studies.section_5 import is_trained, progress
+from pipeline.studies.section_5 import progress
 from pipeline.training import loop
 
 place = 64
@@ -198,7 +198,7 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
     losses = {variant: found.target(variant) for variant in NAMES}
     for cell in IN_ORDER:
         model = cell.name if cell.penalty else cell.variant
-        if not is_trained(found.statuses(model)):
+        if not found.is_trained(model):
             continue
         named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
         means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
@@ -229,7 +229,7 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
             f"training, over layers and seeds on average; with noise of {NOISE:g} on the pixels 90% of the rows of A move "
             f"by less than is said. Accuracy under noise, a share, is that on {NOISY_IMAGES} test images. ‖W‖₂ and κ(W) are "
             "geometric means over a block’s six matrices. L_LF is without n − m, which ‖MᵀM − I‖_F² of an m × n matrix has "
-            f"at least.{found.left_out([cell.name for cell in IN_ORDER if cell.penalty])}",
+            f"at least.{left_out(untrained(found, lab))}",
         ),
         figure=draw_dose(found) if measures else None,
         caption="Over λ: test accuracy, ‖AᵀA − I‖_F² / (N − 1), and the projections’ penalty. Dashed: "
@@ -237,6 +237,16 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
         remark=found.remark,
         models=(VIT, BARE),
     )
+
+
+def untrained(found: TrainedResults, lab: Lab) -> list[str]:
+    """Each model and penalty with the λ that are missing."""
+    missing = [cell for cell in IN_ORDER if cell.penalty and not found.is_trained(cell.name)]
+    groups = itertools.groupby(missing, key=lambda cell: cell[:2])
+    return [
+        f"{lab.label(variant)} + {penalty}, λ = {', '.join(number(cell.weight) for cell in of_penalty)}"
+        for (variant, penalty), of_penalty in groups
+    ]
 
 
 def with_depth(found: TrainedResults) -> Finding:
@@ -287,7 +297,9 @@ def bound(found: TrainedResults) -> Finding:
 def draw_dose(found: TrainedResults) -> Figure:
     """A panel for each number, a colour for each penalty, dots hollow for the model without skips and LN."""
     figure, panels = charts.panels(3, 3.6)
-    colours = dict(zip((*VARIANTS, SEPARATE), (PALETTE[0], PALETTE[3], PALETTE[5], PALETTE[6]), strict=True))
+    trained = {cell.penalty for cell in CELLS if found.is_trained(cell.name)}
+    colours = zip((*VARIANTS, SEPARATE), (PALETTE[0], PALETTE[3], PALETTE[5], PALETTE[6]), strict=True)
+    colours = {penalty: colour for penalty, colour in colours if penalty in trained}
     numbers = {"Test accuracy (per cent)": found.accuracies}
     numbers |= {
         COLUMNS[column]: lambda name, column=column: found.values(name, column) for column in ("attention", "projections")

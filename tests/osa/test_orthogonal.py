@@ -259,6 +259,17 @@ def test_a_retraction_begins_along_the_projected_step_and_ends_on_the_manifold(m
     torch.testing.assert_close(retract(w, -0.3 * w), w)  # decoupled weight decay moves nothing
 
 
+@pytest.mark.parametrize("m, k", FRAMES)
+def test_a_retraction_is_the_geodesic_of_the_canonical_metric(m, k):
+    """exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2, of m×m matrices; and a tall W leaves its column space."""
+    w, u = torch.linalg.qr(numbers(max(m, k), min(m, k))).Q, numbers(max(m, k), min(m, k))
+    generator = u - w @ w.mT @ u / 2
+    expected = exp(generator @ w.mT - w @ generator.mT) @ w
+    outside = (expected - w @ w.mT @ expected).norm()
+    assert (outside > 0.1) == (m != k)
+    torch.testing.assert_close(retract(w.mT, u.mT) if m < k else retract(w, u), expected.mT if m < k else expected)
+
+
 def test_the_exponential_optimiser_is_a_retracted_step_and_descends():
     """W exp(−β G) with G = ½ Wᵀ(∇ − W∇ᵀW); with exp(+β G), as it is sometimes written, the loss rises."""
     w, target, rate = stiefel_uniform(5, 5, dtype=torch.float64), stiefel_uniform(5, 5, dtype=torch.float64), 0.1

@@ -139,7 +139,9 @@ def outcome(found: TrainedResults, lab: Lab) -> Finding:
         title="What becomes of models that keep their orthogonality",
         place=PLACE,
         kind=OBSERVATION,
-        statement="Accuracy, speed of convergence and condition numbers after training; the first two rows are Table 2’s.",
+        statement="Accuracy, speed of convergence and condition numbers after training. The first two rows are Table 2’s; "
+        f"“{found.label('osa_alone')}” trains the first of them once more, for its condition numbers. On another kind of "
+        "machine its bits differ, and so can its accuracy.",
         in_short=progress([found.statuses(name) for name in RUNS], "models")
         + (f"; by model, they reach {span((m.value for m in seen), lambda value: fixed(value, 2))}%." if seen else "."),
         measures=seen or [Measure("Models that are trained", 0)],

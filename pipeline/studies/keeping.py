@@ -122,9 +122,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
 def outcome(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy, speed and condition numbers of every model, beside the references of Table 2."""
     loss, rows, seen = found.target(REFERENCE), [], []
-    for name in (REFERENCE, "vit", *RUNS):
-        if not found.is_trained(name):
-            continue
+    for name in filter(found.is_trained, (REFERENCE, "vit", *RUNS)):
         medians = found.ended.loc[found.ended["variant"] == name].reindex(columns=[*KAPPAS]).median()
         kappas = [
             ABSENT if column == "weight_kappa" and name not in OF_OSA else number(medians[column]) for column in KAPPAS

@@ -78,8 +78,12 @@ class Cell(NamedTuple):
         return {"penalty": self.penalty, "penalty_weight": self.weight} if self.penalty else {}
 
     def label(self, lab: Lab) -> str:
-        with_penalty = f" + {self.penalty}, λ = {number(self.weight)}" if self.penalty else ""
-        return lab.label(self.variant) + with_penalty
+        return label(lab, *self)
+
+
+def label(lab: Lab, variant: str, penalty: str, *weights: float) -> str:
+    """Of a model with a penalty and one λ or several, or without."""
+    return lab.label(variant) + (f" + {penalty}, λ = {', '.join(map(number, weights))}" if penalty else "")
 
 
 def cells(variant: str, penalties: tuple[str, ...], weights: tuple[float, ...]) -> list[Cell]:
@@ -243,10 +247,7 @@ def untrained(found: TrainedResults, lab: Lab) -> list[str]:
     """Each model and penalty with the λ that are missing."""
     missing = [cell for cell in IN_ORDER if cell.penalty and not found.is_trained(cell.name)]
     groups = itertools.groupby(missing, key=lambda cell: cell[:2])
-    return [
-        f"{lab.label(variant)} + {penalty}, λ = {', '.join(number(cell.weight) for cell in of_penalty)}"
-        for (variant, penalty), of_penalty in groups
-    ]
+    return [label(lab, *model, *(cell.weight for cell in of_model)) for model, of_model in groups]
 
 
 def with_depth(found: TrainedResults) -> Finding:

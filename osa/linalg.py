@@ -4,7 +4,7 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ _IMBALANCE = 8.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Operators in the types of their inputs, whatever the program has chosen for the device."""
-    if device.type == "meta":  # only knows shapes, and no autocast
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the former only knows shapes
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
@@ -278,12 +278,15 @@ def apply_j(x: Tensor) -> Tensor:
     return torch.cat([lower, -upper], dim=-2)
 
 
-@contextmanager
-def full_precision(device: torch.device):
+def full_precision(device: torch.device) -> AbstractContextManager:
     """Products of float32 matrices in float32 on CUDA: TF32, with its 10 bits, would leave A orthogonal to 10⁻³ only."""
     if device.type != "cuda" or torch.compiler.is_compiling():
-        yield
-        return
+        return nullcontext()
+    return _ieee_products()
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:

@@ -1,8 +1,9 @@
 """Weights that are orthogonal by construction, or that stay so: maps onto rotations, a parametrisation, a retraction.
 
-Each map of `MAPS` takes X (..., n, n), of which the part below the diagonal counts, to a rotation Q(X) ∈ SO(n). All have
-Q(0) = I and the derivative dQ(0)[X] = A with A = tril(X, −1) − tril(X, −1)ᵀ, so that one learning rate means one step in all
-of them. A new map is one function and one name there. Of the maps torch.func transforms the exponential alone.
+Each map of `MAPS` takes X (..., n, n), of which the part below the diagonal counts, to a rotation Q(X) ∈ SO(n), or with a
+base B (..., n, n) to Q(X) B. All have Q(0) = I and the derivative dQ(0)[X] = A with A = tril(X, −1) − tril(X, −1)ᵀ, so that
+one learning rate means one step in all of them. A new map is one function and one name there. Of the maps torch.func
+transforms the exponential alone.
 """
 
 import itertools
@@ -21,19 +22,20 @@ ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; r
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same of bfloat16 and float16, computed in float32 and rounded once: torch solves no systems in them."""
+    """The same of bfloat16 and float16, computed in float32, on CUDA not in TF32, and rounded once."""
 
     @wraps(rotation)
-    def rounded(*inputs: Tensor) -> Tensor:
-        dtype = inputs[0].dtype
-        with without_autocast(inputs[0].device):
-            return rotation(*(x.to(torch.promote_types(dtype, torch.float32)) for x in inputs)).to(dtype)
+    def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with without_autocast(x.device), full_precision(x.device):
+            others, named = (y.to(dtype) for y in others), {name: y.to(dtype) for name, y in named.items()}
+            return rotation(x.to(dtype), *others, **named).to(x.dtype)
 
     return rounded
 
 
 @_in_float32
-def givens(x: Tensor) -> Tensor:
+def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, in the order of i and then j. Onto SO(n).
 
     Planes with one i + j have no index in common, and two that have one come in the same order by i + j as by i and j. So
@@ -44,7 +46,8 @@ def givens(x: Tensor) -> Tensor:
     by this very matrix: a rotor layer is this map.
     """
     j, i = torch.tril_indices(*x.shape[-2:], -1, device=x.device)
-    return _Givens.apply(flat(x)[:, j, i], i, j, x.shape[-1]).view(x.shape)
+    rotation = _Givens.apply(flat(x)[:, j, i], i, j, x.shape[-1]).view(x.shape)
+    return rotation if base is None else rotation @ base
 
 
 class _Givens(torch.autograd.Function):
@@ -86,40 +89,43 @@ class _Givens(torch.autograd.Function):
 
 
 @_in_float32
-def exponential(x: Tensor) -> Tensor:
+def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
     """exp(A) = I + A φ₁(A), by matrix products alone. Onto SO(n)."""
     a = _skew(x)
-    identity = _identity(x).expand_as(x)
-    return identity + a @ phi1_times(a, identity)
+    base = _identity(x).expand_as(x) if base is None else base
+    return base + a @ phi1_times(a, base)
 
 
 @_in_float32
-def cayley(x: Tensor) -> Tensor:
+def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I: all of SO(n) without the eigenvalue −1.
 
     The inverse is by LU, and on CUDA (I + A/2)(I + AᵀA/4)⁻¹ by the Cholesky decomposition of what is positive definite for
     any A. It has no second derivative.
     """
-    return _Cayley.apply(x)
+    return _Cayley.apply(x, _identity(x) if base is None else base)
 
 
 class _Cayley(torch.autograd.Function):
-    """`cayley`, whose differential is (Q + I) dA (Q + I)/4, as (I − A/2)⁻¹ = (Q + I)/2: two products and no solve."""
+    """`cayley` as 2RB − B with R = (I − A/2)⁻¹, whose differential is R dA RB: products alone and no solve."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
         invert = _inverse_by_cholesky if x.is_cuda else _inverse_by_lu  # whose LU on CUDA cannot be captured in a graph
-        shifted = 2 * invert(_skew(x) / 2)
-        ctx.save_for_backward(shifted)
-        return shifted - _identity(x)
+        inverse = invert(_skew(x).div_(2))
+        half_way = inverse @ base
+        ctx.save_for_backward(inverse, half_way)
+        return 2 * half_way - base
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @in_own_types
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (shifted,) = ctx.saved_tensors
-        grad = shifted.mT @ grad @ shifted.mT
-        return (grad - grad.mT).tril(-1) / 4
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        inverse, half_way = ctx.saved_tensors
+        outer = inverse.mT @ grad
+        of_skew = outer @ half_way.mT
+        of_base = 2 * outer - grad if ctx.needs_input_grad[1] else None
+        return (of_skew - of_skew.mT).tril_(-1), of_base
 
 
 def _inverse_by_lu(half: Tensor) -> Tensor:
@@ -137,42 +143,48 @@ def _inverse_by_cholesky(half: Tensor) -> Tensor:
 
 
 @_in_float32
-def householder(x: Tensor) -> Tensor:
+def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2: almost all of SO(n).
 
     det = (−1)ⁿ (−1)ⁿ = 1. The product of all reflections at once is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain
     et al. 2006). Fewer than n − 1 of them do not reach all of SO(n). It has no second derivative.
     """
-    return _Householder.apply(_identity(x) + x.tril(-1) / 2)
+    return _Householder.apply(x, _identity(x) if base is None else base)
 
 
 class _Householder(torch.autograd.Function):
-    """V T⁻¹ Vᵀ − I of V. With M = T⁻¹Vᵀ and N = V T⁻¹, its differential is dV M + N dVᵀ − N dT M."""
+    """V T⁻¹ VᵀB − B. With M = T⁻¹VᵀB and N = V T⁻¹, its differential in V is dV M + N dVᵀB − N dT M."""
 
     @staticmethod
-    def forward(ctx, v: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
+        v = x.tril(-1).div_(2)
+        v.diagonal(dim1=-2, dim2=-1).fill_(1)
         triangle = _upper(v.mT @ v)
-        right = torch.linalg.solve_triangular(triangle, v.mT, upper=True)  # M
-        ctx.save_for_backward(v, triangle, right)
-        return v @ right - _identity(v)
+        right = torch.linalg.solve_triangular(triangle, v.mT @ base, upper=True)  # M
+        ctx.save_for_backward(v, triangle, right, base)
+        return (v @ right).sub_(base)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @in_own_types
-    def backward(ctx, grad: Tensor) -> Tensor:
-        v, triangle, right = ctx.saved_tensors
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        v, triangle, right, base = ctx.saved_tensors
         left = torch.linalg.solve_triangular(triangle, v, upper=True, left=False)  # N
+        of_base = v @ (left.mT @ grad) - grad if ctx.needs_input_grad[1] else None
         first = grad @ right.mT
         of_triangle = _upper(left.mT @ first)
-        return first + grad.mT @ left - v @ (of_triangle + of_triangle.mT)
+        of_v = first + base @ (grad.mT @ left) - v @ (of_triangle + of_triangle.mT)
+        return of_v.tril_(-1).div_(2), of_base
 
 
 def _upper(gram: Tensor) -> Tensor:
     """striu(G) + ½ diag(G)."""
-    return gram.triu() - gram * _identity(gram) / 2
+    upper = gram.triu()
+    upper.diagonal(dim1=-2, dim2=-1).div_(2)
+    return upper
 
 
-MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+MAPS: dict[str, Callable[..., Tensor]] = {
     "givens": givens,
     "exponential": exponential,
     "cayley": cayley,
@@ -225,15 +237,13 @@ class Orthogonal(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        with without_autocast(x.device), full_precision(x.device):
-            rows, columns = self.base.shape[-2:]
-            if rows == columns:
-                full = x.new_zeros(*x.shape[:-1], rows, rows)
-                full[..., self.below[0], self.below[1]] = x
-                return MAPS[self.name](full) @ self.base
-            if rows < columns:
-                return FRAME_MAPS[self.name](x.mT, self.base.mT).mT
-            return FRAME_MAPS[self.name](x, self.base)
+        rows, columns = self.base.shape[-2:]
+        if rows == columns:
+            full = x.new_zeros(*x.shape[:-1], rows * rows).index_copy(-1, self.below, x)
+            return MAPS[self.name](full.unflatten(-1, (rows, rows)), self.base)
+        if rows < columns:
+            return FRAME_MAPS[self.name](x.mT, self.base.mT).mT
+        return FRAME_MAPS[self.name](x, self.base)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Takes an orthonormal weight, (..., out, in), as the base, and returns the X of it, which is 0.
@@ -249,8 +259,9 @@ class Orthogonal(nn.Module):
         self.register_buffer("base", weight.detach().clone())
         if rows != columns:
             return torch.zeros_like(weight)
-        self.register_buffer("below", torch.tril_indices(rows, rows, -1, device=weight.device), persistent=False)
-        return weight.new_zeros(*weight.shape[:-2], self.below.shape[1])
+        i, j = torch.tril_indices(rows, rows, -1, device=weight.device)
+        self.register_buffer("below", i * rows + j, persistent=False)
+        return weight.new_zeros(*weight.shape[:-2], len(i))
 
 
 def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
@@ -298,10 +309,9 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
     """
     if weight.shape[-2] < weight.shape[-1]:
         return retract(weight.mT, step.mT).mT
-    with full_precision(weight.device):
-        generator = step - weight @ (weight.mT @ step) / 2
-        weight = orthogonal_attention(generator, weight, weight, scale=1.0, method="exact")
-        return 1.5 * weight - 0.5 * weight @ (weight.mT @ weight)
+    generator = step - weight @ (weight.mT @ step) / 2
+    weight = orthogonal_attention(generator, weight, weight, scale=1.0, method="exact")
+    return 1.5 * weight - 0.5 * weight @ (weight.mT @ weight)
 
 
 # What a training can hold orthogonal

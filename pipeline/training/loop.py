@@ -75,8 +75,9 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
     """
     train, variant = config.train, config.variant
     descended = orthogonal.kept_parameters(model, variant.keep) if variant.keep_rate else []
+    elsewhere = set(descended)
     spared = set(orthogonal.kept_parameters(model, "attention")) if variant.decay_attention is False else set()
-    named = [(name, p) for name, p in model.named_parameters() if p not in set(descended)]
+    named = [(name, p) for name, p in model.named_parameters() if p not in elsewhere]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if ".parametrizations." in name or parameter in spared:

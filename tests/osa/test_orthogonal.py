@@ -87,6 +87,17 @@ def test_a_map_leads_to_rotations_with_the_derivative_a_at_0(name, n):
 @every_map
 def test_gradients(name):
     torch.autograd.gradcheck(MAPS[name], numbers(2, 5, 5).requires_grad_())
+    torch.autograd.gradcheck(MAPS[name], (numbers(2, 5, 5).requires_grad_(), numbers(2, 5, 5).requires_grad_()))
+    torch.autograd.gradcheck(MAPS[name], (numbers(5, 5), numbers(5, 5).requires_grad_()))
+
+
+@every_map
+@pytest.mark.parametrize("n", SIZES)
+def test_a_map_applied_to_a_base_is_its_product_with_it(name, n):
+    x, base = numbers(2, 3, n, n), numbers(2, 3, n, n)
+    torch.testing.assert_close(MAPS[name](x, base), MAPS[name](x) @ base)
+    assert torch.equal(MAPS[name](x, base=base), MAPS[name](x, base))
+    assert torch.equal(MAPS[name](torch.zeros_like(x), base), base)  # to the last bit
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -136,6 +147,7 @@ def test_float32_is_orthogonal_to_its_rounding(name):
 def test_half_precision_is_that_of_float32_rounded_once(name, dtype):
     x = 0.3 * numbers(2, 5, 5).to(dtype)
     assert torch.equal(MAPS[name](x), MAPS[name](x.float()).to(dtype))
+    assert torch.equal(MAPS[name](x, x), MAPS[name](x.float(), x.float()).to(dtype))
     if frame := FRAME_MAPS.get(name):
         base = torch.linalg.qr(numbers(2, 5, 2)).Q.to(dtype)
         assert torch.equal(frame(x[..., :2], base), frame(x[..., :2].float(), base.float()).to(dtype))
@@ -352,7 +364,7 @@ def test_on_cuda_without_one():
     """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
     with FakeTensorMode(), torch.device("cuda"):
         x, model = torch.empty(2, 5, 5), create_model("vit")
-        assert {function(x).device.type for function in MAPS.values()} == {"cuda"}
+        assert {function(*inputs).device.type for function in MAPS.values() for inputs in ([x], [x, x])} == {"cuda"}
         assert retract(x[..., :3], x[..., :3]).device.type == "cuda"
         for penalty in PENALTIES:
             assert with_penalty(model, torch.empty(2, 1, 28, 28), penalty)[1].device.type == "cuda"

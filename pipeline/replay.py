@@ -158,13 +158,16 @@ def beside(run: Run, code: str, other: Checkout) -> bool:
     return True
 
 
-def state(run: Run, config: RunConfig) -> dict:
-    """A digest of weights and moments after the first steps of a run, with loss and accuracy on some of the test set."""
+def state(run: Run, config: RunConfig) -> dict[str, str]:
+    """A digest of weights and moments after the first steps of a run, with loss and accuracy on some of the test set.
+
+    Numbers are text, lest the NaN of a run that has diverged by then differ from itself.
+    """
     training = begin(run, config)
     for images, labels in itertools.islice(training.batches(0), STEPS):
         training.step(images, labels)
     loss, accuracy = evaluate_split(training.model, training.data.test_images[:IMAGES], training.data.test_labels[:IMAGES])
-    return {"state_sha256": state_sha256(training), "test_loss": loss, "test_accuracy": accuracy}
+    return {"state_sha256": state_sha256(training), "test_loss": repr(loss), "test_accuracy": repr(accuracy)}
 
 
 def confirm(run: Run, code: str, **compared) -> None:

@@ -122,9 +122,14 @@ def with_slower(models: list[str]) -> list[str]:
     return [*models, SLOWER] if OSA in models else models
 
 
+def recipe_of(model: str) -> str:
+    """The variant of params.yaml that a model is, or that it changes."""
+    return OSA if model in (*SHAPED, SLOWER) else model
+
+
 def training(model: str, blocks: int, epochs: int, seed: int, rate: float, alpha: float) -> Request:
     """One run, of OSA with `alpha`/L unless just that is left out."""
-    variant = OSA if model in (*SHAPED, SLOWER) else model
+    variant = recipe_of(model)
     changes = ({"alpha_times_depth": alpha} if variant == OSA else {}) | (SHAPED[model][0] if model in SHAPED else {})
     overrides = {"model": {"depth": blocks}, "train": {"epochs": epochs, "learning_rate": rate}}
     return variant, overrides | ({"variant": changes} if changes else {}), seed
@@ -358,7 +363,7 @@ def where_others_get(runs: pd.DataFrame, depth: int, lab: Lab) -> str:
     """The models that train where OSA is not shown to, and what they get to."""
     others = [model for model in runs["variant"].unique() if model != SLOWER]
     there = [model for model in others if outcome(cell(runs, model, depth)) == "trains"]
-    told = [f"{label_of(model, lab)} gets to {numbers_of(runs, model, depth)}" for model in there]
+    told = [f"{in_full(model, lab)} gets to {numbers_of(runs, model, depth)}" for model in there]
     return f" At that depth {', '.join(told)}." if told else ""
 
 
@@ -408,9 +413,15 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     means, own = ended.groupby("variant", sort=False)[columns].mean().round(9), ours[columns].mean().round(9)
     is_better = (means["train_loss"] < own["train_loss"]) | (means["test_accuracy"] > own["test_accuracy"])
     better = means[is_better & (means.index != OSA)].sort_values("train_loss")
-    listed = ", ".join(f"{label_of(model, lab)} {numbers_of(runs, model, depth, len(ours))}" for model in better.index)
+    listed = ", ".join(f"{in_full(model, lab)} {numbers_of(runs, model, depth, len(ours))}" for model in better.index)
     rest = f" Lower losses or higher accuracies: {listed}." if listed else ""
     return f"{said[outcome(cell(runs, CONTROL, depth))]}.{rest}"
+
+
+def in_full(model: str, lab: Lab) -> str:
+    """The label of a model, and that it has skips and LN where it stands among those without."""
+    variant = lab.config(recipe_of(model)).variant
+    return label_of(model, lab) + " with skips and LN" * (variant.skip and variant.norm)
 
 
 def of_accuracy(histories: pd.DataFrame, lab: Lab) -> str:

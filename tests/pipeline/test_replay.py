@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -206,7 +207,7 @@ def test_states_are_digests_of_everything_that_goes_on(tmp_path, monkeypatch):
     beginning.run(loop.Observer(), points=2)
     assert one["state_sha256"] == replay.state_sha256(beginning) != zero["state_sha256"]
     last = beginning.progress.history[-1]
-    assert (one["test_loss"], one["test_accuracy"]) == (last["test_loss"], last["test_accuracy"])
+    assert (one["test_loss"], one["test_accuracy"]) == (repr(last["test_loss"]), repr(last["test_accuracy"]))
     next(iter(beginning.optimizer.state.values()))["exp_avg"].view(-1)[0] += 1e-6
     assert one["state_sha256"] != replay.state_sha256(beginning)
 
@@ -239,6 +240,16 @@ def test_beside_another_commit_the_histories_do_not_matter(head, capsys):
     (entry,) = replays(Run("vit", 0))
     assert entry["beside"] == {"code_sha256": TODAY, "git_commit": head}
     assert (entry["code_sha256"], entry["steps"]) == (TODAY, replay.STEPS)
+
+
+def test_beside_another_commit_a_run_that_diverges_at_once_is_compared_like_any_other(head, capsys):
+    run = Run("vit", 0)
+    made = run.read("record")
+    made["config"]["train"]["learning_rate"] = 1e30
+    files.write_json(run.folder / "record.json", made)
+    assert math.isnan(float(replay.state(run, replay.recorded_config(run))["test_loss"]))
+    replay.main(["--beside", "HEAD", str(run)])
+    assert "1 of 1 runs begin with the same bits" in capsys.readouterr().out
 
 
 def test_beside_another_commit_other_numbers_and_other_code_are_refused(head, monkeypatch, capsys):

@@ -128,13 +128,14 @@ def test_with_nothing_trained_every_cell_and_claim_is_not_evaluated(lab):
             "trains",
             "OSA (shaped), our OSA made for depth, gets to a train loss of 0.40 at 36 blocks without skips and LN in 2 "
             "epochs (test accuracy 90.0%; one seed, which decides nothing). Lower losses or "
-            "higher accuracies: ViT 0.20 (90.0%).",
+            "higher accuracies: ViT with skips and LN 0.20 (90.0%).",
         ),
         (
             [0.4, 0.5, 0.6],
             "trains",
             "made for depth, trains at 36 blocks without skips and LN in 2 epochs (last train loss 0.50, test accuracy "
-            "90.0 ± 0.0%; 3 seeds: supported). Lower losses or higher accuracies: ViT 0.20 (90.0%; one seed).",
+            "90.0 ± 0.0%; 3 seeds: supported). Lower losses or higher accuracies: ViT with skips and LN 0.20 "
+            "(90.0%; one seed).",
         ),
         (
             [0.3, 0.5, 1.14],
@@ -197,7 +198,7 @@ def test_where_osa_ends_at_the_next_lower_rate_is_told(lab):
         (19.0, 0.6): "; at the next lower rate, 1 × 10⁻⁴, its train loss ends at 0.60 to 19.00 (2 seeds).",
     }.items():
         answer, *rest = findings(settings, made_up(usual | {("slower", 72): losses}), lab)
-        assert answer.headlines[-1].endswith(f"{told} At that depth ViT gets to 0.20 (90.0%; one seed).")
+        assert answer.headlines[-1].endswith(f"{told} At that depth ViT with skips and LN gets to 0.20 (90.0%; one seed).")
         labels = [row[0] for row in answer.table.rows]
         assert labels == ["OSA (shaped)", "ViT", "OSA (shaped), α = 0.1", *["OSA (shaped), next lower rate"] * bool(losses)]
         assert answer.in_short.startswith("At 72 blocks, with 2 of 3 models tried"), "it is none of its own"

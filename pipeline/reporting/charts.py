@@ -18,10 +18,10 @@ EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds 
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
-def panels(count: int, height: float = 3.6, **options) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a page with `count` panels in a row; options are those of `Figure.subplots`."""
+def panels(count: int, height: float = 3.6, rows: int = 1, **options) -> tuple[Figure, list[Axes]]:
+    """A figure as wide as a page with `count` panels in a row, or in so many; options are those of `Figure.subplots`."""
     figure = Figure(figsize=(7.2, height), layout="constrained")
-    return figure, list(figure.subplots(1, count, squeeze=False, **options)[0])
+    return figure, list(figure.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
 
 
 @matplotlib.rc_context(STYLE)

@@ -168,6 +168,28 @@ def trained_otherwise(results: Results) -> dict[str, int]:
     return {name: each.count(False) for name, each in known.items() if not all(each)}
 
 
+def known_by(results: Results) -> dict[str, int]:
+    """Of all runs, those of studies too: how many there are, how many today's code has trained, how many it is only known to
+    begin with the same bits, how many neither, and over how few steps the beginnings were compared."""
+    made = [*results.records.values(), *itertools.chain(*results.study_records.values())]
+    here = {device: record.code_sha256(device) for device in {each["environment"]["device"] for each in made}}
+    trained = [each["code_sha256"] == here[each["environment"]["device"]] for each in made]
+    known = [record.is_of_today(each) for each in made]
+    steps = [
+        replay["steps"]
+        for each, is_own in zip(made, trained, strict=True)
+        for replay in each.get("replays", [])
+        if not is_own and replay["code_sha256"] == here[each["environment"]["device"]]
+    ]
+    return {
+        "number": len(made),
+        "trained_by_this_code": sum(trained),
+        "begun_alike_by_this_code": sum(known) - sum(trained),
+        "by_other_code": len(made) - sum(known),
+        "least_steps_compared": min(steps, default=0),
+    }
+
+
 def stale_studies(settings: Params) -> list[str]:
     """The studies whose tables other code has measured."""
     made_by = {name: files.read_json(study.FOLDER / name / study.RECORD)["source_sha256"] for name in settings.studies}
@@ -188,10 +210,7 @@ def provenance(results: Results) -> dict:
         "runs": {name: dict(sorted(Counter(values).items())) for name, values in facts.items()},
         "code_sha256_here": record.code_sha256(),
         "table_2_runs_by_other_code": len(made_otherwise(results)),
-        "runs_by_code_that_replay_found_equal": sum(
-            made["code_sha256"] != record.code_sha256(made["environment"]["device"]) and record.is_of_today(made)
-            for made in records
-        ),
+        "all_runs": known_by(results),
         "table_2_runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
         "study_runs_by_other_code": trained_otherwise(results),
         "stale_studies": stale_studies(results.lab.params),

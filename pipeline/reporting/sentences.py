@@ -1,5 +1,6 @@
 """The sentences of the report, made from what the files hold."""
 
+import itertools
 from datetime import UTC, datetime
 
 from pipeline.core import params
@@ -137,8 +138,35 @@ def limitations(of: Results) -> list[str]:
         "is listed.",
         "OSA and the ViTs differ in their attention and in how their MLPs begin, by Section 4.4 and by Appendix D, and no "
         "run of Table 2 tells the two apart.",
+        *codes_and_machines(of),
         *(finding.limitation for found in of.found.values() for finding in found if finding.limitation),
     ]
+
+
+def codes_and_machines(of: Results) -> list[str]:
+    """How many runs are known to be today's code's by their beginning alone, and whether machines differ."""
+    known, told = results.known_by(of), []
+    if begun := known["begun_alike_by_this_code"]:
+        told.append(
+            f"Of {plural(known['number'], 'run')}, those of studies among them, {known['trained_by_this_code']} were "
+            f"trained by the code that is here. Of {begun} it is known that this code begins them with the same bits, over "
+            f"{plural(known['least_steps_compared'], 'step')} or more; the rest is inferred (`pipeline/replay.py`)."
+        )
+    ours, theirs = (
+        {made["environment"]["device_name"] for made in records}
+        for records in (of.records.values(), itertools.chain(*of.study_records.values()))
+    )
+    if theirs - ours:
+        told.append(
+            f"Table 2 was trained on {listing_of(ours)}, and runs of studies on {listing_of(theirs)}. Where the two are "
+            "compared, and between seeds on several machines, rounding differs too, which moves an accuracy as another seed "
+            "does."
+        )
+    return told
+
+
+def listing_of(names: set[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 def compute(of: Results) -> str:

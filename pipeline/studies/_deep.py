@@ -15,10 +15,10 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, Paper, PositiveInt, Section
 from pipeline.lab import Lab
-from pipeline.statistics import NOT_SUPPORTED, UNDECIDED, Judgement, judge
+from pipeline.statistics import LEAST_RUNS, NOT_SUPPORTED, UNDECIDED
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs
-from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim, judged_claim
+from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim, judge_means, judged_claim
 from pipeline.training.loop import COLUMNS
 
 GUESSING = math.log(10)  # the cross-entropy of ten digits that are as likely as one another
@@ -112,9 +112,13 @@ class TrainsAtDepth(AtDepth, Claim):
 def measure_loss(
     models: Sequence[str], weights: Sequence[float], limit: float, side: str, results: Results, family: int
 ) -> Measure:
-    """A combination of mean last train losses against its limit."""
+    """A combination of mean last train losses against its limit. Of two runs the t-interval reaches below any loss, and is
+    not told."""
     samples = [results.rows(model, "finished")["train_loss"].dropna().tolist() for model in models]
-    judged: Judgement = judge(samples, weights, limit=limit, side=side, family=family, diverged=results.diverged(models))
+    asked = {"limit": limit, "side": side, "family": family, "diverged": results.diverged(models)}
+    judged = judge_means(samples, weights, **asked)
+    if judged.n < LEAST_RUNS:
+        judged = replace(judged, low=math.nan, high=math.nan)
     what = f"{' − '.join(map(results.label, models))}: last train loss"
     return Measure(what, **judged.as_measure(results.account(models)), side=side, limit=limit)
 

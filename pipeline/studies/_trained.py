@@ -186,12 +186,12 @@ def predictions(lab: Lab, study: str) -> dict[str, Prediction]:
     return read.predictions.get(study, {})
 
 
-def judged(study: str, results: TrainedResults, lab: Lab) -> list[Finding]:
-    """A claim for each prediction of a study."""
-    return [finding(name, each, results) for name, each in predictions(lab, study).items()]
+def judged(study: str, results: TrainedResults, lab: Lab, reach: Mapping[str, str]) -> list[Finding]:
+    """A claim for each prediction of a study, with what its rule leaves out of the sentence that it judges, if anything."""
+    return [finding(name, each, results, reach.get(name, "")) for name, each in predictions(lab, study).items()]
 
 
-def finding(name: str, prediction: Prediction, results: TrainedResults) -> Finding:
+def finding(name: str, prediction: Prediction, results: TrainedResults, reach: str = "") -> Finding:
     rule = prediction.rule
     models = tuple(name for name in rule.models if name in set(results.runs["variant"]))
     found = judged_claim(name, rule, rule.measures(results), statement=rule.sentence, sources=SOURCES, models=models)
@@ -199,4 +199,5 @@ def finding(name: str, prediction: Prediction, results: TrainedResults) -> Findi
     is_so = found.verdict == prediction.expected and (found.verdict != UNDECIDED or is_decisive)
     is_open = found.verdict in (UNDECIDED, NOT_EVALUATED)
     came = "It came out so" if is_so else "It is still open" if is_open else "It came out otherwise"
-    return replace(found, remark=f"Expected before the first run: {prediction.expected}. {prediction.why} {came}.")
+    told = f"Expected before the first run: {prediction.expected}. {prediction.why} {came}. {reach}"
+    return replace(found, remark=told.strip())

@@ -77,9 +77,9 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     for (model, depth, rate), own in ends.groupby(CELL, sort=False):
         start, q, loss = map(by_seed, (starts[model, depth], own["q"], own["loss"]))
         rows.append([lab.label(model), str(depth), start, number(rate), q, loss])
-    depth, ours = settings.depths[-1], left.index.get_level_values("model") == settings.models[0]
+    depth = settings.depths[-1]
     at_depth = {cell: own for cell, own in starts.items() if cell[1] == depth}
-    headline = told(settings, at_depth, left[ours & (left.index.get_level_values("depth") == depth)], lab)
+    headline = told(settings, at_depth, left[left.index.get_level_values("depth") == depth], lab)
     return [
         Finding(
             id="first_steps",
@@ -119,15 +119,15 @@ def told(settings: Settings, starts: dict[tuple[str, int], pd.Series], left: pd.
     """The gradients with which trainings begin, and with how many seeds [cls] then is large at each rate."""
     begun = [f"{span(own)} in {of(*cell, lab)}" for cell, own in starts.items()]
     ended = [
-        f"{of(*cell, lab)} has {', '.join(f'{count} at {number(rate)}' for (*_, rate), count in counts.items())}"
+        f"{', '.join(f'{count} at {number(rate)}' for (*_, rate), count in counts.items() if count)} in {of(*cell, lab)}"
         for cell, counts in left.groupby(CELL[:2], sort=False)
         if counts.any()
     ]
-    others = ["no other has any" if ended else "none has any"] * (len(ended) < left.groupby(CELL[:2]).ngroups)
+    others = ["none in any other" if ended else "none"] * (len(ended) < left.groupby(CELL[:2]).ngroups)
     return (
-        f"As initialised the gradient is, by seed, {'; '.join(begun)}. Of {plural(len(settings.seeds), 'seed')} at each "
-        f"rate, with [cls] of mean square {LARGE:g} or more, and not 1, after {plural(settings.steps, 'step')}, "
-        f"{'; '.join([*ended, *others])}."
+        f"The norm of the first gradient, over all parameters, is by seed {'; '.join(begun)}. After "
+        f"{plural(settings.steps, 'step')} the mean square of [cls], which is to stay near 1, is {LARGE:g} or more with so "
+        f"many of {plural(len(settings.seeds), 'seed')} at each rate: {'; '.join([*ended, *others])}."
     )
 
 

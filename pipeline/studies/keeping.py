@@ -59,6 +59,7 @@ RUNS |= BY_MAPS | BY_DESCENT
 RUNS |= {"osa_no_decay": (REFERENCE, {"decay_attention": False}, "OSA, no weight decay on attention")}  # as X has none
 GROUPS, GROUP_LABELS = {"osa_soft": ("osa_soft_weak", "osa_soft_strong")}, {"osa_soft": "OSA, soft"}
 OF_OSA = (REFERENCE, *(name for name, (variant, *_) in RUNS.items() if variant == REFERENCE))
+REACH = {"maps_agree": "The retraction stands for the exponential, which it is along the manifold, step by step."}
 THREE_SEEDS = ("osa_kept", "osa_joint")
 KAPPAS = {
     "weight_kappa": "κ(W̃), a head",
@@ -116,7 +117,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     found = TrainedResults(tables, lab, labels, GROUPS)
     observed = [along_training(found)] if len(found.ended) else []
     kept = found.watched.dropna(subset=["error"]) if len(found.watched) else found.watched
-    return [*judged("keeping", found, lab), outcome(found, lab), *([is_kept(kept)] if len(kept) else []), *observed]
+    return [*judged("keeping", found, lab, REACH), outcome(found, lab), *([is_kept(kept)] if len(kept) else []), *observed]
 
 
 def outcome(found: TrainedResults, lab: Lab) -> Finding:

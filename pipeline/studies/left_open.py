@@ -117,11 +117,24 @@ def tried(runs: pd.DataFrame) -> list[Tried]:
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     found, results = tried(tables["runs"]), Results(lab, of_recipe(lab))
     return [
-        sensitivity(found, results, lab.paper, tables["runs"]),
+        replace(sensitivity(found, results, lab.paper, tables["runs"]), limitation=reach(settings, lab.paper)),
         robustness(found, results, lab.paper),
         differences(found, results, lab.paper),
         listing(found, lab),
     ]
+
+
+def reach(settings: Settings, paper: Paper) -> str:
+    """What the runs that are listed cannot decide."""
+    listed = [settings.more_seeds.get(choice.variant, settings.seeds) for choice in choices(paper)] if settings.seeds else []
+    few = sum(len(seeds) < LEAST_RUNS for seeds in listed)
+    if not few:
+        return ""
+    return (
+        f"Of {len(listed)} choices that the paper leaves open {few} have fewer than {LEAST_RUNS} runs listed, which decide "
+        "nothing. So the claims that accuracies and comparisons are the same whatever is chosen can be refuted, by the "
+        "other choices, and not be supported."
+    )
 
 
 def variants(found: list[Tried]) -> tuple[str, ...]:

@@ -453,5 +453,6 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
             measures=measures,
             rule="Every number is on the side of its limit that shows what is so, for every seed.",
             table=Table(["Place", "Stated", "What is so", "Shown by"], rows, align="llll"),
+            remark="No number can show what is not there: Zhang et al. give neither seeds nor a spread with any table.",
         )
     ]

@@ -7,6 +7,7 @@ VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cros
 import copy
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import matplotlib
@@ -121,6 +122,18 @@ GROUPS = {  # of cells that a rule speaks of: their label, model, penalties, and
 }
 
 
+DOSE = ("attention", "projections", "mlp", "weight_norm", "moved")  # of COLUMNS, beside accuracy and loss; the rest apart
+LAYERED = ("attention", "projections", "mlp", "tokens_rank")  # what is shown layer by layer
+NOT_TESTED = (
+    "What Zhang et al. measure, BLEU on corpora of translations and metrics of dialogues, and their decoders are not tested "
+    "here: these are ViTs on MNIST. Without a validation set no λ is chosen, and all are shown."
+)
+OF_A_MEAN = "The mean over λ is of a seed that is trained with all three of them; one without counts as missing."
+REACH = {  # what a rule leaves out of the sentence that it judges
+    "stated_weights_make_orthogonal": "VAR-III has every term of VAR-I and VAR-II, which are not judged by themselves.",
+    "penalties_boost": f"VAR-I alone, which the paper calls sufficient, is the first of the comparisons. {OF_A_MEAN}",
+    "penalties_order": OF_A_MEAN,
+}
 DRAWN = (*FIRST, Cell(VIT, "VAR-III", 1.0), Cell(BARE), Cell(BARE, "VAR-III", STRONG))  # by layer
 
 
@@ -159,7 +172,8 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
         of_attention = attention_row(a)
         seen = {"layer": layer, "attention": of_attention.pop("penalty"), "moved": change.flatten().quantile(0.9).item()}
         seen |= {"keys": norm(key).median().item(), "worst": worst_ratios(query[:FEW], key[:FEW]).max().item()}
-        seen |= {"tokens_rank": float(np.mean([effective_rank(values) for values in torch.linalg.eigvalsh(x @ x.mT)]))}
+        spectra = torch.linalg.eigvalsh(x @ x.mT).clamp(min=0)  # which rounding may leave below it
+        seen |= {"tokens_rank": float(np.mean([effective_rank(values) for values in spectra]))}
         rows.append(seen | of_attention | weight_row(block) | of_weights(block) | accuracies)
     return rows
 
@@ -190,29 +204,36 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
         group: [c.name for c in CELLS if c.variant == variant and c.penalty in penalties and least <= c.weight <= most]
         for group, (_, variant, penalties, least, most) in GROUPS.items()
     }
-    found = TrainedResults(tables, lab, labels, groups)
-    observed = [with_depth(found)] if len(found.ended) else []
+    found = TrainedResults(with_known_ranks(tables), lab, labels, groups)
+    observed = [after_training(found, lab), with_depth(found)] if len(found.ended) else []
     observed += [bound(found)] if len(found.watched) else []
-    return [*judged("penalties", found, lab), dose(found, lab), *observed]
+    return [*judged("penalties", found, lab, REACH), dose(found, lab), *observed]
+
+
+def with_known_ranks(tables: Tables) -> Tables:
+    """Without the tokens' effective ranks of runs that have one below 1, which is none: an earlier code took an eigenvalue
+    that rounding had left below 0, as where all tokens are one, for a rank of 0."""
+    watched = tables.get("watched", pd.DataFrame())
+    if "tokens_rank" not in watched:
+        return tables
+    least = watched.groupby(["variant", "seed"])["tokens_rank"].transform("min")
+    return tables | {"watched": watched.assign(tokens_rank=watched["tokens_rank"].where(least >= 1))}
 
 
 def dose(found: TrainedResults, lab: Lab) -> Finding:
     """Accuracy and orthogonality over λ, cell by cell."""
     rows, measures, reached = [], [], defaultdict(list)
-    losses = {variant: found.target(variant) for variant in NAMES}
-    for cell in IN_ORDER:
+    targets = {variant: found.target(variant) for variant in NAMES}
+    for cell in trained(found):
         model = cell.name if cell.penalty else cell.variant
-        if not found.is_trained(model):
-            continue
-        named = [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
-        means = [number(summarise(found.values(cell.name, column)).mean) for column in COLUMNS]
-        rows.append([*named, *found.cells(model), number(found.epochs(model, losses[cell.variant])), *means])
+        ends = found.rows(model, "finished")["test_loss"].mean(), found.epochs(model, targets[cell.variant])
+        rows.append([*parts_of(cell, lab), *found.cells(model), *map(number, ends), *means(found, cell, DOSE)])
         accuracy = summarise(found.accuracies(model))
         if cell.penalty and accuracy.n:
             reached[lab.label(cell.variant)].append(accuracy.mean)
             what = f"{cell.label(lab)}: test accuracy"
             measures.append(Measure(what, accuracy.mean, "per cent", low=accuracy.low, high=accuracy.high, n=accuracy.n))
-    columns = ["Model", "Penalty", "λ", "Test accuracy", "Runs", "Epochs to a loss", *COLUMNS.values()]
+    columns = [*CELL, "Test accuracy", "Runs", "Test loss", "Epochs to a loss", *(COLUMNS[name] for name in DOSE)]
     told = "; ".join(f"{model} reaches {span(values, lambda value: fixed(value, 2))}%" for model, values in reached.items())
     return Finding(
         id="penalties_dose",
@@ -228,18 +249,64 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
             columns,
             rows,
             "ll" + "r" * (len(columns) - 2),
-            note="Test accuracy in per cent; without a penalty that of Table 2. Epochs, the median over runs, to the loss "
-            f"to which Table 2’s runs without a penalty come in the first {OF_TRAINING:.0%} of training. The rest is after "
-            f"training, over layers and seeds on average; with noise of {NOISE:g} on the pixels 90% of the rows of A move "
-            f"by less than is said. Accuracy under noise, a share, is that on {NOISY_IMAGES} test images. ‖W‖₂ and κ(W) are "
-            "geometric means over a block’s six matrices. L_LF is without n − m, which ‖MᵀM − I‖_F² of an m × n matrix has "
-            f"at least.{left_out(untrained(found, lab))}",
+            note="Test accuracy in per cent; without a penalty accuracy and test loss are those of Table 2. The loss is the "
+            "cross-entropy alone. Epochs, the median over runs, to the train loss to which Table 2’s runs without a penalty "
+            f"come in the first {OF_TRAINING:.0%} of training. The rest is after training, over layers and seeds on "
+            f"average; with noise of {NOISE:g} on the pixels 90% of the rows of A move by less than is said. ‖W‖₂ is the "
+            "geometric mean over a block’s six matrices. L_LF is without n − m, which ‖MᵀM − I‖_F² of an m × n matrix has "
+            f"at least; the smaller side is {lab.paper.recipe.model.embed_dim} in each matrix of L_LA and L_LF. "
+            "‖AᵀA − I‖_F² is a mean over the batch: summed over it, as one may read the paper, the same λ would be "
+            f"{lab.paper.recipe.train.batch_size} times what it is here.{left_out(untrained(found, lab))}",
         ),
         figure=draw_dose(found) if measures else None,
-        caption="Over λ: test accuracy, ‖AᵀA − I‖_F² / (N − 1), and the projections’ penalty. Dashed: "
-        "ViT without a penalty; dotted: ViT (no skip, no LN) without one.",
-        remark=found.remark,
+        caption="Over λ. Dashed: ViT without a penalty; dotted: ViT (no skip, no LN) without one.",
+        remark=f"{found.remark} {NOT_TESTED}".strip(),
         models=(VIT, BARE),
+    )
+
+
+CELL = ("Model", "Penalty", "λ")
+
+
+def trained(found: TrainedResults) -> list[Cell]:
+    """The cells of which there is a run, in the order of a table; of a model without a penalty Table 2’s will do."""
+    return [cell for cell in IN_ORDER if found.is_trained(cell.name if cell.penalty else cell.variant)]
+
+
+def parts_of(cell: Cell, lab: Lab) -> list[str]:
+    """Model, penalty and λ."""
+    return [lab.label(cell.variant), cell.penalty or "none", number(cell.weight) if cell.penalty else ABSENT]
+
+
+def means(found: TrainedResults, cell: Cell, columns: Iterable[str]) -> list[str]:
+    """What was seen of a cell after training, over layers and seeds on average."""
+    return [number(summarise(found.values(cell.name, column)).mean) for column in columns]
+
+
+def after_training(found: TrainedResults, lab: Lab) -> Finding:
+    """What else was seen of the trained models."""
+    shown = [column for column in COLUMNS if column not in DOSE]
+    watched = [cell for cell in IN_ORDER if found.values(cell.name, "overlap")]
+    rows = [[*parts_of(cell, lab), *means(found, cell, shown)] for cell in watched]
+    measures = [
+        Measure(f"{cell.label(lab)}: row overlap", summarise(found.values(cell.name, "overlap")).mean) for cell in watched
+    ]
+    return Finding(
+        id="penalties_after",
+        title="Attention, weights and tokens of trained models with penalties",
+        place="Zhang et al. 2021, Section 2.2",
+        kind=OBSERVATION,
+        statement="How diverse the rows of A are, how large the keys, of what rank the tokens, how well the weights are "
+        "conditioned, and what noise on the pixels leaves of the accuracy, after training.",
+        measures=measures,
+        table=Table(
+            [*CELL, *(COLUMNS[column] for column in shown)],
+            rows,
+            "ll" + "r" * (len(shown) + 1),
+            note="Means over layers and seeds; κ(W) is a geometric mean over a block’s six matrices. Accuracy under noise, "
+            f"a share, is that on {NOISY_IMAGES} test images. A dash for the effective rank: rounding spoilt what was seen "
+            "of tokens that are all but one.",
+        ),
     )
 
 
@@ -253,10 +320,10 @@ def untrained(found: TrainedResults, lab: Lab) -> list[str]:
 def with_depth(found: TrainedResults) -> Finding:
     """Each layer before and after training."""
     ends = pd.concat([found.watched[found.watched["epoch"] == 0].assign(when="before"), found.ended.assign(when="after")])
-    means = ends.groupby(["variant", "when"], sort=False)[["attention", "projections"]].mean().unstack("when")
-    measures, rows, columns = [], [], list(itertools.product(("attention", "projections"), ("before", "after")))
-    for name in [cell.name for cell in IN_ORDER if cell.name in means.index]:
-        row = means.loc[name]
+    over_layers = ends.groupby(["variant", "when"], sort=False)[list(LAYERED)].mean().unstack("when")
+    measures, rows, columns = [], [], list(itertools.product(LAYERED, ("before", "after")))
+    for name in [cell.name for cell in IN_ORDER if cell.name in over_layers.index]:
+        row = over_layers.loc[name]
         for column, when in columns:
             what = f"{found.label(name)}, {when} training: {COLUMNS[column]}, mean over layers"
             measures.append(Measure(what, row[column, when]))
@@ -266,17 +333,18 @@ def with_depth(found: TrainedResults) -> Finding:
         title="Orthogonality with depth, before and after training",
         place=PAPER,
         kind=OBSERVATION,
-        statement="How far attention matrices and projections are from orthogonal in each layer, on average over seeds.",
+        statement="How far attention matrices, projections and MLPs are from orthogonal in each layer, and the effective "
+        "rank of its tokens, on average over seeds.",
         measures=measures,
         table=Table(
-            ["Model", f"{COLUMNS['attention']}, before", "after", f"{COLUMNS['projections']}, before", "after"],
+            ["Model", *itertools.chain(*((f"{COLUMNS[column]}, before", "after") for column in LAYERED))],
             rows,
             note="Means over layers and seeds: before training over all runs, after it over those that finished.",
         ),
-        in_short=f"{COLUMNS['attention']} is {span(means['attention', 'before'])} before training and "
-        f"{span(means['attention', 'after'].dropna())} after it, by cell.",
+        in_short=f"{COLUMNS['attention']} is {span(over_layers['attention', 'before'])} before training and "
+        f"{span(over_layers['attention', 'after'].dropna())} after it, by cell.",
         figure=draw_depth(ends, found),
-        caption="‖AᵀA − I‖_F² / (N − 1) and the projections’ penalty by layer: after training, and before it thin.",
+        caption="By layer: after training, and before it thin.",
     )
 
 
@@ -297,14 +365,13 @@ def bound(found: TrainedResults) -> Finding:
 @matplotlib.rc_context(STYLE)
 def draw_dose(found: TrainedResults) -> Figure:
     """A panel for each number, a colour for each penalty, dots hollow for the model without skips and LN."""
-    figure, panels = charts.panels(3, 3.6)
-    trained = {cell.penalty for cell in CELLS if found.is_trained(cell.name)}
+    figure, panels = charts.panels(6, 5.8, rows=2)
+    there = {cell.penalty for cell in CELLS if found.is_trained(cell.name)}
     colours = zip((*VARIANTS, SEPARATE), (PALETTE[0], PALETTE[3], PALETTE[5], PALETTE[6]), strict=True)
-    colours = {penalty: colour for penalty, colour in colours if penalty in trained}
+    colours = {penalty: colour for penalty, colour in colours if penalty in there}
     numbers = {"Test accuracy (per cent)": found.accuracies}
-    numbers |= {
-        COLUMNS[column]: lambda name, column=column: found.values(name, column) for column in ("attention", "projections")
-    }
+    numbers |= {"Test loss": lambda name: found.rows(name, "finished")["test_loss"].dropna().tolist()}
+    numbers |= {COLUMNS[column]: lambda name, column=column: found.values(name, column) for column in DOSE[:4]}
     for axes, (title, values) in zip(panels, numbers.items(), strict=True):
         for variant, penalty in itertools.product((VIT, BARE), colours):
             doses = sorted(cell.weight for cell in CELLS if cell[:2] == (variant, penalty))
@@ -324,9 +391,9 @@ def draw_dose(found: TrainedResults) -> Figure:
 
 @matplotlib.rc_context(STYLE)
 def draw_depth(ends: pd.DataFrame, found: TrainedResults) -> Figure:
-    figure, panels = charts.panels(2, 3.9)
+    figure, panels = charts.panels(len(LAYERED), 6.2, rows=2)
     names = [cell.name for cell in DRAWN if cell.name in set(ends["variant"])]
-    for axes, column in zip(panels, ("attention", "projections"), strict=True):
+    for axes, column in zip(panels, LAYERED, strict=True):
         for name, colour in zip(names, PALETTE, strict=False):
             for when, width in (("before", 0.6), ("after", 1.6)):
                 own = ends[(ends["variant"] == name) & (ends["when"] == when)].groupby("layer")[column].mean()

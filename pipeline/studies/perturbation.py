@@ -178,7 +178,7 @@ def typical(table: pd.DataFrame, lab: Lab) -> Finding:
         "‖K − 1k̄ᵀ‖₂, with the keys’ mean k̄, bounds as well.",
         measures=measures,
         table=Table(columns, rows),
-        remark="Trained models are not evaluated.",
+        remark="Of trained models the worst direction alone is known, from the study penalties.",
         models=MODELS,
     )
 

@@ -28,8 +28,9 @@ from pipeline.measures import condition, jacobian
 from pipeline.reporting import charts
 from pipeline.reporting.looks import STYLE, look
 from pipeline.reporting.numbers import number, span
-from pipeline.statistics import CONFIDENCE, half_width, judge
+from pipeline.statistics import CONFIDENCE, half_width
 from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
+from pipeline.studies.section_5 import judge_means
 
 place = 48
 OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
@@ -204,7 +205,7 @@ def attention_helps(table: pd.DataFrame, ends: tuple[int, int], asked: dict[str,
     sided = zip(asked.items(), ("above", "below"), strict=True)
     for variant, (mlp, label), ((what, samples), side) in itertools.product(OSA, MLPS.items(), sided):
         pair = samples[variant, mlp], samples[SOFTMAX, mlp]
-        judgement = judge(pair, (1, -1), limit=0.0, side=side, family=FAMILY)
+        judgement = judge_means(pair, (1, -1), limit=0.0, side=side, family=FAMILY, diverged=())
         note = "; ".join(filter(None, (against(pair), judgement.note)))
         text = f"{lab.label(variant)}, {label} MLPs: {what}"
         measures.append(Measure(text, side=side, limit=0.0, **judgement.as_measure() | {"note": note}))

@@ -264,7 +264,7 @@ def test_every_number_of_the_tables_is_that_of_its_file(project):
         seconds, speed = (sum(each[key] for each in made) for key in ("seconds", "images_per_second"))
         speed = f"{speed / 3:,.0f}".replace(",", "\u202f")
         assert shown == ["301\u202f858", "3", f"{seconds / 180:.1f}", speed, f"{seconds / 3600:.1f}"]
-    for row, (_, *shown) in zip(runs.itertuples(), page.table("every-run"), strict=True):
+    for row, (_, *shown) in zip(runs.itertuples(), page.table("runs-of-table-2"), strict=True):
         minutes = files.read_json(f"runs/table_2/{row.variant}/{row.seed}/record.json")["seconds"] / 60
         numbers = [f"{100 * row.test_accuracy:.2f}", f"{row.test_loss:.4f}", f"{row.train_loss:.4f}", f"{minutes:.1f}"]
         assert shown == [str(row.seed), "finished", *numbers]
@@ -275,7 +275,7 @@ def test_every_number_of_the_tables_is_that_of_its_file(project):
     [
         ("tables/summary.csv", "test_accuracy_std", {"table-2"}),
         ("tables/summary.csv", "test_accuracy_mean", {"table-2"}),
-        ("tables/runs.csv", "test_loss", {"every-run"}),
+        ("tables/runs.csv", "test_loss", {"runs-of-table-2"}),
         ("studies/fake_2_1/errors.csv", "error", {"finding-fake-errors"}),
         ("studies/fake_2_1/errors.csv", "rank", {"finding-fake-rank"}),
     ],
@@ -548,9 +548,9 @@ def test_runs_of_other_code_are_told(project, count):
 
 
 def test_a_replay_of_todays_code_confirms_a_run(project):
-    edit_record("vit/1", code_sha256="badc0de5" * 8, replays=[{"code_sha256": record.code_sha256()}])
+    edit_record("vit/1", code_sha256="badc0de5" * 8, replays=[{"code_sha256": record.code_sha256(), "steps": 7}])
     assert cautions() == []
-    edit_record("vit/1", replays=[{"code_sha256": "f00" * 8}])
+    edit_record("vit/1", replays=[{"code_sha256": "f00" * 8, "steps": 7}])
     assert len(cautions()) == 1
 
 
@@ -609,8 +609,8 @@ def test_missing_and_diverged_runs_are_told_first(project):
     assert "1 of 9 runs not trained yet: vit/0." in page.texts["result"]
     assert "1 of 9 runs diverged: osa_qr/1 have no final accuracy." in page.texts["result"]
     assert page.table("table-2")[0][-1] == "2; 1 diverged"
-    assert ["OSA (QR)", "1", "diverged; at step 819", "–", "–", "–"] in [row[:6] for row in page.table("every-run")]
-    assert ["ViT", "0", "missing", "–", "–", "–", "–"] in page.table("every-run")
+    assert ["OSA (QR)", "1", "diverged; at step 819", "–", "–", "–"] in [row[:6] for row in page.table("runs-of-table-2")]
+    assert ["ViT", "0", "missing", "–", "–", "–", "–"] in page.table("runs-of-table-2")
 
 
 def test_one_seed_has_no_spread(project):
@@ -643,14 +643,28 @@ def test_departures_are_told_first_and_listed(project):
 
 def test_provenance_lists_every_value_that_occurs(project):
     edit_record("vit/1", resumptions=2, environment={"git_commit": None, "torch": "2.12.0"})
-    edit_record("vit/2", code_sha256="before", replays=[{"code_sha256": record.code_sha256()}])
+    edit_record("vit/2", code_sha256="before", replays=[{"code_sha256": record.code_sha256(), "steps": 7}])
     report.main([])
     facts = json.loads(read_page("provenance.json"))
     assert facts["runs"]["torch"] == {"2.11.0": 8, "2.12.0": 1} and facts["runs"]["commit"]["not recorded"] == 1
     assert facts["code_sha256_here"] == record.code_sha256() and facts["stale_studies"] == []
-    assert facts["runs_by_code_that_replay_found_equal"] == 1 and facts["table_2_runs_by_other_code"] == 0
+    known = {"number": 9, "trained_by_this_code": 8, "begun_alike_by_this_code": 1, "by_other_code": 0}
+    assert facts["all_runs"] == known | {"least_steps_compared": 7} and facts["table_2_runs_by_other_code"] == 0
     shown = Page(read_page("report.html")).table("provenance")
     assert ["torch", "2.11.0 (8 runs); 2.12.0 (1 run)"] in shown and ["resumptions", "2"] in shown
+    assert ["all_runs_begun_alike_by_this_code", "1"] in shown
+    told = Page(read_page("report.html")).texts["limitations"]
+    assert "8 were trained by the code that is here. Of 1 it is known that this code begins" in told
+    assert "over 7 steps or more" in told and "Table 2 was trained on" not in told, "all on one machine"
+
+
+def test_other_machines_of_studies_are_a_limitation(project):
+    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("runs/table_2/vit/1/record.json"))
+    assert "runs of studies on" not in render().texts["limitations"]
+    edit_record("vit/1", environment={"device_name": "Another CPU"})
+    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("runs/table_2/vit/1/record.json"))
+    edit_record("vit/1", environment={"device_name": "A CPU"})
+    assert "and runs of studies on Another CPU." in render().texts["limitations"]
 
 
 def test_limitations_and_compute_come_from_the_files(project):

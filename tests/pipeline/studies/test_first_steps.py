@@ -54,7 +54,7 @@ def test_what_is_measured_is_told_by_depth_and_rate(lab):
     assert finding.kind == OBSERVATION and len(finding.table.rows) == 8
     left = tables["steps"].query("step == 2 and q >= 10")
     assert sum(measure.value for measure in finding.measures) == len(left)
-    assert "no other has any" in finding.in_short and "Rate 0.001" in figures.svg(finding.figure)
+    assert "none in any other" in finding.in_short and "Rate 0.001" in figures.svg(finding.figure)
 
 
 def test_seeds_whose_cls_is_large_then_are_counted(lab):
@@ -78,8 +78,9 @@ def test_seeds_whose_cls_is_large_then_are_counted(lab):
     (finding,) = findings(settings, {"steps": pd.DataFrame(rows)}, lab)
     assert [measure.value for measure in finding.measures] == [0, 2]
     assert finding.in_short == (
-        "As initialised the gradient is, by seed, 1 to 2 in OSA (shaped) of 3 blocks. Of 2 seeds at each rate, with [cls] "
-        "of mean square 10 or more, and not 1, after 2 steps, OSA (shaped) of 3 blocks has 0 at 1 × 10⁻⁵, 2 at 0.001."
+        "The norm of the first gradient, over all parameters, is by seed 1 to 2 in OSA (shaped) of 3 blocks. After 2 steps "
+        "the mean square of [cls], which is to stay near 1, is 10 or more with so many of 2 seeds at each rate: 2 at 0.001 "
+        "in OSA (shaped) of 3 blocks."
     )
     assert finding.headlines == (finding.in_short,)
     assert finding.table.rows[1][2:] == ["1, 2", "0.001", "10, 100", "2, 2"]

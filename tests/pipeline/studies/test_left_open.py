@@ -10,7 +10,7 @@ from pipeline.core import files, params, record
 from pipeline.runs import Run, history_csv
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import Measure, left_open
-from pipeline.studies.left_open import Settings, findings
+from pipeline.studies.left_open import Settings, choices, findings
 from tests.pipeline import synthetic
 
 DEFAULTS = {  # test accuracy by seed
@@ -51,6 +51,17 @@ def runs_of(*choices: tuple[str, str, list[float | None]]) -> dict[str, pd.DataF
 
 def found(lab, *choices):
     return {finding.id: finding for finding in findings(Settings(seeds=[0]), runs_of(*choices), lab)}
+
+
+def test_how_many_choices_have_too_few_runs_listed_is_a_limitation(lab):
+    def limitation(**settings) -> str:
+        return findings(Settings(**settings), runs_of(), lab)[0].limitation
+
+    total = len(choices(lab.paper))
+    bare = sum(choice.variant == "vit_noskip_nonorm" for choice in choices(lab.paper))
+    assert f"Of {total} choices that the paper leaves open {total} have fewer than 3 runs" in limitation(seeds=[0, 1])
+    assert f"open {total - bare} have" in limitation(seeds=[0], more_seeds={"vit_noskip_nonorm": [0, 1, 2]})
+    assert limitation(seeds=[0, 1, 2]) == limitation(seeds=[]) == ""
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def write(run: Run, accuracy: float, weights: str = "a", code: str = "c0de", mac
     environment = {"device": "cpu", "device_name": machine, "num_threads": 1, "torch": "2.11.0"}
     digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
     made = dict.fromkeys(EXPECTED["record"]) | {"config": {}, "code_sha256": code, "environment": environment}
+    made |= {"variant": run.variant, "seed": run.seed, "study": run.study, "overrides": run.overrides}
     files.write_json(run.folder / "record.json", made | digests | {"weights_sha256": weights})
 
 
@@ -52,9 +53,28 @@ def test_on_another_machine_the_accuracy_is_set_beside_one_more_seed(lab):
     lab.tables = {"runs": pd.DataFrame(of_table_2)}
     write(lab.run("vit"), accuracy=0.971, weights="b", machine="Another CPU")
     (elsewhere,) = found(lab)
-    assert elsewhere.measures[0].value == pytest.approx(0.1) and ", within 96.50 to" in elsewhere.in_short
+    assert elsewhere.measures[0].value == pytest.approx(0.1) and " 1 of 1 is where " in elsewhere.in_short
     write(lab.run("vit"), accuracy=0.991, weights="b", machine="Another CPU")
-    assert ", outside " in found(lab)[0].in_short
+    assert " 0 of 1 are where " in found(lab)[0].in_short
+
+
+def test_what_other_studies_trained_by_the_same_recipe_elsewhere_is_told_beside_the_bits(lab):
+    of_table_2 = {"variant": "vit", "seed": [0, 1, 2], "status": "finished", "test_accuracy": [0.969, 0.970, 0.971]}
+    lab.tables = {"runs": pd.DataFrame(of_table_2)}
+    write(lab.run("vit"), accuracy=0.97)
+    elsewhere = {"accuracy": 0.968, "machine": "Another CPU"}
+    write(Run("vit", 0, "penalties"), **elsewhere)
+    write(Run("vit", 0, "keeping"), **elsewhere, code="other")
+    write(Run("vit", 0, "left_open"), accuracy=0.97)  # on the machine of Table 2
+    write(Run("vit", 0, "six_blocks", {"model": {"depth": 2}}), **elsewhere)
+    write(Run("vit", 1, "penalties"), **elsewhere)  # of which Table 2 has no run here
+    write(Run("vit", 0, "tries"), **elsewhere)
+    bits, told = found(lab)
+    assert bits.verdict == PASSES
+    assert told.in_short == (
+        "ViT, seed 0: 97.00% on A CPU, 1 thread, 96.80% on Another CPU, 1 thread. 1 of 1 is where one more seed is expected."
+    )
+    assert [cell for row in told.table.rows for cell in row][-1] == "96.50 to 97.50"
 
 
 @pytest.mark.parametrize("again", [None, {"accuracy": 0.99, "code": "other"}])

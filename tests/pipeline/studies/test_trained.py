@@ -140,7 +140,8 @@ def test_accuracy_under_noise_is_the_model_s_and_the_same_each_time(bench, monke
 def made_up(**accuracies: list[float]) -> dict[str, pd.DataFrame]:
     """The tables of runs with these accuracies, whose attention is 0.5 · their seed's number + 0.5."""
     rows = [(name, seed, "finished", each) for name, of in accuracies.items() for seed, each in enumerate(of)]
-    table = pd.DataFrame(rows, columns=["variant", "seed", "status", "test_accuracy"]).assign(device="cpu", codes="c0de")
+    table = pd.DataFrame(rows, columns=["variant", "seed", "status", "test_accuracy"])
+    table = table.assign(test_loss=0.1, device="cpu", codes="c0de")
     watched = pd.concat([table.assign(epoch=epoch, layer=1, attention=table["test_accuracy"] * epoch) for epoch in (0, 1)])
     return {"runs": table, "watched": watched[["variant", "seed", "epoch", "layer", "attention"]]}
 
@@ -167,16 +168,21 @@ def test_what_is_trained_is_told_in_short_cell_by_cell(bench):
     cells = [penalties.FIRST[0], penalties.FIRST[2], penalties.Cell(penalties.BARE)]
     tables = made_up(**{cell.name: [0.95 + 0.01 * i, 0.97 + 0.01 * i] for i, cell in enumerate(cells)})
     seen = tables["watched"]["attention"]
-    tables["watched"] = tables["watched"].assign(**dict.fromkeys(penalties.COLUMNS, seen), worst=0.1)
+    tables["watched"] = tables["watched"].assign(**dict.fromkeys(penalties.COLUMNS, seen) | {"tokens_rank": 2.0}, worst=0.1)
     found = findings("penalties", bench("penalties"), tables)
     assert found["penalties_dose"].in_short == "2 of 26 cells trained so far; by cell, ViT reaches 96.00 to 97.00%."
     by_depth = found["penalties_with_depth"]
-    assert by_depth.table.rows[0] == ["ViT + VAR-III, λ = 1 × 10⁻⁶", "0", "0.96", "0", "0.96"]
-    assert [row[0] for row in by_depth.table.rows][-1] == "ViT (no skip, no LN)" and len(by_depth.measures) == 3 * 4
+    assert by_depth.table.rows[0] == ["ViT + VAR-III, λ = 1 × 10⁻⁶", *["0", "0.96"] * 3, "2", "2"]
+    assert [row[0] for row in by_depth.table.rows][-1] == "ViT (no skip, no LN)" and len(by_depth.measures) == 3 * 8
+    after = found["penalties_after"].table
+    assert after.columns[8] == "Effective rank of X" and [row[8] for row in after.rows] == ["2"] * 3
     tables["runs"].loc[1, "status"] = "diverged"
     ended = findings("penalties", bench("penalties"), tables)["penalties_with_depth"]
     assert ended.table.rows[0][2] == "0.95", "where a run diverged is not after training"
     assert by_depth.in_short == "‖AᵀA − I‖²/(N − 1) is 0 before training and 0.96 to 0.98 after it, by cell."
+    tables["watched"].loc[tables["watched"]["seed"] == 0, "tokens_rank"] = 0.9
+    ranks = {row[8] for row in findings("penalties", bench("penalties"), tables)["penalties_after"].table.rows}
+    assert ranks == {"–", "2"}, "an effective rank below 1 is none"
     kept = made_up(osa_kept=[0.96, 0.98], osa_joint=[0.95])
     kept["watched"] = kept["watched"][:0]
     found = findings("keeping", bench("keeping"), kept)
@@ -230,7 +236,7 @@ def test_what_was_seen_is_judged_by_its_ratio(bench, values, verdict):
 def test_runs_of_one_seed_are_one_run_of_their_group(bench):
     tables = made_up(a=[0.2, 0.4, 0.6], b=[0.4, 0.6], c=[0.9])
     tables["runs"].loc[3, ["status", "test_accuracy"]] = ["diverged", math.nan]
-    tables["runs"].loc[len(tables["runs"])] = ["d", 0, "missing", math.nan, "", ""]
+    tables["runs"].loc[len(tables["runs"])] = ["d", 0, "missing", math.nan, math.nan, "", ""]
     groups = {"all": ["a", "b", "c"], "last": ["a", "c"], "none": ["e"], "partly": ["a", "d"]}
     found = TrainedResults(tables, bench("penalties"), {}, groups)
     assert found.accuracies("partly") == pytest.approx([40, 60]), "one of two is no mean of two"

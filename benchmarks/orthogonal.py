@@ -31,7 +31,7 @@ from pipeline.studies.complexity import BOTH, FORWARD
 from pipeline.studies.orthogonal_speed import DENSE, LARGEST_ROTOR, OURS, POST, TORCH, TRAINING_TOKENS
 
 SEED = 0
-SMALLEST = 8
+SMALLEST = 4
 TOKENS = (1, 128, TRAINING_TOKENS)
 STD = 0.01  # of the parameters, as the post draws them
 SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = results.parser("orthogonal", __doc__)
     parser.set_defaults(repeats=5)
-    parser.add_argument("--largest", type=int, default=1024, help="largest n, of 8, 16, 32, ...")
+    parser.add_argument("--largest", type=int, default=1024, help="largest n, of 4, 8, 16, ...")
     return parser.parse_args(arguments)
 
 

@@ -112,8 +112,8 @@ def test_every_layer_is_timed_beside_the_dense_one_and_told_of(folder):
     table = files.read_csv(path)
     sized = {n: set(own[["map", "code"]].itertuples(index=False, name=None)) for n, own in table.groupby("n")}
     expected = {(DENSE, DENSE), *((name, code) for name in MAPS for code in (OURS, TORCH, POST))} - {("givens", TORCH)}
-    assert sized == {8: expected | {("rotors", POST)}, 16: expected}
-    assert len(table) == 2 * 2 * (2 * len(expected) + 1)  # tokens, passes, sizes
+    assert sized == {4: expected | {("rotors", POST)}, 8: expected | {("rotors", POST)}, 16: expected}
+    assert len(table) == 2 * 2 * (3 * len(expected) + 2)  # tokens, passes, sizes
     assert (table["orthogonality_error"] < 1e-5).all() and (table["seconds"] > 0).all()
     assert (table.loc[table["code"] == DENSE, "seconds_over_dense"] == 1).all()
     ours = table[(table["code"] == OURS) & (table["n"] == 16)]
@@ -129,7 +129,7 @@ def test_what_takes_too_long_is_left_out():
     for before, expected in (((32, 0.26), True), ((32, 0.27), False), ((16, 0.01), False), (None, False)):
         last = {(key[:2], 1, FORWARD): before} if before else {}
         assert orthogonal.fits(key, last) == expected
-    assert orthogonal.fits((DENSE, DENSE, 1024, 1, FORWARD), {}) and orthogonal.fits(("cayley", OURS, 8, 1, FORWARD), {})
+    assert orthogonal.fits((DENSE, DENSE, 1024, 1, FORWARD), {}) and orthogonal.fits(("cayley", OURS, 4, 1, FORWARD), {})
 
 
 @pytest.mark.parametrize("low, high, expected", [(1.1, 1.2, "holds"), (0.8, 0.9, "does not hold"), (0.9, 1.1, "is open")])

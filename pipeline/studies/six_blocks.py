@@ -18,7 +18,8 @@ from pipeline.statistics import summarise
 from pipeline.studies import OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._deep import Wanted, gather, judged_claims, results_at
 from pipeline.studies._runs import Request, of_other_code
-from pipeline.studies.section_5 import Results, known, of_recipe, progress
+from pipeline.studies._trained import left_out
+from pipeline.studies.section_5 import Results, is_trained, known, of_recipe, progress
 
 place = 54
 gathers = True
@@ -141,8 +142,11 @@ def side_by_side(settings: Settings, depth: int, tables: Tables, remark: str, la
 
 def choices(results: Results) -> Finding:
     """What one value changes: of one seed a tendency, and nothing is judged by it."""
-    measures, rows, done = [], [], {}
+    measures, rows, done, missing = [], [], {}, []
     for name, (model, _, what) in CHOICES.items():
+        if not is_trained(results.statuses(name)):
+            missing.append(f"{results.label(model)}: {what}")
+            continue
         tried, own = (100 * results.rows(each, "finished").set_index("seed")["test_accuracy"] for each in (name, model))
         changes = (tried - own).dropna()  # of the seeds that both have
         done |= {name: changes.mean()} if len(changes) else {}
@@ -159,13 +163,16 @@ def choices(results: Results) -> Finding:
         kind=OBSERVATION,
         statement="Test accuracy in per cent with one value of a model replaced, LN among them, and as it is with the same "
         "seeds.",
-        measures=measures,
+        measures=measures or [Measure("Choices that are trained", 0)],
         table=Table(
             ["Model", "Replaced", "Accuracy", "As it is", "Change", "Expected", "n"],
             rows,
             "llrrrlr",
-            note=f"Expected is what He et al. say of a change, with {ALIKE:g} points for alike, set before the first run.",
-        ),
+            note=f"Expected is what He et al. say of a change, with {ALIKE:g} points for alike, set before the first run."
+            f"{left_out(missing)}",
+        )
+        if rows
+        else None,
         in_short=progress([results.statuses(name) for name in CHOICES], "choices")
         + (f"; they change the accuracy by {span(done.values(), lambda change: signed(change, 2))} points" if done else "")
         + f"{as_expected}.",

@@ -123,6 +123,7 @@ GROUPS = {  # of cells that a rule speaks of: their label, model, penalties, and
 
 
 DOSE = ("attention", "projections", "mlp", "weight_norm", "moved")  # of COLUMNS, beside accuracy and loss; the rest apart
+CELL = ("Model", "Penalty", "λ")  # the columns that say which
 LAYERED = ("attention", "projections", "mlp", "tokens_rank")  # what is shown layer by layer
 NOT_TESTED = (
     "What Zhang et al. measure, BLEU on corpora of translations and metrics of dialogues, and their decoders are not tested "
@@ -263,9 +264,6 @@ def dose(found: TrainedResults, lab: Lab) -> Finding:
         remark=f"{found.remark} {NOT_TESTED}".strip(),
         models=(VIT, BARE),
     )
-
-
-CELL = ("Model", "Penalty", "λ")
 
 
 def trained(found: TrainedResults) -> list[Cell]:

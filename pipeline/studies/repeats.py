@@ -61,6 +61,7 @@ def compare(again: Run, there: Run) -> dict:
 class Pair(NamedTuple):
     """A run of Table 2 and the same one of a study, on another kind of machine or with another version of PyTorch."""
 
+    variant: str
     label: str
     machine_there: str
     accuracy_there: float  # per cent
@@ -81,7 +82,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     again = [pair_of(there, row._asdict(), lab) for row in rows if not on_one_machine(row._asdict())]
     pairs = [*again, *twins(lab)]
     bits = [] if again else [same_bits(name_of(there, lab), rows, settings)]
-    return [*bits, elsewhere(pairs, settings)] if pairs else bits
+    return [*bits, elsewhere(pairs)] if pairs else bits
 
 
 def on_one_machine(row: dict) -> bool:
@@ -95,7 +96,7 @@ def name_of(run: Run, lab: Lab) -> str:
 def pair_of(there: Run, row: dict, lab: Lab) -> Pair:
     expected = one_more_run(Results(lab).accuracies(there.variant))
     machines = [(row[f"machine{end}"], row[f"test_accuracy{end}"]) for end in ("_there", "")]
-    return Pair(name_of(there, lab), *machines[0], *machines[1], expected)
+    return Pair(there.variant, name_of(there, lab), *machines[0], *machines[1], expected)
 
 
 def twins(lab: Lab) -> list[Pair]:
@@ -133,7 +134,7 @@ def same_bits(what: str, rows: list, settings: Settings) -> Finding:
     )
 
 
-def elsewhere(pairs: list[Pair], settings: Settings) -> Finding:
+def elsewhere(pairs: list[Pair]) -> Finding:
     """On another kind of machine, or with another version of PyTorch."""
     inside = sum(pair.is_inside for pair in pairs)
     told = [
@@ -168,5 +169,5 @@ def elsewhere(pairs: list[Pair], settings: Settings) -> Finding:
             "elsewhere are runs of other studies with the recipe of Table 2.",
         ),
         sources=SOURCES,
-        models=(settings.variant,),
+        models=tuple(dict.fromkeys(pair.variant for pair in pairs)),
     )

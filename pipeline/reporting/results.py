@@ -173,19 +173,17 @@ def known_by(results: Results) -> dict[str, int]:
     begin with the same bits, how many neither, and over how few steps the beginnings were compared."""
     made = [*results.records.values(), *itertools.chain(*results.study_records.values())]
     here = {device: record.code_sha256(device) for device in {each["environment"]["device"] for each in made}}
-    trained = [each["code_sha256"] == here[each["environment"]["device"]] for each in made]
-    known = [record.is_of_today(each) for each in made]
-    steps = [
-        replay["steps"]
-        for each, is_own in zip(made, trained, strict=True)
-        for replay in each.get("replays", [])
-        if not is_own and replay["code_sha256"] == here[each["environment"]["device"]]
-    ]
+    trained, begun, steps = 0, 0, []
+    for each in made:
+        code = here[each["environment"]["device"]]
+        is_own = each["code_sha256"] == code
+        trained, begun = trained + is_own, begun + (not is_own and code in record.made_by(each))
+        steps += [replay["steps"] for replay in each.get("replays", []) if not is_own and replay["code_sha256"] == code]
     return {
         "number": len(made),
-        "trained_by_this_code": sum(trained),
-        "begun_alike_by_this_code": sum(known) - sum(trained),
-        "by_other_code": len(made) - sum(known),
+        "trained_by_this_code": trained,
+        "begun_alike_by_this_code": begun,
+        "by_other_code": len(made) - trained - begun,
         "least_steps_compared": min(steps, default=0),
     }
 

@@ -117,17 +117,17 @@ def tried(runs: pd.DataFrame) -> list[Tried]:
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     found, results = tried(tables["runs"]), Results(lab, of_recipe(lab))
     return [
-        replace(sensitivity(found, results, lab.paper, tables["runs"]), limitation=reach(settings, lab.paper)),
+        replace(sensitivity(found, results, lab.paper, tables["runs"]), limitation=reach(settings, lab)),
         robustness(found, results, lab.paper),
         differences(found, results, lab.paper),
         listing(found, lab),
     ]
 
 
-def reach(settings: Settings, paper: Paper) -> str:
+def reach(settings: Settings, lab: Lab) -> str:
     """What the runs that are listed cannot decide."""
-    listed = [settings.more_seeds.get(choice.variant, settings.seeds) for choice in choices(paper)] if settings.seeds else []
-    few = sum(len(seeds) < LEAST_RUNS for seeds in listed)
+    listed = Counter(choice for choice, _ in tries(settings, lab))
+    few = sum(runs < LEAST_RUNS for runs in listed.values())
     if not few:
         return ""
     return (

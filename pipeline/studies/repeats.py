@@ -14,7 +14,7 @@ from pipeline.core import files, params, record
 from pipeline.core.params import Name, Section, Seed
 from pipeline.lab import Lab
 from pipeline.reporting.numbers import fixed, interval
-from pipeline.runs import FOLDER, TABLE_2, TRIES, Run, read_record
+from pipeline.runs import TABLE_2, TRIES, Run, finished
 from pipeline.statistics import one_more_run
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._runs import Request
@@ -101,9 +101,8 @@ def pair_of(there: Run, row: dict, lab: Lab) -> Pair:
 
 def twins(lab: Lab) -> list[Pair]:
     """What other studies trained by the recipe and with the seed of a run of Table 2, not on the kind of machine of that."""
-    records = [read_record(path.parent) for path in sorted(FOLDER.glob("*/*/*/record.json"))]
     found = []
-    for made in records:
+    for made in finished():
         run, there = Run(made["variant"], made["seed"], made["study"]), Run(made["variant"], made["seed"])
         if made["overrides"] or made["study"] in (TABLE_2, TRIES, lab.study) or not (run.is_there() and there.is_there()):
             continue

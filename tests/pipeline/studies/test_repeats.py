@@ -27,7 +27,7 @@ def write(run: Run, accuracy: float, weights: str = "a", code: str = "c0de", mac
     environment = {"device": "cpu", "device_name": machine, "num_threads": 1, "torch": "2.11.0"}
     digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
     made = dict.fromkeys(EXPECTED["record"]) | {"config": {}, "code_sha256": code, "environment": environment}
-    made |= {"variant": run.variant, "seed": run.seed, "study": run.study, "overrides": run.overrides}
+    made |= {"status": "finished", "variant": run.variant, "seed": run.seed, "study": run.study, "overrides": run.overrides}
     files.write_json(run.folder / "record.json", made | digests | {"weights_sha256": weights})
 
 

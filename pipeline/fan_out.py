@@ -21,12 +21,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -42,6 +44,7 @@ from pipeline.training import data
 LOCK = Path(".checkpoints/fan_out.lock")
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
 RETRIES = 3  # on other nodes, where one dies
+SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
 NOT_TOLD = "DVC could not be told of the trainings, which are there: mend what it says, and run this again."
 Job = tuple[Run, RunConfig]
 STARTED: set[subprocess.Popen] = set()  # and not ended yet
@@ -157,23 +160,63 @@ def slots() -> int:
 
 
 def follow(wanted: list[Job], finished: Iterator[Run], jobs: int) -> None:
-    """Shows one line for the whole."""
-    made = runs.finished()
-    left = {str(run): runs.seconds_of(run, made) for run, _ in wanted}
+    """Shows one line for the whole: how many trainings have ended, how far all are, and how long the rest will take."""
+    made, left = runs.finished(), {str(run): (run, config) for run, config in wanted}
+    epochs = sum(config.train.epochs for _, config in wanted)
     line = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     with contextlib.closing(finished), tqdm(total=len(wanted), bar_format=line) as bar:
-        bar.set_postfix_str(remaining(left, jobs))
-        for run in finished:
-            del left[str(run)]
-            bar.set_postfix_str(remaining(left, jobs), refresh=False)
-            bar.update()
+
+        def show() -> None:
+            to_do = [standing(*job, made) for job in left.copy().values()]
+            done = epochs - sum(number for number, _ in to_do)
+            bar.set_postfix_str(f"{done:.0f} of {epochs} epochs, {remaining([seconds for _, seconds in to_do], jobs)}")
+
+        show()
+        with repeatedly(show):
+            for run in finished:
+                del left[str(run)]
+                bar.update()
+        show()
 
 
-def remaining(left: dict[str, float | None], jobs: int) -> str:
-    """What is left, by the records' own times, for so many trainings side by side."""
-    if None in left.values():
+@contextlib.contextmanager
+def repeatedly(show: Callable[[], None]) -> Iterator[None]:
+    """Inside, a thread calls this from time to time."""
+    ended, seconds = threading.Event(), SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            show()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def standing(run: Run, config: RunConfig, made: list[dict]) -> tuple[float, float | None]:
+    """The epochs that a run has to do yet, and the seconds that they will take.
+
+    Where it trains on this machine, by its own pace from point to point; else by these records, if any is alike.
+    """
+    for path in run.scratch.parent.glob(f"{run.seed}-*/record.json"):
+        with contextlib.suppress(UserError):  # it has ended since
+            begun = files.read_json(path)
+            steps = np.diff(begun["timestamps"])
+            if steps.size and runs.same_config(begun["config"], config) and record.is_of_today(begun):
+                left = config.train.epochs * config.train.points_per_epoch - steps.size
+                return left / config.train.points_per_epoch, left * float(np.median(steps)) / 1000
+    return config.train.epochs, runs.seconds_of(run, made)
+
+
+def remaining(seconds: list[float | None], jobs: int) -> str:
+    """What is left, where each run takes so long, for so many trainings side by side."""
+    if None in seconds:
         return "time left unknown"
-    minutes = sum(left.values()) / max(1, min(jobs, len(left))) / 60
+    minutes = sum(seconds) / max(1, min(jobs, len(seconds))) / 60
     return f"{minutes / 60:.1f} h left" if minutes >= 60 else f"{minutes:.0f} min left"
 
 

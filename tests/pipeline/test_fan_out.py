@@ -1,6 +1,7 @@
 """Runs that are trained side by side, here or on a cluster, are there once each, with the bits of one trained alone."""
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -68,7 +69,8 @@ def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(projec
     assert all_runs() == [Run("vit", 0), Run("osa_exact", 0), CHOICE]
     fan_out.main(["--jobs", "2", "--no-tracking"])
     shown = capfd.readouterr().err
-    assert "0/3 trainings, time left unknown [" in shown and "3/3 trainings" in shown and "image" not in shown
+    assert "0/3 trainings, 0 of 5 epochs, time left unknown [" in shown and "3/3 trainings, 5 of 5 epochs, 0 min" in shown
+    assert "image" not in shown
     together = {run.variant: outputs(run) for run in (Run("vit", 0), Run("osa_exact", 0))}
     assert CHOICE.is_there() and all_runs() == []
     with monkeypatch.context() as patch:
@@ -213,10 +215,52 @@ def test_two_at_once_do_not_train_the_same(capsys):
 
 
 def test_what_is_left_is_told_from_the_records():
-    assert fan_out.remaining({"a": 3600.0, "b": 7200.0}, jobs=2) == "1.5 h left"
-    assert fan_out.remaining({"a": 3600.0}, jobs=2) == "1.0 h left"
-    assert fan_out.remaining({"a": 3000.0, "b": 600.0}, jobs=2) == "30 min left" and fan_out.remaining({}, 2) == "0 min left"
-    assert fan_out.remaining({"a": None, "b": 1.0}, jobs=2) == "time left unknown"
+    assert fan_out.remaining([3600.0, 7200.0], jobs=2) == "1.5 h left"
+    assert fan_out.remaining([3600.0], jobs=2) == "1.0 h left"
+    assert fan_out.remaining([3000.0, 600.0], jobs=2) == "30 min left" and fan_out.remaining([], 2) == "0 min left"
+    assert fan_out.remaining([None, 1.0], jobs=2) == "time left unknown"
+
+
+def begin(run: Run, **changes: object) -> None:
+    """What a training leaves at its fourth point, with 2, 4 and, as it was killed meanwhile, 900 s between them."""
+    config = params.resolve(params.load(), run.variant)
+    made = {"config": config.model_dump(mode="json"), "timestamps": [0, 2000, 6000, 906_000]}
+    made |= {"environment": {"device": "cpu"}, "code_sha256": record.code_sha256("cpu")} | changes
+    files.write_json(run.scratch.with_name(f"{run.seed}-0123456789ab") / "record.json", made)
+
+
+def test_a_training_under_way_is_told_of_by_its_own_points():
+    edit_params(train={"epochs": 3, "points_per_epoch": 4})
+    (run, config), *_ = fan_out.wanted(params.load())
+    alike = {"study": run.study, "name": run.name, "variant": run.variant, "seconds": 60.0}
+    assert fan_out.standing(run, config, []) == (3, None) and fan_out.standing(run, config, [alike]) == (3, 60.0)
+    begin(run)
+    assert fan_out.standing(run, config, [alike]) == (2.25, 36.0)  # 9 of 12 points are left, 4 s each
+    begin(run, timestamps=[0])
+    assert fan_out.standing(run, config, [alike]) == (3, 60.0)
+    begin(run, code_sha256="of another day")
+    assert fan_out.standing(run, config, []) == (3, None)
+    edit_params(train={"eps": 1e-7})
+    begin(run)
+    assert fan_out.standing(run, config, []) == (3, None)
+
+
+def test_the_line_moves_while_all_trainings_go_on(monkeypatch):
+    edit_params(train={"epochs": 3, "points_per_epoch": 4})
+    wanted, shown = fan_out.wanted(params.load())[:2], io.StringIO()
+    monkeypatch.setattr(fan_out, "LOGGED_EVERY", 0.001)
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def train():
+        begin(wanted[0][0])
+        while "0/2 trainings, 1 of 6 epochs, time left unknown [" not in shown.getvalue():
+            assert time.monotonic() < deadline, shown.getvalue()
+            time.sleep(0.001)
+        yield wanted[1][0]
+
+    deadline = time.monotonic() + 60
+    fan_out.follow(wanted, train(), jobs=2)
+    assert shown.getvalue().splitlines()[-1].split("\r")[-1].startswith("1/2 trainings, 4 of 6 epochs, 1 min left [")
 
 
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch):

@@ -169,14 +169,15 @@ def follow(wanted: list[Job], finished: Iterator[Run], jobs: int) -> None:
         def show() -> None:
             to_do = [standing(*job, made) for job in left.copy().values()]
             done = epochs - sum(number for number, _ in to_do)
+            bar.n = len(wanted) - len(to_do)
             bar.set_postfix_str(f"{done:.0f} of {epochs} epochs, {remaining([seconds for _, seconds in to_do], jobs)}")
 
         show()
         with repeatedly(show):
             for run in finished:
                 del left[str(run)]
-                bar.update()
-        show()
+                show()
+        show()  # after the thread's last word, which may be of before
 
 
 @contextlib.contextmanager

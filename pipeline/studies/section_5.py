@@ -5,6 +5,7 @@ It measures nothing of its own: it reads what the stage `tables` gathered of Tab
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -17,9 +18,18 @@ from scipy.stats import gmean
 from pipeline.core import params
 from pipeline.core.params import Fraction, Name, NonNegativeFloat, Paper, PositiveFloat, Section
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import number
-from pipeline.statistics import NOT_EVALUATED, UNDECIDED, Judgement, judge, judge_share, runs_needed, seeds_needed
-from pipeline.studies import CLAIM, Finding, Measure, Tables
+from pipeline.reporting.numbers import number, plural
+from pipeline.statistics import (
+    LEAST_RUNS,
+    NOT_EVALUATED,
+    UNDECIDED,
+    Judgement,
+    judge,
+    judge_share,
+    runs_needed,
+    seeds_needed,
+)
+from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
 
 place = 0
 OURS = "our own"  # the place of a sentence that no document has
@@ -149,6 +159,10 @@ class AccuracyClaim(Comparison):
     kind: Literal["accuracy"]
     tolerance_points: NonNegativeFloat
 
+    def rule(self) -> str:
+        strict = " All of it has to be above 0, so that of equal models it is undecided." * (self.tolerance_points == 0)
+        return super().rule() + strict
+
     def contrasts(self, label: Callable[[str], str]) -> list[Contrast]:
         return [Contrast(" − ".join(map(label, pair)), pair, (1, -1), 0.0 - self.tolerance_points) for pair in self.compare]
 
@@ -242,12 +256,47 @@ def read_claims(paper: Paper) -> dict[str, Claim]:
 
 
 def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
-    claims, results = read_claims(lab.paper), Results(lab)
-    return [
-        judged_claim(name, claim, claim.measures(results), sources=SOURCES)
-        for name, claim in claims.items()
-        if not isinstance(claim, StabilityClaim)
-    ]
+    claims = {name: claim for name, claim in read_claims(lab.paper).items() if not isinstance(claim, StabilityClaim)}
+    seeds = Results(lab).runs["seed"].unique().tolist()
+    by_seeds = {n: judge_all(claims, of_seeds(seeds[:n], lab)) for n in range(LEAST_RUNS, len(seeds))}
+    found = judge_all(claims, Results(lab))
+    return [*found, with_fewer_seeds(found, by_seeds, len(seeds))] if by_seeds and found else found
+
+
+def judge_all(claims: dict[str, Claim], results: Results) -> list[Finding]:
+    return [judged_claim(name, claim, claim.measures(results), sources=SOURCES) for name, claim in claims.items()]
+
+
+def of_seeds(seeds: Sequence[int], lab: Lab) -> Results:
+    """Table 2's runs with these seeds."""
+    return Results(lab, {name: table[table["seed"].isin(seeds)] for name, table in lab.tables.items() if "seed" in table})
+
+
+def with_fewer_seeds(found: list[Finding], by_seeds: dict[int, list[Finding]], n: int) -> Finding:
+    """How the claims came out before the last seeds were there, by how many were."""
+    rows, told, changed = [], [], Counter()
+    for now, *before in zip(found, *by_seeds.values(), strict=True):
+        verdicts = dict(zip(by_seeds, (each.verdict for each in before), strict=True))
+        others = [f"{verdict} with the first {k}" for k, verdict in verdicts.items() if verdict != now.verdict]
+        changed.update(k for k, verdict in verdicts.items() if verdict != now.verdict)
+        told += [f"“{now.title}”, {', '.join(others)}"] if others else []
+        rows.append([now.title, *verdicts.values(), now.verdict])
+    count = f"{len(told)} of {plural(len(found), 'claim')}" if told else "no claim"
+    in_short = f"With fewer than the {n} seeds {count} came out otherwise{': ' if told else ''}{'; '.join(told)}."
+    return Finding(
+        id="section_5_seeds",
+        title="The verdicts with fewer seeds",
+        place=OURS,
+        kind=OBSERVATION,
+        statement="How each claim comes out with the first seeds alone. Where seeds are listed after a look at verdicts, "
+        "the rule errs more often than it says (What looking after every seed does); when each was, git’s history of "
+        "`params.yaml` tells.",
+        in_short=in_short,
+        measures=[Measure(f"Claims that come out otherwise with the first {k} seeds", changed[k]) for k in by_seeds],
+        table=Table(["Claim", *(f"First {k} seeds" for k in by_seeds), f"All {n}"], rows, "l" * (len(by_seeds) + 2)),
+        limitation=in_short if told else "",
+        sources=SOURCES,
+    )
 
 
 def judged_claim(name: str, claim: Claim, measures: list[Measure], **others) -> Finding:
@@ -265,9 +314,12 @@ def judged_claim(name: str, claim: Claim, measures: list[Measure], **others) -> 
 
 
 def judge_means(samples: list[list[float]], weights: Sequence[float], *, diverged: Sequence[int], **asked) -> Judgement:
-    """`judge`, with a note on how many seeds would decide what is undecided: none where a run diverged."""
+    """`judge`, with a note on how many seeds would decide what is undecided: none where a run diverged, or too few runs
+    are there to know a spread from."""
     judged = judge(samples, weights, diverged=diverged, **asked)
-    return judged if any(diverged) else with_outlook(judged, seeds_needed(samples, weights, **asked))
+    if any(diverged) or judged.n < LEAST_RUNS:
+        return judged
+    return with_outlook(judged, seeds_needed(samples, weights, **asked))
 
 
 def with_outlook(judged: Judgement, needed: int | None) -> Judgement:

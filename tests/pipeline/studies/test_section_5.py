@@ -19,7 +19,7 @@ from pipeline.core.errors import UserError
 from pipeline.lab import Lab
 from pipeline.runs import Run
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
-from pipeline.studies import section_5, stability
+from pipeline.studies import CLAIM, OBSERVATION, section_5, stability
 from pipeline.studies._deep import read_claims
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,8 @@ def judge(claim, *runs, **more):
     """The finding of one claim, of which some are judged on Table 2's runs and some on runs of their own."""
     lab = lab_of({"a_claim": claim}, *runs, **more)
     tables, lab.tables = (lab.tables, {}) if claim["kind"] == "stability" else ({}, lab.tables)
-    (finding,) = section_5.findings(None, tables, lab) + stability.findings(LISTED, tables, lab)
+    found = section_5.findings(None, tables, lab) + stability.findings(LISTED, tables, lab)
+    (finding,) = (each for each in found if each.kind == CLAIM)
     return finding
 
 
@@ -85,6 +86,35 @@ def test_notes_count_the_runs_and_say_how_many_would_decide():
     assert measure.note.endswith(" seeds would decide it")
     (measure,) = judge(accuracy(0), runs, diverged={("a", 1)}).measures
     assert measure.note == "A n = 3, 1 diverged; B n = 4; 1 of the runs diverged", "more seeds do not help"
+    (measure,) = judge(accuracy(0), {"a": [98.0, 99.0], "b": [97.7, 98.1, 97.7]}).measures
+    assert measure.note.endswith("2 runs, and fewer than 3 decide nothing"), "of two runs no spread is known to reckon with"
+
+
+def test_a_claim_without_tolerance_says_what_becomes_of_equal_models():
+    told = "of equal models it is undecided"
+    assert told in judge(accuracy(0), {}).rule and told not in judge(accuracy(0.5), {}).rule
+
+
+def test_verdicts_are_told_as_they_were_with_fewer_seeds():
+    """The interval of A − B is 0.5 ± 2.5, 1.3, 0.9 and 0.7 with 3, 4, 5 and 6 seeds, to be above −0.5; B is far above C."""
+    runs = {"a": [95.0, 97.0, 96.0, 96.0, 96.0, 96.0], "b": [95.5, 95.51, 95.49] * 2, "c": [80.0, 80.1] * 3}
+    lab = lab_of({"first": accuracy(0.5), "second": accuracy(0, [("b", "c")])}, runs)
+    *claims, fewer = section_5.findings(None, {}, lab)
+    assert [claim.verdict for claim in claims] == [SUPPORTED, SUPPORTED] and fewer.kind == OBSERVATION
+    assert fewer.table.columns == ["Claim", "First 3 seeds", "First 4 seeds", "First 5 seeds", "All 6"]
+    assert [row[1:] for row in fewer.table.rows] == [[UNDECIDED] * 2 + [SUPPORTED] * 2, [SUPPORTED] * 4]
+    assert [measure.value for measure in fewer.measures] == [1, 1, 0] and fewer.limitation == fewer.in_short
+    assert fewer.in_short == (
+        "With fewer than the 6 seeds 1 of 2 claims came out otherwise: “A title”, undecided with the first 3, undecided "
+        "with the first 4."
+    )
+
+
+def test_without_a_change_or_without_more_than_three_seeds_there_is_little_to_tell():
+    claims, runs = {"a_claim": accuracy(0)}, {"a": [97.2, 97.3, 97.2, 97.3], "b": [90.2, 90.3, 90.2, 90.3]}
+    *_, fewer = section_5.findings(None, {}, lab_of(claims, runs))
+    assert fewer.in_short == "With fewer than the 4 seeds no claim came out otherwise." and not fewer.limitation
+    assert len(section_5.findings(None, {}, lab_of(claims, {name: own[:3] for name, own in runs.items()}))) == 1
 
 
 def test_a_model_that_mostly_diverges_is_not_supported_by_the_runs_that_did_not():

@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from pipeline.core.files import rounded
+
 ABSENT = "–"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 NOTATION = re.compile(
@@ -59,13 +61,13 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
 
 
 def fixed(value: float, digits: int) -> str:
-    """A fixed number of decimals, a true minus sign, and a dash for what there is not."""
-    return ABSENT if pd.isna(value) else f"{value:z.{digits}f}".replace("-", "−")
+    """A fixed number of decimals of what files hold, a true minus sign, and a dash for what there is not."""
+    return ABSENT if pd.isna(value) else f"{rounded(value):z.{digits}f}".replace("-", "−")
 
 
 def signed(value: float, digits: int) -> str:
     """`fixed` with a sign before positive numbers too."""
-    return ABSENT if pd.isna(value) else f"{value:+z.{digits}f}".replace("-", "−")
+    return ABSENT if pd.isna(value) else f"{rounded(value):+z.{digits}f}".replace("-", "−")
 
 
 def mean_std(mean: float, std: float, digits: int) -> str:

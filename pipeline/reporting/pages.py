@@ -302,7 +302,8 @@ def provenance_table(of: Results) -> Table:
         key: "\n".join(value if len(counts) == 1 else f"{value} ({plural(n, 'run')})" for value, n in counts.items())
         for key, counts in facts.pop("runs").items()
     }
-    facts |= {f"all_runs_{key}": count for key, count in facts.pop("all_runs").items()}
+    for of in ("table_2_runs", "all_runs"):
+        facts |= {f"{of}_{key}": count for key, count in facts.pop(of).items()}
     others = [f"{name} {count}" for name, count in facts["study_runs_by_other_code"].items()]
     listed = {"study_runs_by_other_code": others, "stale_studies": facts["stale_studies"]}
     facts |= {key: ", ".join(values) or "none" for key, values in listed.items()}

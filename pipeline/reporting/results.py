@@ -22,11 +22,12 @@ from pipeline.lab import TABLES, Lab
 from pipeline.reporting.looks import look
 from pipeline.reporting.numbers import plain
 from pipeline.runs import Run
-from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding
+from pipeline.studies import CHECK, CLAIM, FAILS, OBSERVATION, PASSES, Finding, section_5
 
 NEEDED = ("runs", "summary", "curves")
 FOLDER = Path("paper_outputs")
-BEYOND = (50, 90)  # from and to: places of studies whose claims are of other papers, or ours on what is not in the paper
+PLACES = {"claims_of_paper": (0, 50), "claims_on_choices": (90, 100)}  # of studies with such claims, from and to
+BEYOND = "claims_beyond"  # claims of all other studies: of other papers, or ours on what is not in this one
 ABOUT_OSA = ("section_5", "stability")  # whose claims about orthogonal variants are the answer that readers look for
 DIRTY = " with uncommitted changes"
 ENVIRONMENT = ("device_name", "platform", "python", "torch", "num_threads")
@@ -168,10 +169,14 @@ def trained_otherwise(results: Results) -> dict[str, int]:
     return {name: each.count(False) for name, each in known.items() if not all(each)}
 
 
-def known_by(results: Results) -> dict[str, int]:
-    """Of all runs, those of studies too: how many there are, how many today's code has trained, how many it is only known to
-    begin with the same bits, how many neither, and over how few steps the beginnings were compared."""
-    made = [*results.records.values(), *itertools.chain(*results.study_records.values())]
+def all_records(results: Results) -> list[dict]:
+    """Those of Table 2's runs and of studies'."""
+    return [*results.records.values(), *itertools.chain(*results.study_records.values())]
+
+
+def known_by(made: list[dict]) -> dict[str, int]:
+    """Of runs by their records: how many there are, how many today's code has trained, how many it is only known to begin
+    with the same bits, how many neither, and over how few steps the beginnings were compared."""
     here = {device: record.code_sha256(device) for device in {each["environment"]["device"] for each in made}}
     trained, begun, steps = 0, 0, []
     for each in made:
@@ -183,7 +188,7 @@ def known_by(results: Results) -> dict[str, int]:
         "number": len(made),
         "trained_by_this_code": trained,
         "begun_alike_by_this_code": begun,
-        "by_other_code": len(made) - trained - begun,
+        "neither": len(made) - trained - begun,
         "least_steps_compared": min(steps, default=0),
     }
 
@@ -207,8 +212,8 @@ def provenance(results: Results) -> dict:
     return {
         "runs": {name: dict(sorted(Counter(values).items())) for name, values in facts.items()},
         "code_sha256_here": record.code_sha256(),
-        "table_2_runs_by_other_code": len(made_otherwise(results)),
-        "all_runs": known_by(results),
+        "table_2_runs": known_by(list(results.records.values())),
+        "all_runs": known_by(all_records(results)),
         "table_2_runs_older_than_rules": sum(datetime.fromisoformat(made["started_at"]) < since for made in records),
         "study_runs_by_other_code": trained_otherwise(results),
         "stale_studies": stale_studies(results.lab.params),
@@ -228,8 +233,7 @@ def verdict(results: Results) -> dict:
         "about_osa": statistics.combine([finding.verdict for finding in osa] or [statistics.NOT_EVALUATED]),
         "claims_about_osa": count(osa, statistics.VERDICTS),
         "claims": count(results.of_kind(CLAIM), statistics.VERDICTS),
-        "claims_about_paper": count(claims(results, are_beyond=False), statistics.VERDICTS),
-        "claims_beyond": count(claims(results, are_beyond=True), statistics.VERDICTS),
+        **{kind: count(claims(results, kind), statistics.VERDICTS) for kind in (*PLACES, BEYOND)},
         "checks": count(results.of_kind(CHECK), (PASSES, FAILS, statistics.NOT_EVALUATED)),
         "observations": len(results.of_kind(OBSERVATION)),
         "models": len(run.variants),
@@ -238,10 +242,27 @@ def verdict(results: Results) -> dict:
     }
 
 
-def claims(results: Results, *, are_beyond: bool) -> list[Finding]:
-    """Those about the paper, or those beyond it."""
-    found = [own for name, own in results.found.items() if (BEYOND[0] <= studies.place(name) < BEYOND[1]) == are_beyond]
-    return [each for each in itertools.chain(*found) if each.kind == CLAIM]
+def claims(results: Results, kind: str) -> list[Finding]:
+    """Those of the paper, on what it leaves open, or beyond it."""
+
+    def kind_of(study: str) -> str:
+        return next((kind for kind, (start, end) in PLACES.items() if start <= studies.place(study) < end), BEYOND)
+
+    return [each for name, own in results.found.items() if kind_of(name) == kind for each in own if each.kind == CLAIM]
+
+
+def against_vits(results: Results) -> dict[str, dict[str, int]]:
+    """For each orthogonal model how its comparisons with others came out in Section 5's claims, of which each needs all."""
+    found = {each.id: each for each in results.found.get("section_5", [])}
+    attention = {name: variant.attention for name, variant in results.lab.params.variants.items()}
+    verdicts: dict[str, list[str]] = {}
+    for name, claim in section_5.read_claims(results.lab.paper).items():
+        if name not in found or not isinstance(claim, section_5.Comparison):
+            continue
+        for (first, second), measure in zip(claim.compare, found[name].measures, strict=True):
+            if (attention.get(first), attention.get(second)) == ("orthogonal", "softmax"):
+                verdicts.setdefault(first, []).append(measure.verdict)
+    return {model: Counter(own) for model, own in verdicts.items()}
 
 
 def count(findings: list[Finding], verdicts: Iterable[str]) -> dict[str, int]:

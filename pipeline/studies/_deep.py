@@ -15,6 +15,7 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, Paper, PositiveInt, Section
 from pipeline.lab import Lab
+from pipeline.reporting.numbers import number
 from pipeline.statistics import LEAST_RUNS, NOT_SUPPORTED, UNDECIDED
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs
@@ -113,13 +114,15 @@ def measure_loss(
     models: Sequence[str], weights: Sequence[float], limit: float, side: str, results: Results, family: int
 ) -> Measure:
     """A combination of mean last train losses against its limit. Of two runs the t-interval reaches below any loss, and is
-    not told."""
+    not told; what the two of one model are is, as they may be opposites."""
     samples = [results.rows(model, "finished")["train_loss"].dropna().tolist() for model in models]
     asked = {"limit": limit, "side": side, "family": family, "diverged": results.diverged(models)}
     judged = judge_means(samples, weights, **asked)
     if judged.n < LEAST_RUNS:
         judged = replace(judged, low=math.nan, high=math.nan)
     what = f"{' − '.join(map(results.label, models))}: last train loss"
+    if len(models) == 1 and 1 < len(samples[0]) < LEAST_RUNS:
+        what += f", the mean of {' and '.join(map(number, samples[0]))},"
     return Measure(what, **judged.as_measure(results.account(models)), side=side, limit=limit)
 
 

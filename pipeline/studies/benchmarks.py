@@ -286,7 +286,7 @@ def deep_step(benchmark: Benchmark, label: Label) -> Finding:
             note=f"One step of {facts['batch_size']} images from the initial weights: medians of {facts['rounds']} rounds, "
             "in each of which every model has its turn; a ratio is that of one round.",
         ),
-        in_short=f"At {facts['depth']} blocks a training step takes in multiples of ViT's: {told}." if told else "",
+        in_short=told and f"With {facts['depth']} blocks as initialised a step takes in multiples of ViT's: {told}.",
         models=tuple(model for model in table["model"] if model not in SHAPED),
     )
 

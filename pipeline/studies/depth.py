@@ -249,7 +249,7 @@ def who_trains(settings: Settings, depths: list[int], tables: Tables, lab: Lab) 
             ["Model", "Rate", *epochs, "Theirs, 36 blocks"],
             rows,
             "lr" + "l" * len(depths) + "r",
-            note="Below each answer: last train loss and test accuracy of one run or, where their number is told, means "
+            note="Below each answer: last train loss and test accuracy of one run, of two or, where there are more, means "
             "over seeds, and the accuracy’s standard deviation."
             f"{of_accuracy(tables['histories'], lab)} Theirs is the train loss on WikiText-103 (Table 1, Section 4, "
             "Appendix G), where a guess has more to choose from: compare the order alone. What a step costs is told with "
@@ -293,8 +293,8 @@ def of_the_runs(budget: dict[int, int], runs: pd.DataFrame) -> list[str]:
             higher = int((both[more] > both[few]).sum())
             told.append(f"{higher} of {len(both)} models that were trained at {few} and {more} blocks end higher at {more}.")
     theirs = (
-        "Theirs, of E-SPA alone, end higher the more of 36, 72 and 108 blocks they have after 100,000 steps; after "
-        "1,000,000 that of 72 ends lowest (Table 3)."
+        "Theirs, of E-SPA alone and of width 512, end higher the more of 36, 72 and 108 blocks they have after 100,000 "
+        "steps; after 1,000,000 that of 72 ends lowest (Table 3)."
     )
     return [*told, theirs if told else "", of_other_code(runs)]
 
@@ -408,8 +408,14 @@ def number_of_seeds(rows: pd.DataFrame) -> str:
 
 
 def reached(rows: pd.DataFrame) -> tuple[str, str]:
-    """Mean last train loss of the runs of a cell, and mean and spread of their test accuracies."""
+    """Last train loss and test accuracy of the runs of a cell: those of two, which may be opposites, or the means, with the
+    spread of accuracies."""
     accuracies = 100 * rows["test_accuracy"]
+    if len(accuracies.dropna()) == 2:
+        losses, accuracies = (
+            [fixed(value, digits) for value in own.dropna()] for own, digits in ((rows["train_loss"], 2), (accuracies, 1))
+        )
+        return " and ".join(losses), " and ".join(f"{each}%" for each in accuracies)
     return fixed(rows["train_loss"].mean(), 2), f"{mean_std(accuracies.mean(), accuracies.std(), 1)}%"
 
 
@@ -441,7 +447,7 @@ def beside(runs: pd.DataFrame, depth: int, depths: list[int], lab: Lab) -> str:
     is_better = (means["train_loss"] < own["train_loss"]) | (means["test_accuracy"] > own["test_accuracy"])
     better = means[is_better & (means.index != OSA)].sort_values("train_loss")
     listed = ", ".join(f"{in_full(model, lab)} {numbers_of(runs, model, depth, len(ours))}" for model in better.index)
-    rest = f" Lower losses or higher accuracies: {listed}." if listed else ""
+    rest = f" Lower in loss or higher in accuracy, untested: {listed}." if listed else ""
     return f"{said[outcome(cell(runs, CONTROL, depth))]}.{rest}"
 
 
@@ -497,12 +503,13 @@ def parts(depths: list[int], runs: pd.DataFrame, lab: Lab) -> Finding:
         in_short=" ".join(filter(None, (needed(runs, blocks) for blocks in shown)))
         or f"As initialised, the tokens’ effective rank is {number(rank(OSA, depth))} after OSA of {depth} blocks and "
         f"{number(rank(CONTROL, depth))} after softmax in the same frame.",
-        remark="In this frame neither signals nor gradients vanish or explode around softmax either, where tokens do not "
-        "stay apart. Around OSA the gradient explodes if α does not fall with depth, or GELU is rescaled to keep q and not "
+        remark="In this frame signals and gradients keep their size around softmax too, although its tokens become alike. "
+        "Around OSA the gradient explodes if α does not fall with depth, or GELU is rescaled to keep q and not "
         "shaped; and tokens that are not normalised lose their rank. With none of the changes signals vanish. With "
-        f"{deepest} blocks, OSA’s own first gradient is {number(gradient(OSA, deepest) / gradient(OSA, depth))} times that "
-        f"with {depth}, by geometric means over seeds that are far apart{apart(deepest, depth)}. All that is at "
-        "initialisation: what trains is another question.",
+        f"{deepest} blocks, ‖∂loss/∂W₁‖₂ of OSA on a few test images is "
+        f"{number(gradient(OSA, deepest) / gradient(OSA, depth))} times that with {depth}, by geometric means over seeds "
+        f"that are far apart{apart(deepest, depth)}. First steps has the gradient over all parameters and a minibatch. All "
+        "that is at initialisation: what trains is another question.",
         sources=[f"{SIGNALS}/blocks.csv"],
         models=tuple(model for model in PARTS if model not in SHAPED),
     )
@@ -531,7 +538,7 @@ def needed(runs: pd.DataFrame, depth: int) -> str:
     if words[NONE] in RESULTS:
         clauses.append(f"OSA (exact), which has none of them, {RESULTS[words[NONE]]} at another rate")
     if words[CONTROL] in RESULTS:
-        so = ", so that training by itself takes none of OSA’s attention" if words[CONTROL] == "trains" else ""
+        so = ", so that training does not need OSA’s attention" if words[CONTROL] == "trains" else ""
         clauses.append(f"softmax in the same frame {RESULTS[words[CONTROL]]}{so}")
     return "; ".join(clauses) + "."
 

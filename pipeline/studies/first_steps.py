@@ -70,13 +70,13 @@ def first_steps(config: RunConfig, seed: int, steps: int) -> Iterator[dict[str, 
 def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     steps, what = tables["steps"], plural(settings.steps, "step")
     first = steps[(steps["step"] == 0) & (steps["rate"] == settings.rates[0])]  # as it is at every rate
-    starts = {cell: own["gradient"] for cell, own in first.groupby(CELL[:2], sort=False)}
+    starts = {cell: own[["gradient", "q"]] for cell, own in first.groupby(CELL[:2], sort=False)}
     ends = steps.groupby([*CELL, "seed"], sort=False).last()
     left = (ends["q"] >= LARGE).groupby(CELL, sort=False).sum()
     rows = []
     for (model, depth, rate), own in ends.groupby(CELL, sort=False):
-        start, q, loss = map(by_seed, (starts[model, depth], own["q"], own["loss"]))
-        rows.append([lab.label(model), str(depth), start, number(rate), q, loss])
+        start, before, q, loss = map(by_seed, (*(starts[model, depth][c] for c in ("gradient", "q")), own["q"], own["loss"]))
+        rows.append([lab.label(model), str(depth), start, before, number(rate), q, loss])
     depth = settings.depths[-1]
     at_depth = {cell: own for cell, own in starts.items() if cell[1] == depth}
     headline = told(settings, at_depth, left[left.index.get_level_values("depth") == depth], lab)
@@ -93,12 +93,12 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
                 for (model, depth, rate), n in left.items()
             ],
             table=Table(
-                ["Model", "Blocks", "Gradient as initialised", "Learning rate", "Mean square then", "Train loss then"],
+                ["Model", "Blocks", "First gradient", "Mean square", "Learning rate", "Mean square then", "Train loss then"],
                 rows,
-                "lrlrll",
+                "lrllrll",
                 note=f"Seeds {', '.join(map(str, settings.seeds))}, in this order. The gradient is ‖∂loss/∂θ‖₂ over all "
-                f"parameters and the first minibatch; the others are those of the minibatch after the {what}, or of the "
-                "last one with a finite loss.",
+                "parameters and, as the mean square, of the model as initialised and the first minibatch; then is after the "
+                f"{what}, or with the last minibatch whose loss is finite.",
             ),
             figure=draw(settings, steps, lab),
             caption="Mean square of an entry of [cls] after the last block, before each step, a line for each seed.",
@@ -115,19 +115,20 @@ def by_seed(values: pd.Series) -> str:
     return ", ".join(map(number, values))
 
 
-def told(settings: Settings, starts: dict[tuple[str, int], pd.Series], left: pd.Series, lab: Lab) -> str:
-    """The gradients with which trainings begin, and with how many seeds [cls] then is large at each rate."""
-    begun = [f"{span(own)} in {of(*cell, lab)}" for cell, own in starts.items()]
-    ended = [
-        f"{', '.join(f'{count} at {number(rate)}' for (*_, rate), count in counts.items() if count)} in {of(*cell, lab)}"
-        for cell, counts in left.groupby(CELL[:2], sort=False)
-        if counts.any()
-    ]
+def told(settings: Settings, starts: dict[tuple[str, int], pd.DataFrame], left: pd.Series, lab: Lab) -> str:
+    """The gradients with which trainings begin, and with how many seeds [cls] is large, before any step and at each rate."""
+    begun = [f"{span(own['gradient'])} in {of(*cell, lab)}" for cell, own in starts.items()]
+    ended = []
+    for cell, counts in left.groupby(CELL[:2], sort=False):
+        before = (starts[cell]["q"] >= LARGE).sum()
+        after = ", ".join(f"{count} at {number(rate)}" for (*_, rate), count in counts.items() if count)
+        if before or after:
+            ended.append(f"in {of(*cell, lab)} {before or 'none'} before any step, then {after or 'none'}")
     others = ["none in any other" if ended else "none"] * (len(ended) < left.groupby(CELL[:2]).ngroups)
     return (
-        f"The norm of the first gradient, over all parameters, is by seed {'; '.join(begun)}. After "
-        f"{plural(settings.steps, 'step')} the mean square of [cls], which is to stay near 1, is {LARGE:g} or more with so "
-        f"many of {plural(len(settings.seeds), 'seed')} at each rate: {'; '.join([*ended, *others])}."
+        f"The norm of the first gradient, over all parameters, is by seed {'; '.join(begun)}. The mean square of [cls], "
+        f"which is to be near 1, is {LARGE:g} or more with so many of {plural(len(settings.seeds), 'seed')}, before and "
+        f"after {plural(settings.steps, 'step')} at each rate: {'; '.join([*ended, *others])}."
     )
 
 

@@ -381,7 +381,7 @@ def figures_1_and_7(settings: Settings, kernels: pd.DataFrame) -> Finding:
         figure=draw_curves(settings, kernels),
         caption="Mean cosine of two tokens, and effective rank of their cosines, through attention alone. Softmax has the "
         "causal biases of ALiBi and logits of zero.",
-        remark="Value-SkipInit keeps the tokens as they are, and OSA every eigenvalue of their kernel (Theorem 2.2), if "
+        remark="V-SkipInit keeps the tokens as they are, and OSA every eigenvalue of their kernel (Theorem 2.2), if "
         "not of the cosines, whose rank is shown: both leave it to training to make tokens more alike. Below the line "
         f"little of the rank may be left: {number(rank['pre_ln', last])} with Pre-LN, {number(rank['espa', last])} in "
         "E-SPA.",

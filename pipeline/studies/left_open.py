@@ -18,7 +18,16 @@ from pipeline.core.params import Name, OpenChoice, Overrides, Paper, Section, Se
 from pipeline.lab import Lab
 from pipeline.reporting import charts, looks
 from pipeline.reporting.numbers import ABSENT, fixed, interval, plain, signed
-from pipeline.statistics import LEAST_RUNS, NOT_EVALUATED, combination, judge, judge_within, one_more_run, summarise
+from pipeline.statistics import (
+    LEAST_RUNS,
+    NOT_EVALUATED,
+    NOT_SUPPORTED,
+    combination,
+    judge,
+    judge_within,
+    one_more_run,
+    summarise,
+)
 from pipeline.studies import CLAIM, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._runs import collect_runs, of_other_code
 from pipeline.studies.section_5 import Contrast, Results, account, of_recipe, read_claims
@@ -178,12 +187,20 @@ def sensitivity(found: list[Tried], results: Results, paper: Paper, runs: pd.Dat
 
 
 def changed(measures: list[Measure]) -> str:
-    """How the changes came out, and those whose whole interval is beyond the margin, decided or not."""
+    """How the changes came out, those that decide it, and those whose whole interval is beyond the margin besides."""
+    if not measures:
+        return ""
     counts = "; ".join(f"{verdict}: {n}" for verdict, n in Counter(measure.verdict for measure in measures).items())
     far = [m for m in measures if m.low > MARGIN or m.high < -MARGIN]
-    told = ", ".join(f"{m.what} {signed(m.value, 2)} ({interval(m.low, m.high, 2)}; n = {m.n})" for m in far)
-    listed = f"Choices that are {counts}." if measures else ""
-    return f"{listed} The whole interval is beyond the margin for {told}." if far else listed
+    against, near = ([m for m in far if (m.verdict == NOT_SUPPORTED) == decided] for decided in (True, False))
+    told = f"Choices that are {counts}."
+    told += f" Not supported is {enumerated(against)}." if against else ""
+    few = f"which decides nothing with few runs, or of one choice among {len(measures)}"
+    return told + (f" The whole interval is beyond the margin, {few}, for {enumerated(near)}." if near else "")
+
+
+def enumerated(measures: list[Measure]) -> str:
+    return ", ".join(f"{m.what} {signed(m.value, 2)} ({interval(m.low, m.high, 2)}; n = {m.n})" for m in measures)
 
 
 def measure_change(choice: Tried, results: Results, family: int) -> Measure:

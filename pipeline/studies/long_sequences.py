@@ -188,7 +188,7 @@ def how_alpha_follows(table: pd.DataFrame) -> Finding:
     return Finding(
         id="alpha_with_tokens",
         title="How α has to follow N",
-        place="Section 4.2; Theorem 4.3",
+        place="Section 4.3; Theorem 4.3",
         kind=OBSERVATION,
         statement="‖S‖₂ and ‖J₁‖₂ of a head are at most in proportion to α ‖X‖₂². In the first block of OSA (exact) as "
         "initialised, by the patches’ size: with the paper’s tokens, which are the smaller the fewer pixels they have; with "

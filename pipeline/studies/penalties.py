@@ -25,7 +25,7 @@ from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, condition, effective_rank, norm
 from pipeline.reporting import charts
 from pipeline.reporting.looks import PALETTE, STYLE
-from pipeline.reporting.numbers import ABSENT, fixed, number, span
+from pipeline.reporting.numbers import ABSENT, fixed, grouped, number, span
 from pipeline.statistics import summarise
 from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
 from pipeline.studies._findings import largest
@@ -302,8 +302,8 @@ def after_training(found: TrainedResults, lab: Lab) -> Finding:
             rows,
             "ll" + "r" * (len(shown) + 1),
             note="Means over layers and seeds; κ(W) is a geometric mean over a block’s six matrices. Accuracy under noise, "
-            f"a share, is that on {NOISY_IMAGES} test images. A dash for the effective rank: rounding spoilt what was seen "
-            "of tokens that are all but one.",
+            f"a share, is that on {grouped(NOISY_IMAGES)} test images. A dash for the effective rank: rounding spoilt "
+            "what was seen of tokens that are all but one.",
         ),
     )
 

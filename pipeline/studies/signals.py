@@ -344,7 +344,7 @@ def at_a_glance(settings: Settings, blocks: pd.DataFrame, wholes: pd.DataFrame, 
         figure=draw_glance(settings, first, last, lab),
         caption="A point for each depth, dark to light; of q with a line over most of the tokens. Triangles lie beyond the "
         "axis. Left of the first panel’s dashed line the gradient is smaller than AdamW’s ε.",
-        remark="The four rows below OSA (shaped) each leave one of its changes out. In Value-SkipInit [cls] sees no patch "
+        remark="The four rows below OSA (shaped) each leave one of its changes out. In V-SkipInit [cls] sees no patch "
         "at first. In softmax without skips all tokens become one, with LN or without; with both, ViT’s have a mean "
         f"cosine of {number(last.loc[('vit', deepest), 'cosine'])}.",
     )
@@ -402,7 +402,7 @@ def what_is_kept(table: pd.DataFrame, lab: Lab) -> Finding:
         place="He et al. 2023, Eq. 6 to 9; Theorem 2.2",
         kind=CHECK,
         statement="The attention layers of each model, by themselves, take tokens with X Xᵀ/d = I to the kernel of the "
-        "schedule’s last block. Value-SkipInit leaves them as they are, and OSA with V and O drawn jointly keeps ‖X‖_F",
+        "schedule’s last block. V-SkipInit leaves them as they are, and OSA with V and O drawn jointly keeps ‖X‖_F",
         rule=f"In float64, at {' and '.join(map(str, table['depth'].unique()))} blocks: every entry of X_L X_Lᵀ/d, or for "
         f"OSA the trace, is right to {TOLERANCE:g}.",
         measures=measures,

@@ -144,8 +144,8 @@ def _identity(errors: pd.DataFrame, worst: pd.DataFrame) -> Finding:
         place="Theorem 2.1",
         kind=CHECK,
         statement="exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K]",
-        rule=f"In float64 ‖A − exp(S)‖₂ is in every case at most {PRODUCTS} · n · eps · (1 + μ) with QR, and (1 + μ)² for "
-        "(1 + μ) with exact, where n = max(N, 2d_v) and μ = α/√d_v · ‖M‖₂².",
+        rule=f"In float64 ‖A − exp(S)‖₂ is in every case at most {PRODUCTS} · n · eps · (1 + μ) with QR, and "
+        f"{PRODUCTS} · n · eps · (1 + μ)² with exact, where n = max(N, 2d_v) and μ = α/√d_v · ‖M‖₂².",
         allowance="what rounding allows",
         measures=[
             largest(f"{METHOD_LABELS[method]}, float64: error over what rounding allows", ratios.get_group(method))

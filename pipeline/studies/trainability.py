@@ -155,7 +155,7 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     networks, attentions = tables["networks"], tables["attentions"].assign(mlp="")
     ends = networks["depth"].min(), networks["depth"].max()
     asked = {
-        "‖∂logits/∂X₀‖_F kept a block": per_block(networks, "logits_frobenius"),
+        "‖∂logits/∂X₀‖_F kept per block": per_block(networks, "logits_frobenius"),
         f"κ(∂logits/∂X₀) at depth {ends[1]}": at_depth(networks, "logits_kappa", ends[1]),
     }
     return [
@@ -218,7 +218,7 @@ def attention_helps(table: pd.DataFrame, ends: tuple[int, int], asked: dict[str,
         measures=measures,
         in_short=carried([m for m in measures if m.side == "above"], next(iter(asked.values())), lab),
         rule="Without skips and normalisation, as initialised, and with SUO or Xavier MLPs in both: ‖∂logits/∂X₀‖_F shrinks "
-        "less a block with each of OSA’s methods than with softmax (the slope of its logarithm over depth), and "
+        "less per block with each of OSA’s methods than with softmax (the slope of its logarithm over depth), and "
         f"κ(∂logits/∂X₀) at depth {ends[1]} is smaller. A value is the logarithm of the ratio of OSA to softmax. Seeds are "
         "independent samples.",
         table=model_table(asked | {f"κ(∂logits/∂X₀) at depth {ends[0]}": at_depth(table, "logits_kappa", ends[0])}, lab),
@@ -303,7 +303,7 @@ def attention_alone(table: pd.DataFrame, lab: Lab) -> Finding:
     deepest, measures = table["depth"].max(), []
     for (variant, _), gain in per_block(table, "gain").items():
         note = f"between {number(np.exp(gain.min()))} and {number(np.exp(gain.max()))} over {len(gain)} seeds"
-        measures.append(Measure(f"{lab.label(variant)}: factor a block", geometric_mean(gain), n=len(gain), note=note))
+        measures.append(Measure(f"{lab.label(variant)}: factor per block", geometric_mean(gain), n=len(gain), note=note))
     for (variant, _), spread in at_depth(table.assign(spread=table["spectral"] / table["gain"]), "spread", deepest).items():
         what = f"{lab.label(variant)}, depth {deepest}: ‖J‖₂ over its root mean square singular value"
         measures.append(Measure(what, geometric_mean(spread), n=len(spread), note="1 for an isometry"))

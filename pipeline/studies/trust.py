@@ -50,8 +50,8 @@ def findings(settings: None, tables: Tables, lab: Lab) -> list[Finding]:
             title="What injected faults do to a training",
             place="not in the paper",
             kind=CHECK,
-            statement="After each of these faults in a training, its files or what it needs, results are right, or a "
-            "sentence refuses.",
+            statement="After each of these faults in a training, its files or what it needs, results are right, or it "
+            "ends with one sentence that says what to do.",
             rule="Every trial has to be survived as its row says. A traceback is not.",
             measures=measures,
             table=Table(["Fault", "Survived", "That is", "How it went"], rows, "lrll"),

@@ -24,6 +24,7 @@ from pipeline import report, sources, studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.core.params import Section, Seeds
+from pipeline.lab import Lab
 from pipeline.reporting import figures, looks, pages, results, sentences
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import CHECK, CLAIM, OBSERVATION, Finding, Measure, Table
@@ -414,13 +415,40 @@ def test_claims_of_other_studies_are_not_in_the_headline(project, monkeypatch):
     monkeypatch.setattr(studies.module("fake_2_1"), "findings", lambda *_: [other])
     counted = results.verdict(results.read())
     assert counted["about_osa"] == UNDECIDED and counted["claims"]["not_supported"] == 1
-    assert counted["checks"]["total"] == 0 and counted["claims_about_paper"]["not_supported"] == 1
-    monkeypatch.setattr(studies.module("fake_2_1"), "place", 53, raising=False)
-    of = results.read()
-    assert results.verdict(of)["claims_beyond"]["not_supported"] == 1
-    said = ["Of 2 claims about the paper, 2 are undecided.", "Of 1 claim beyond it, 1 is not supported."]
-    assert sentences.first_lines(of)[:2] == said
-    assert all(f"\n- {line}\n" in pages.render(of)["result.md"] for line in said)
+    assert counted["checks"]["total"] == 0
+    choices, beyond = (
+        "Of 1 claim of ours that nothing depends on what it leaves open",
+        "Of 1 claim beyond it, in our setting",
+    )
+    kinds = {10: ("of_paper", None), 53: ("beyond", beyond), 95: ("on_choices", choices), math.inf: ("beyond", beyond)}
+    for place, (kind, told) in kinds.items():
+        monkeypatch.setattr(studies.module("fake_2_1"), "place", place, raising=False)
+        of = results.read()
+        assert results.verdict(of)[f"claims_{kind}"]["not_supported"] == 1
+        said = ["Of 2 claims of the paper, 2 are undecided.", f"{told}, 1 is not supported."]
+        said = said if told else ["Of 3 claims of the paper, 1 is not supported and 2 are undecided."]
+        assert sentences.first_lines(of)[: len(said)] == said
+        assert all(f"\n- {line}\n" in pages.render(of)["result.md"] for line in said)
+
+
+def test_comparisons_with_vits_are_counted_for_each_orthogonal_model():
+    """As OSA's claims need all of their comparisons, one model alone may leave them undecided; QR against NS is none."""
+    verdicts = {"osa_matches_vit": (SUPPORTED, UNDECIDED), "osa_approaches_vit_speed": (SUPPORTED, SUPPORTED)}
+    verdicts |= {"qr_not_below_ns": (NOT_SUPPORTED,), "norm_matters_most": (SUPPORTED,)}
+    found = [
+        types.SimpleNamespace(id=name, measures=[types.SimpleNamespace(verdict=each) for each in own])
+        for name, own in verdicts.items()
+    ]
+    lab = Lab("report", params.load(ROOT / "params.yaml"), params.load_paper())
+    of = types.SimpleNamespace(lab=lab, found={"section_5": found})
+    assert results.against_vits(of) == {"osa_qr": {SUPPORTED: 2}, "osa_ns": {SUPPORTED: 1, UNDECIDED: 1}}
+    (told,) = sentences.by_model(of)
+    assert told == (
+        "With ViTs, of 2 comparisons of OSA (QR) 2 are supported; of 2 comparisons of OSA (NS) 1 is supported and 1 is "
+        "undecided. A claim needs those of all its models."
+    )
+    of.found["section_5"] = found[2:]
+    assert sentences.by_model(of) == []
 
 
 def test_the_verdict_file_has_words_for_keys(project):
@@ -430,7 +458,8 @@ def test_the_verdict_file_has_words_for_keys(project):
         "about_osa": "undecided",
         "claims_about_osa": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
         "claims": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
-        "claims_about_paper": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
+        "claims_of_paper": {"total": 2, "supported": 0, "not_supported": 0, "undecided": 2, "not_evaluated": 0},
+        "claims_on_choices": {"total": 0, "supported": 0, "not_supported": 0, "undecided": 0, "not_evaluated": 0},
         "claims_beyond": {"total": 0, "supported": 0, "not_supported": 0, "undecided": 0, "not_evaluated": 0},
         "checks": {"total": 1, "passes": 1, "fails": 0, "not_evaluated": 0},
         "observations": 1,
@@ -439,7 +468,7 @@ def test_the_verdict_file_has_words_for_keys(project):
         "runs": {"total": 9, "trained": 9, "diverged": 0},
     }
     text = read_page("report.html")
-    assert "<li>Of 2 claims about the paper, 2 are undecided.</li>" in text
+    assert "<li>Of 2 claims of the paper, 2 are undecided.</li>" in text
     assert "<li>Table 2: 3 models, 3 seeds; 9 of 9 runs trained, 0 diverged. 1 of 1 check pass and 0 fail.</li>" in text
 
 
@@ -648,11 +677,11 @@ def test_provenance_lists_every_value_that_occurs(project):
     facts = json.loads(read_page("provenance.json"))
     assert facts["runs"]["torch"] == {"2.11.0": 8, "2.12.0": 1} and facts["runs"]["commit"]["not recorded"] == 1
     assert facts["code_sha256_here"] == record.code_sha256() and facts["stale_studies"] == []
-    known = {"number": 9, "trained_by_this_code": 8, "begun_alike_by_this_code": 1, "by_other_code": 0}
-    assert facts["all_runs"] == known | {"least_steps_compared": 7} and facts["table_2_runs_by_other_code"] == 0
+    known = {"number": 9, "trained_by_this_code": 8, "begun_alike_by_this_code": 1, "neither": 0}
+    assert facts["all_runs"] == facts["table_2_runs"] == known | {"least_steps_compared": 7}
     shown = Page(read_page("report.html")).table("provenance")
     assert ["torch", "2.11.0 (8 runs); 2.12.0 (1 run)"] in shown and ["resumptions", "2"] in shown
-    assert ["all_runs_begun_alike_by_this_code", "1"] in shown
+    assert all([f"{of}_runs_begun_alike_by_this_code", "1"] in shown for of in ("table_2", "all"))
     told = Page(read_page("report.html")).texts["limitations"]
     assert "8 were trained by the code that is here. Of 1 it is known that this code begins" in told
     assert "over 7 steps or more" in told and "Table 2 was trained on" not in told, "all on one machine"

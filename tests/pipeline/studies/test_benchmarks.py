@@ -104,7 +104,7 @@ def test_the_step_of_deep_models(findings):
     facts = files.read_json(folder / "profile.json") | {"depth": 36, "rounds": 9, "batch_size": 128}
     files.write_json(folder / "depth.json", facts)
     deep = findings()[1]
-    assert deep.in_short == "At 36 blocks a training step takes in multiples of ViT's: E-SPA 1.50."
+    assert deep.in_short == "With 36 blocks as initialised a step takes in multiples of ViT's: E-SPA 1.50."
     assert deep.table.rows[1:] == [
         ["E-SPA", "1.50", "1.50", "1.40 to 1.60"],
         ["OSA (shaped), GELU rescaled, not shaped", "3.00", "3.10", "3.00 to 3.20"],

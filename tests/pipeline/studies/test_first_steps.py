@@ -58,7 +58,7 @@ def test_what_is_measured_is_told_by_depth_and_rate(lab):
 
 
 def test_seeds_whose_cls_is_large_then_are_counted(lab):
-    sizes = {1e-5: ([1, 20, 1], [2, 19, 9.9]), 1e-3: ([1, 10], [2, 3, 100])}
+    sizes = {1e-5: ([1, 20, 1], [12, 19, 9.9]), 1e-3: ([1, 10], [12, 3, 100])}
     rows = [
         {
             "model": "osa_shaped",
@@ -78,9 +78,9 @@ def test_seeds_whose_cls_is_large_then_are_counted(lab):
     (finding,) = findings(settings, {"steps": pd.DataFrame(rows)}, lab)
     assert [measure.value for measure in finding.measures] == [0, 2]
     assert finding.in_short == (
-        "The norm of the first gradient, over all parameters, is by seed 1 to 2 in OSA (shaped) of 3 blocks. After 2 steps "
-        "the mean square of [cls], which is to stay near 1, is 10 or more with so many of 2 seeds at each rate: 2 at 0.001 "
-        "in OSA (shaped) of 3 blocks."
+        "The norm of the first gradient, over all parameters, is by seed 1 to 2 in OSA (shaped) of 3 blocks. The mean "
+        "square of [cls], which is to be near 1, is 10 or more with so many of 2 seeds, before and after 2 steps at each "
+        "rate: in OSA (shaped) of 3 blocks 1 before any step, then 2 at 0.001."
     )
     assert finding.headlines == (finding.in_short,)
-    assert finding.table.rows[1][2:] == ["1, 2", "0.001", "10, 100", "2, 2"]
+    assert finding.table.rows[1][2:] == ["1, 2", "1, 12", "0.001", "10, 100", "2, 2"]

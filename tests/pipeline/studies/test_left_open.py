@@ -249,6 +249,10 @@ def test_changes_beyond_the_margin_are_named_before_they_are_decided():
     measures = [Measure("ViT, a", 3.5, **far), Measure("ViT, b", 2.5, **near), Measure("ViT, c", math.nan, n=0, verdict="")]
     assert left_open.changed(measures[1:2]) == "Choices that are undecided: 1."
     assert left_open.changed(measures).endswith(
-        "The whole interval is beyond the margin for ViT, a +3.50 (1.50 to 5.50; n = 1)."
+        "The whole interval is beyond the margin, which decides nothing with few runs, or of one choice among 3, for ViT, a "
+        "+3.50 (1.50 to 5.50; n = 1)."
     )
+    decided = Measure("ViT, d", -9.0, verdict=NOT_SUPPORTED, n=3, low=-9.5, high=-8.5)
+    told = left_open.changed([decided, *measures[1:2]])
+    assert told == "Choices that are not supported: 1; undecided: 1. Not supported is ViT, d −9.00 (−9.50 to −8.50; n = 3)."
     assert left_open.changed([]) == ""

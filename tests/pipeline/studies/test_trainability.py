@@ -67,7 +67,7 @@ def test_the_verdict_follows_the_attention(worse, verdict, lab, monkeypatch):
     monkeypatch.setattr(worse, "mix", lambda *arguments: 0.3 * mix(*arguments))
     only(monkeypatch, "osa_ns")
     _, by_id = found(lab, [0, 1, 2])
-    assert {each.verdict for each in by_id["trainability"].measures if "kept a block" in each.what} == {verdict}
+    assert {each.verdict for each in by_id["trainability"].measures if "kept per block" in each.what} == {verdict}
 
 
 def test_the_verdict_does_not_follow_the_mlps(lab, monkeypatch):

@@ -61,10 +61,10 @@ def by_model(of: Results) -> list[str]:
     if len(counts) < 2:
         return []
     told = [
-        f"of {plural(sum(own.values()), 'comparison')} of {of.lab.label(model)} {listing(own)}"
+        f"{of.lab.label(model)} has {plural(sum(own.values()), 'comparison')}, of which {listing(own)}"
         for model, own in counts.items()
     ]
-    return [f"With ViTs, {'; '.join(told)}. A claim needs those of all its models."]
+    return [f"Against ViTs {'; '.join(told)}. A claim needs those of all its models."]
 
 
 def rules(of: Results) -> str:

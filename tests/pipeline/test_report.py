@@ -444,8 +444,8 @@ def test_comparisons_with_vits_are_counted_for_each_orthogonal_model():
     assert results.against_vits(of) == {"osa_qr": {SUPPORTED: 2}, "osa_ns": {SUPPORTED: 1, UNDECIDED: 1}}
     (told,) = sentences.by_model(of)
     assert told == (
-        "With ViTs, of 2 comparisons of OSA (QR) 2 are supported; of 2 comparisons of OSA (NS) 1 is supported and 1 is "
-        "undecided. A claim needs those of all its models."
+        "Against ViTs OSA (QR) has 2 comparisons, of which 2 are supported; OSA (NS) has 2 comparisons, of which 1 is "
+        "supported and 1 is undecided. A claim needs those of all its models."
     )
     of.found["section_5"] = found[2:]
     assert sentences.by_model(of) == []

@@ -1,9 +1,9 @@
 """All that is to be done on a GPU, in one command that goes on where it was: `make gpu` or `python -m benchmarks.gpu`.
 
 The tests that use CUDA, one run of each model, the benchmarks, all other runs that are missing, and the study that measures
-on CUDA; then a table of what was measured beside what is aimed at. Each part is a process of its own that takes less than
-ten minutes. The same command skips what is done and goes on with what was cut off, a training at its last epoch; with
-`--minutes 9` it returns in time where no command may take more than ten. All it makes lies in one folder, which
+on CUDA; then a table of what was measured beside what is aimed at. Each part but the trainings is a process of its own that
+takes less than ten minutes. The same command skips what is done and goes on with what was cut off, a training at its last
+epoch; with `--minutes 9` it returns in time where no command may take more than ten. All it makes lies in one folder, which
 `--import FOLDER` takes over on another machine.
 
 Beyond torch it needs torchvision, numpy, pandas, scipy, matplotlib, pydantic, ruamel-yaml, tqdm and filelock, and for the

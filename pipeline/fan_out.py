@@ -1,9 +1,10 @@
 """Trains all runs that are missing or stale, several at once: `python -m pipeline.fan_out`.
 
-They are those of Table 2 and of every study that trains. Each is a process of its own with one thread, or on its share of
-the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster (requirements-cluster.txt), which get
-code, parameters and data shipped along and give each run's files back whole. A training that a dying node takes with it
-begins anew on another one. Killed, the same command goes on where each run stood at the end of its last epoch.
+They are those of Table 2 and of every study whose stage trains; `--only` also trains those that a stage gathers. Each is a
+process of its own with one thread, or on its share of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of
+a Ray cluster (requirements-cluster.txt), which get code, parameters and data shipped along and give each run's files back
+whole. A training that a dying node takes with it begins anew on another one. Killed, the same command goes on where each run
+stood at the end of its last epoch, or with a cluster trains anew what had not come back.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from tqdm import tqdm
 from pipeline import runs, studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
-from pipeline.core.params import Params, RunConfig
+from pipeline.core.params import Paper, Params, RunConfig
 from pipeline.lab import Lab
 from pipeline.runs import Run
 from pipeline.training import data
@@ -128,20 +129,25 @@ def wanted(settings: Params, patterns: list[str] | None = None) -> list[Job]:
     found = [
         (Run(name, seed), params.resolve(settings, name)) for name in settings.run.variants for seed in settings.run.seeds
     ]
-    for name, section in settings.studies.items():
-        if patterns is None and studies.gathers(name):
-            continue
-        lab = Lab(name, settings, paper)
-        for variant, overrides, seed in studies.trainings(name, section, lab):
-            found.append((lab.run(variant, overrides, seed), lab.config(variant, overrides)))
+    for name in settings.studies:
+        if patterns is not None or not studies.gathers(name):
+            found += of_study(name, settings, paper)
     return found if patterns is None else only(found, patterns)
+
+
+def of_study(name: str, settings: Params, paper: Paper) -> list[Job]:
+    """What a study asks for, which is nothing for most."""
+    lab = Lab(name, settings, paper)
+    asked = studies.trainings(name, settings.studies[name], lab)
+    return [(lab.run(variant, overrides, seed), lab.config(variant, overrides)) for variant, overrides, seed in asked]
 
 
 def only(wanted: list[Job], patterns: list[str]) -> list[Job]:
     """Those that match a pattern, once each, in the order of the patterns. Raises UserError if one matches none."""
     matching: dict[str, Job] = {}
     for each in patterns:
-        found = {str(job[0]): job for job in wanted if fnmatch.fnmatchcase(str(job[0]), each)}
+        names = {str(job[0]): job for job in wanted}
+        found = {name: job for name, job in names.items() if name == each or fnmatch.fnmatchcase(name, each)}
         if not found:
             raise UserError(f"--only {each} is no run that is asked for: give STUDY/NAME/SEED, where * stands for anything.")
         matching |= found
@@ -217,7 +223,7 @@ def remaining(seconds: list[float | None], jobs: int) -> str:
     """What is left, where each run takes so long, for so many trainings side by side."""
     if None in seconds:
         return "time left unknown"
-    minutes = sum(seconds) / max(1, min(jobs, len(seconds))) / 60
+    minutes = max(sum(seconds) / jobs, *seconds, 0) / 60  # of the longest, if others end before it
     return f"{minutes / 60:.1f} h left" if minutes >= 60 else f"{minutes:.0f} min left"
 
 
@@ -324,12 +330,19 @@ def on_cluster(wanted: list[Job], address: str) -> Iterator[Run]:
         work = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
         bundle = ray.put(shipment({config.data.source for _, config in wanted}))
         pending = {work.remote(bundle, [*command(run), "--no-tracking"], written(run)): run for run, _ in wanted}
+        failed = []
         while pending:
             (ready,), _ = ray.wait(list(pending))
             run = pending.pop(ready)
-            with told_of(run, ray.exceptions.RayError):
-                receive(run, ray.get(ready))
-            yield run
+            try:
+                with told_of(run, ray.exceptions.RayError):
+                    receive(run, ray.get(ready))
+            except UserError as error:  # which the others, hours under way, are not to be lost for
+                failed.append(error)
+            else:
+                yield run
+        if failed:
+            raise failed[0]
     finally:
         ray.shutdown()
 

@@ -23,7 +23,7 @@ from pipeline.studies._deep import GUESSING
 from pipeline.training import data
 from pipeline.training.loop import Training, make_deterministic
 
-TABLE = Path("paper_outputs/pilot.csv")
+TABLE, LOCK = Path("paper_outputs/pilot.csv"), Path(".checkpoints/pilot.lock")
 OSA = "osa_shaped"
 MODELS = (OSA, "vskipinit", "espa", "softmax_shaped", "vit", "osa_exact")  # what decides most first
 ALPHAS, FIRST_ALPHA = (0.1, 0.36, 1.0, 3.0), 0.36  # α L
@@ -137,21 +137,25 @@ class Pilot:
 
     def loss(self, model: str, rate: float, alpha: float) -> float:
         """Mean train loss of the last steps of the training that is there, if it is of today's code, or of a new one."""
+        from filelock import FileLock  # which trainings, that import this file, do without
+
         overrides: Overrides = {"model": {"depth": self.depth}, "train": {"learning_rate": rate}}
         config = self.lab.config(model, overrides | ({"variant": {"alpha_times_depth": alpha}} if model == OSA else {}))
         key = self.key(config)
         if key not in set(read()["key"]):
             total = config.variant.alpha_times_depth  # None of what has no α
             values = (model, rate, total, self.depth, self.steps, SEED, *self.train(config), key)
-            rows = [*read().to_dict("records"), dict(zip(COLUMNS, values, strict=True))]  # with what others wrote meanwhile
-            files.write_csv(TABLE, pd.DataFrame(rows).drop_duplicates(COLUMNS[:6], keep="last"))
+            LOCK.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(LOCK):  # what others wrote meanwhile stays
+                rows = [*read().to_dict("records"), dict(zip(COLUMNS, values, strict=True))]
+                files.write_csv(TABLE, pd.DataFrame(rows).drop_duplicates(COLUMNS[:6], keep="last"))
         return finite(read().set_index("key")["loss"][key])
 
     def key(self, config: RunConfig) -> str:
         """What a training is known by: configuration, data, code, machine and length."""
         device = record.default_device()
         data_sha256 = data.digest(data.folder(config.data.source))
-        key = record.run_key(config.model_dump(), SEED, data_sha256, record.code_sha256(device.type), device)
+        key = record.run_key(config.model_dump(), SEED, data_sha256, record.imported_code_sha256(device.type), device)
         return f"{key[:12]}/{self.steps}/{self.last}"
 
     def train(self, config: RunConfig) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from dvc.repo import Repo
 from dvc.repo.reproduce import plan_repro
 from dvc.stage import Stage
 
-from pipeline import runs, sources, studies
+from pipeline import fan_out, runs, sources, studies
 from pipeline.core import params, record
 from pipeline.core.errors import UserError, entry_point
 
@@ -108,8 +108,16 @@ def replaced(before: dict, after: dict, above: str = "") -> Iterator[str]:
             yield f"{name} is {new}, was {old}"
 
 
+def to_train(stage: str) -> list[runs.Run]:
+    """The runs that a study's stage would train: none of another stage."""
+    settings = params.load()
+    asked = fan_out.of_study(stage, settings, params.load_paper()) if stage in settings.studies else []
+    return [run for run, config in asked if not runs.is_current(run, config, None)]
+
+
 def seconds_of(stage: str, made: list[dict]) -> tuple[float | None, set[str]]:
-    """How long a stage takes by these records of trainings, a study as long as all its runs, and the machines of these."""
+    """How long a stage takes by these records of trainings, a study as long as those of its runs that it would train, and
+    the machines of these."""
     if stage in studies.names() and studies.gathers(stage):
         return None, set()
     if stage.startswith("train@"):
@@ -117,8 +125,10 @@ def seconds_of(stage: str, made: list[dict]) -> tuple[float | None, set[str]]:
         run = runs.Run(variant, int(seed))
         found, seconds = runs.alike(run, made), runs.seconds_of(run, made)
     else:
-        found = [each for each in made if each["study"] == stage]
-        seconds = sum(each["seconds"] for each in found) or None
+        left = to_train(stage)
+        found = list(itertools.chain(*(runs.alike(run, made) for run in left)))
+        times = [runs.seconds_of(run, made) for run in left]
+        seconds = None if None in times else sum(times) or None
     return seconds, {record.machine(each["environment"]) for each in found}
 
 

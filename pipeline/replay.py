@@ -3,7 +3,7 @@
 Trains the beginning of each run whose record does not know today's code, up to the second point of its curves, a quarter of
 an epoch by default, and compares with the history that git keeps. Where every bit agrees, the new code's digest is written
 into the record beside that of the code which trained it, with what was compared and where, and DVC's lock follows.
-Otherwise nothing is written, and `dvc repro` trains the run again.
+Otherwise nothing is written, and `dvc repro` trains the run again, or `pipeline.fan_out --only` where no stage does.
 
 Bits are those of one kind of machine: on another kind a difference from the history says nothing of the code. There
 `--beside COMMIT` trains the first steps of a run twice, by the code of that commit, which has to be known to the record, and
@@ -174,9 +174,10 @@ def confirm(run: Run, code: str, **compared) -> None:
     """Writes into a run's record, and into DVC's lock, that the code of that digest begins it with the same bits."""
     made, environment = run.read("record"), record.describe_environment(record.default_device()) | record.describe_commit()
     entry = {"code_sha256": code, **compared, "at": record.now(), "environment": environment}
-    files.write_json(run.folder / "record.json", made | {"replays": [*made.get("replays", []), entry]})
+    content = files.as_json(made | {"replays": [*made.get("replays", []), entry]})
     if run.study == TABLE_2 and LOCK.exists():
-        relock(run)
+        relock(run, content.encode())  # first: killed in between, the record is still stale, and this is done again
+    files.write_text(run.folder / "record.json", content)
 
 
 def beginning(run: Run, config: RunConfig) -> Beginning:
@@ -224,17 +225,17 @@ def read_run(name: str) -> Run:
     return Run(made["variant"], made["seed"], made["study"], made["overrides"])
 
 
-def relock(run: Run) -> None:
-    """Tells DVC's lock that today's code and the new record belong to the stage of a run; nothing else of it changes."""
+def relock(run: Run, made: bytes) -> None:
+    """Tells DVC's lock that today's code and this record belong to the stage of a run; nothing else of it changes."""
     yaml, text, lock = YAML(), io.StringIO(), read_lock()
     yaml.default_flow_style = False  # as DVC writes it
     stage = lock["stages"].get(f"train@{run.variant}-{run.seed}")
     if stage is None:
         return
     data = [dep for dep in stage["deps"] if not dep["path"].endswith(".py")]
-    stage["deps"] = data + [_locked(path, ROOT / path) for path in record.code_files()]
-    made = str(run.folder / "record.json")
-    stage["outs"] = [_locked(made, Path(made)) if out["path"] == made else out for out in stage["outs"]]
+    stage["deps"] = data + [_locked(path, (ROOT / path).read_bytes()) for path in record.code_files()]
+    name = str(run.folder / "record.json")
+    stage["outs"] = [_locked(name, made) if out["path"] == name else out for out in stage["outs"]]
     yaml.dump(lock, text)
     files.write_text(LOCK, text.getvalue())
 
@@ -247,8 +248,7 @@ def read_lock() -> dict:
         raise UserError(f"{LOCK} is not valid YAML: `git checkout HEAD {LOCK}`.") from None
 
 
-def _locked(name: str, path: Path) -> dict:
-    content = path.read_bytes()
+def _locked(name: str, content: bytes) -> dict:
     md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
     return {"path": name, "hash": "md5", "md5": md5, "size": len(content)}
 

@@ -98,15 +98,23 @@ class Run:
         if not all((self.folder / name).exists() for name in ("history.csv", "metrics.json", "record.json")):
             return None
         made = self.read("record")
-        is_whole = all(
-            made.get(key) in (None, files.sha256(self.folder / name))  # older records know their weights alone
-            for key, name in (("history_sha256", "history.csv"), ("metrics_sha256", "metrics.json"))
+        digests = {name: made.get(f"{Path(name).stem}_sha256") for name in ("history.csv", "metrics.json", "watched.csv")}
+        is_whole = all(  # as far as the record knows them: older ones know their weights alone
+            digest is None or ((path := self.folder / name).exists() and files.sha256(path) == digest)
+            for name, digest in digests.items()
         )
         return made if is_whole else None
 
     def read(self, name: str) -> dict:
         """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed."""
         return read(self.folder / f"{name}.json", f"run `{self.command}`")
+
+    def points(self) -> pd.DataFrame:
+        """Its history. Where it diverged accuracies are those of no model, and blank as the losses are."""
+        table = files.read_csv(self.folder / "history.csv")
+        for split in ("train", "test"):
+            table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
+        return table
 
     def load_model(self, config: RunConfig) -> torch.nn.Module:
         """The trained model. Raises UserError if its weights are not there, not those that its record knows, or not those
@@ -207,7 +215,7 @@ class Recorder(Observer):
 
     def __init__(self, run: Run, training: Training) -> None:
         self.run, self.training, self.watch = run, training, watch_of(run.study)
-        self.code_sha256 = record.code_sha256(training.device.type)
+        self.code_sha256 = record.imported_code_sha256(training.device.type)
         self.environment = record.describe_environment(training.device) | record.describe_commit()
         config = training.config.model_dump()
         self.run_key = record.run_key(config, run.seed, training.data.sha256, self.code_sha256, training.device)
@@ -304,9 +312,11 @@ class Recorder(Observer):
         files.write_bytes(weights, checkpoint.as_bytes({name: tensor.cpu() for name, tensor in state.items()}))
         files.write_text(folder / "history.csv", history_csv(self.training.progress.history))
         files.write_json(folder / "metrics.json", self.metrics())
-        if self.watch:
-            files.write_csv(folder / "watched.csv", pd.DataFrame(self.times.watched))
         written = {"weights": weights, "history": folder / "history.csv", "metrics": folder / "metrics.json"}
+        if self.watch:
+            written["watched"] = folder / "watched.csv"
+            seen = pd.DataFrame(self.times.watched or {"epoch": []})  # of a run that diverged at step 0 nothing
+            files.write_csv(written["watched"], seen)
         made = self.record("diverged" if self.training.progress.diverged else "finished")
         made |= {f"{name}_sha256": files.sha256(path) for name, path in written.items()}
         files.write_json(folder / "record.json", made)

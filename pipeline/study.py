@@ -1,6 +1,7 @@
 """Measures one study: `python -m pipeline.study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-What the tables say is judged and drawn by the report.
+First it trains what the study lists and is not there, unless it gathers, or `--collect` is given. What the tables say is
+judged and drawn by the report.
 """
 
 import argparse

@@ -132,7 +132,7 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
 def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
     """The curves of every run, diverged ones included, one below the other."""
     there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
-    return pd.concat(pd.read_csv(Run(*run).folder / "history.csv").assign(**run._asdict()) for run in there)
+    return pd.concat(Run(*run).points().assign(**run._asdict()) for run in there)
 
 
 def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:

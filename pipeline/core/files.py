@@ -67,8 +67,13 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Writes JSON whose bytes depend on `value` alone: sorted keys, and null for numbers that are not finite."""
-    write_text(path, json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n")
+    """Writes `as_json`."""
+    write_text(path, as_json(value))
+
+
+def as_json(value: object) -> str:
+    """JSON whose bytes depend on `value` alone: sorted keys, and null for numbers that are not finite."""
+    return json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def read_json(path: str | Path) -> Any:

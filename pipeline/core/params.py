@@ -40,7 +40,8 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also a stage name 
 MAX_SEED = 2**31 - 1
 UNREADABLE = (YAMLError, ValueError, RecursionError)  # also a date that is none, or a list in a list in a list …
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Seeds = Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)]
+AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # or none
+Seeds = Annotated[AnySeeds, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
 Size = Annotated[int, Field(gt=0, le=2**14)]  # beyond it the weights fill any memory
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -30,6 +30,12 @@ def code_sha256(device: str = "cpu") -> str:
     return hashlib.sha256("".join(files.sha256(ROOT / path) for path in paths).encode()).hexdigest()
 
 
+@functools.cache
+def imported_code_sha256(device: str) -> str:
+    """`code_sha256` as it was when this was first asked for: an edit changes no code that a process has imported."""
+    return code_sha256(device)
+
+
 def run_key(config: dict, seed: int, data_sha256: str, code: str, device: torch.device) -> str:
     """What a checkpoint belongs to: configuration, seed, data, code, and the machine as far as bits hang on it."""
     machine = [_device_name(device), torch.get_num_threads(), torch.__version__]

@@ -128,7 +128,7 @@ def cautions(of: Results) -> dict[str, str]:
             f"{older} of {total} runs of Table 2 older than the rules",
             f"those date from {moment(of.lab.paper.rules_since)}",
         ),
-        (stale, f"{len(stale)} of {len(of.found)} studies measured by other code", ", ".join(stale)),
+        (stale, f"{len(stale)} of {len(of.lab.params.studies)} studies measured by other code", ", ".join(stale)),
     ]
     return {short: f"{short[0].upper()}{short[1:]}{': ' if full else ''}{full}." for holds, short, full in told if holds}
 

@@ -29,7 +29,8 @@ def collect_runs(trainings: Iterable[Request], lab: Lab) -> Tables:
         rows.append(identity | what)
         for name, tables in found.items():
             if what["status"] != "missing" and (path := run.folder / f"{name}.csv").exists():
-                tables.append(files.read_csv(path).assign(**identity))
+                table = run.points() if name == "history" else files.read_csv(path)
+                tables += [table.assign(**identity)] if len(table) else []  # nothing is seen of what diverges at step 0
     no_history = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
     tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *MEASURED, *MADE])}
     tables["histories"] = pd.concat(found["history"] or [no_history])[no_history.columns]

@@ -33,6 +33,7 @@ from pipeline.studies.section_5 import (
     Comparison,
     Results,
     SpeedClaim,
+    as_ratio,
     epochs_to_reach,
     is_trained,
     judged_claim,
@@ -160,8 +161,7 @@ class MeasuredClaim(Comparison):
             logs = [np.log(results.values(model, column)).tolist() for model in pair]
             asked = {"limit": math.log(self.at_most_factor), "side": "below"}
             asked["family"] = len(self.compare) * len(self.columns)
-            judged = judge(logs, (1, -1), diverged=results.diverged(pair), **asked)
-            judged = replace(judged, **{end: math.exp(getattr(judged, end)) for end in ("value", "low", "high")})
+            judged = as_ratio(judge(logs, (1, -1), diverged=results.diverged(pair), **asked))
             fields = judged.as_measure(results.account(pair)) | scale
             what = f"{' / '.join(map(results.label, pair))}: {results.label(column)}"
             measures.append(Measure(what, **fields, unit="× as much"))

@@ -21,7 +21,7 @@ from pydantic import Field
 from pipeline import pilot
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.core.params import Name, PositiveInt, Section, Seed, Seeds
+from pipeline.core.params import AnySeeds, Name, PositiveInt, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.reporting import charts
 from pipeline.reporting.looks import INK, STYLE, look
@@ -93,7 +93,7 @@ class Settings(Section):
 
     models: list[Name] = Field(list(MODELS))
     depths: Annotated[list[Depth], Field(min_length=1)]  # in the order of training
-    seeds: list[Seed]
+    seeds: AnySeeds
     claim_seeds: Seeds
 
 

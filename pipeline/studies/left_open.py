@@ -14,7 +14,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from pipeline.core.params import Name, OpenChoice, Overrides, Paper, Section, Seed
+from pipeline.core.errors import UserError
+from pipeline.core.params import AnySeeds, Name, OpenChoice, Overrides, Paper, Section
 from pipeline.lab import Lab
 from pipeline.reporting import charts, looks
 from pipeline.reporting.numbers import ABSENT, fixed, interval, plain, signed
@@ -42,8 +43,8 @@ NOTHING_TRIED = Measure("Nothing is tried", math.nan, n=0, verdict=NOT_EVALUATED
 class Settings(Section):
     """Each alternative is trained once for each seed, or for those of its model in `more_seeds`; none, and nothing is."""
 
-    seeds: list[Seed]
-    more_seeds: dict[Name, list[Seed]] = Field(default_factory=dict)
+    seeds: AnySeeds
+    more_seeds: dict[Name, AnySeeds] = Field(default_factory=dict)
 
 
 class Choice(NamedTuple):
@@ -80,8 +81,16 @@ def trainings(settings: Settings, lab: Lab) -> list[tuple[str, Overrides, int]]:
 
 
 def tries(settings: Settings, lab: Lab) -> list[tuple[Choice, int]]:
-    """Every choice with each of its seeds, those of all before those of few."""
+    """Every choice with each of its seeds, those of all before those of few.
+
+    Raises:
+        UserError: there are more seeds for a model that there is not.
+    """
     more = settings.more_seeds if settings.seeds else {}
+    if unknown := sorted(settings.more_seeds.keys() - lab.params.variants.keys()):
+        raise UserError(
+            f"params.yaml: left_open.more_seeds.{unknown[0]} is no model: name one of {', '.join(lab.params.variants)}."
+        )
     found = [(choice, seed) for choice in choices(lab.paper) for seed in more.get(choice.variant, settings.seeds)]
     return sorted(found, key=lambda each: each[1] not in settings.seeds)
 
@@ -292,7 +301,8 @@ def differences(found: list[Tried], results: Results, paper: Paper) -> Finding:
             compatible = ["the default", f"each of the {len(runs) - 1} choices tried"]
         numbers = fixed(theirs, 1), fixed(mean, 2), signed(mean - theirs, 2), interval(low, high, 2)
         rows.append([label, *numbers, "; ".join(compatible) or ABSENT])
-    widest = fixed(max((measure.high - measure.low for measure in measures), default=math.nan), 0)
+    widths = [measure.high - measure.low for measure in measures if math.isfinite(measure.low)]
+    widest = fixed(max(widths, default=math.nan), 0)
     return Finding(
         id="left_open_differences",
         title="Where our accuracies differ from the paper's",

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Tensor
 
-from pipeline.core.params import Name, PositiveInt, RunConfig, Section, Seed, Seeds
+from pipeline.core.params import AnySeeds, Name, PositiveInt, RunConfig, Section, Seeds
 from pipeline.lab import Lab, float64
 from pipeline.measures import attention_inputs, head_weights, norm
 from pipeline.reporting import charts
@@ -50,7 +50,7 @@ class Settings(Section):
     models: list[Name] = Field(["vit", "osa_exact"])
     patches: list[PositiveInt]  # pixels a side
     epochs: PositiveInt
-    seeds: list[Seed]  # of the trainings
+    seeds: AnySeeds  # of the trainings
     initial_seeds: Seeds
     images: PositiveInt = 1  # that are measured as initialised
     power_iterations: PositiveInt = 20  # which leave an error of 1 %

@@ -50,7 +50,8 @@ def compare(again: Run, there: Run) -> dict:
     row = {"same_recipe": configs[0] == configs[1] and bool(record.made_by(made) & record.made_by(before))}
     for end, of, run in (("", made, again), ("_there", before, there)):
         row[f"machine{end}"], row[f"torch{end}"] = record.machine(of["environment"]), of["environment"]["torch"]
-        row[f"test_accuracy{end}"] = 100 * run.read("metrics").get("test_accuracy", math.nan)
+        metrics = run.read("metrics")
+        row[f"test_accuracy{end}"] = math.nan if metrics["diverged"] else 100 * metrics.get("test_accuracy", math.nan)
     points = [files.sha256(run.folder / "history.csv") for run in (again, there)]  # which older records do not have
     return row | {
         "same_points": points[0] == points[1],

@@ -217,7 +217,7 @@ class SpeedClaim(Comparison):
         else:
             logs = [np.log(epochs).tolist() for epochs in (first, second)]
             judged = judge_means(logs, (1, -1), limit=math.log(self.at_most_factor), side="below", **rule)
-            judged = replace(judged, **{end: math.exp(getattr(judged, end)) for end in ("value", "low", "high")})
+            judged = as_ratio(judged)
         scale = {"unit": "× the epochs", "side": "below", "limit": self.at_most_factor}
         return Measure(what, **judged.as_measure(account), **scale)
 
@@ -320,6 +320,11 @@ def judge_means(samples: list[list[float]], weights: Sequence[float], *, diverge
     if any(diverged) or judged.n < LEAST_RUNS:
         return judged
     return with_outlook(judged, seeds_needed(samples, weights, **asked))
+
+
+def as_ratio(judged: Judgement) -> Judgement:
+    """What was judged of logarithms, as a ratio."""
+    return replace(judged, **{end: math.exp(getattr(judged, end)) for end in ("value", "low", "high")})
 
 
 def with_outlook(judged: Judgement, needed: int | None) -> Judgement:

@@ -11,7 +11,7 @@ import pandas as pd
 from pydantic import Field
 
 from pipeline import pilot
-from pipeline.core.params import Name, Overrides, Section, Seed
+from pipeline.core.params import AnySeeds, Name, Overrides, Section
 from pipeline.lab import Lab
 from pipeline.reporting.numbers import ABSENT, fixed, interval, mean_std, signed, span
 from pipeline.statistics import summarise
@@ -57,8 +57,8 @@ class Settings(Section):
     """Each model once for each of `seeds`, and then each of `CHOICES` for `choice_seeds`."""
 
     models: list[Name] = Field(list(MODELS))
-    seeds: list[Seed]
-    choice_seeds: list[Seed]
+    seeds: AnySeeds
+    choice_seeds: AnySeeds
 
 
 def trainings(settings: Settings, lab: Lab) -> list[Request]:

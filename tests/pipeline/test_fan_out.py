@@ -2,19 +2,21 @@
 
 import contextlib
 import io
+import itertools
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from pipeline import fan_out, studies
+from pipeline import fan_out, plan, studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.runs import Run
@@ -61,6 +63,8 @@ def test_only_what_is_named_in_the_order_of_its_names():
     wanted = [(Run("vit", seed, study), None) for study in ("table_2", "depth") for seed in (0, 1)]
     found = [str(run) for run, _ in fan_out.only(wanted, ["depth/*", "*/vit/1", "depth/vit/0"])]
     assert found == ["depth/vit/0", "depth/vit/1", "table_2/vit/1"]
+    listed = Run("vit", 0, "left_open", {"train": {"betas": [0.9, 0.95]}})
+    assert fan_out.only([(listed, None)], [str(listed)]) == [(listed, None)], "a name with brackets is no pattern"
     with pytest.raises(UserError, match="^--only gone/[*] is no run that is asked for: give STUDY/NAME/SEED"):
         fan_out.only(wanted, ["depth/*", "gone/*"])
 
@@ -215,9 +219,10 @@ def test_two_at_once_do_not_train_the_same(capsys):
 
 
 def test_what_is_left_is_told_from_the_records():
-    assert fan_out.remaining([3600.0, 7200.0], jobs=2) == "1.5 h left"
+    assert fan_out.remaining([3600.0, 3600.0, 3600.0], jobs=2) == "1.5 h left"
     assert fan_out.remaining([3600.0], jobs=2) == "1.0 h left"
-    assert fan_out.remaining([3000.0, 600.0], jobs=2) == "30 min left" and fan_out.remaining([], 2) == "0 min left"
+    assert fan_out.remaining([3000.0, 60.0], jobs=2) == "50 min left", "as the longest does"
+    assert fan_out.remaining([], 2) == "0 min left"
     assert fan_out.remaining([None, 1.0], jobs=2) == "time left unknown"
 
 
@@ -288,6 +293,44 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("runs"), shutil.rmtree("weights")
     assert outputs(trained("osa_exact", 1)) == there
+
+
+def test_a_failure_on_a_cluster_is_named_when_the_others_have_come(monkeypatch):
+    """By a cluster that is none: each task is done when it is asked for, and that of the first run fails."""
+
+    def get(run):
+        if run == str(wanted[0][0]):
+            raise RuntimeError("out of memory")
+        return run
+
+    work = types.SimpleNamespace(remote=lambda bundle, arguments, run: run)
+    ray = types.SimpleNamespace(
+        init=lambda **_: None,
+        shutdown=lambda: None,
+        put=lambda bundle: bundle,
+        remote=lambda **_: lambda function: work,
+        wait=lambda tasks: (tasks[:1], tasks[1:]),
+        get=get,
+        cloudpickle=types.SimpleNamespace(register_pickle_by_value=lambda module: None),
+        exceptions=types.SimpleNamespace(RayError=OSError),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(fan_out, "written", str)
+    monkeypatch.setattr(fan_out, "receive", lambda run, content: None)
+    wanted = fan_out.missing(params.load())
+    coming = fan_out.on_cluster(wanted, "auto")
+    assert list(itertools.islice(coming, len(wanted) - 1)) == [run for run, _ in wanted[1:]]
+    with pytest.raises(UserError, match=f"^{wanted[0][0]} was not trained: out of memory$"):
+        next(coming)
+
+
+def test_the_plan_counts_what_a_study_would_train_and_not_what_is_there():
+    (choice,) = [job for job in fan_out.missing(params.load()) if job[0].study == "left_open"]
+    made = [{"study": "table_2", "name": "vit", "variant": "vit", "seconds": 60.0}]
+    made[0]["environment"] = record.describe_environment(torch.device("cpu"))
+    assert plan.seconds_of("left_open", made)[0] == 60.0 and plan.seconds_of("left_open", [])[0] is None
+    fan_out.main(["--jobs", "1", "--no-tracking", "--only", str(choice[0])])
+    assert plan.seconds_of("left_open", made) == (None, set()), "nothing is left"
 
 
 def test_without_ray_the_remedy_is_told(monkeypatch):

@@ -139,6 +139,8 @@ SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist' or
         ("run.seeds", [], "run.seeds should have 1 or more entries, not []."),
         ("run.seeds", [2, 3, 5, 3], "run.seeds: 3 is listed twice."),
         ("theorem_2_2.seeds", [0, 0, 1], "theorem_2_2.seeds: 0 is listed twice."),
+        ("left_open.seeds", [1, 1], "left_open.seeds: 1 is listed twice."),
+        ("left_open.more_seeds", {"vit": [0, 2, 2]}, "left_open.more_seeds.vit: 2 is listed twice."),
         ("train.points_per_epoch", 10**9, "train.points_per_epoch should be less than or equal to 1000, not 1000000000."),
         ("model.depth", 10**5, "model.depth should be less than or equal to 1000, not 100000."),
         ("model.embed_dim", 10**400, "model.embed_dim should be less than or equal to 16384, not 1"),

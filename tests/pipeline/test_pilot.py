@@ -96,7 +96,7 @@ def test_a_training_is_done_once_and_again_by_other_code(lab, monkeypatch):
         patch.setattr(pilot.Pilot, "train", lambda *_: (9.0, 1.0))
         assert pilot.Pilot(lab, 2, SHORT).loss("vit", 1e-4, 0.36) == pytest.approx(loss, rel=1e-5)
         assert longer.loss("vit", 1e-4, 0.36) == 9
-        patch.setattr(record, "code_sha256", lambda *_: "c0de")
+        patch.setattr(record, "imported_code_sha256", lambda *_: "c0de")
         assert pilot.Pilot(lab, 2, SHORT).loss("vit", 1e-4, 0.36) == 9
     assert pilot.read()[["steps", "loss"]].values.tolist() == [[3, 9], [1, 9]]
 

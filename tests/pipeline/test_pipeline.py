@@ -24,6 +24,7 @@ from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
+BY_HAND = tuple(f"paper_outputs/{name}" for name in ("benchmarks/", "pilot.csv", "trust/"))  # which no stage makes
 RESULTS = ("dvc.lock", "paper_outputs/", "runs/")  # which the clone makes itself
 KEPT = ("left_open", "section_5", "theorem_4_2")
 FILES = ("evaluation.json", "history.csv", "metrics.json", "record.json")  # of a run of Table 2
@@ -103,7 +104,7 @@ class Clone:
         self.root = folder / "clone"
         listing = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
         for name in listing.splitlines():
-            wanted = not name.startswith(RESULTS) or name.startswith(("paper_outputs/benchmarks/", "paper_outputs/trust/"))
+            wanted = not name.startswith(RESULTS) or name.startswith(BY_HAND)
             if wanted and (ROOT / name).is_file():
                 (self.root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, self.root / name)

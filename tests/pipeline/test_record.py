@@ -80,7 +80,7 @@ def test_the_key_of_a_run_depends_on_what_can_change_its_numbers(tmp_path, monke
     others.add(key())
     write_data()
     with monkeypatch.context() as patch:
-        patch.setattr(record, "code_sha256", lambda *_: "0" * 64)
+        patch.setattr(record, "imported_code_sha256", lambda *_: "0" * 64)
         others.add(key())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "1.0")

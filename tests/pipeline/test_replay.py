@@ -135,12 +135,32 @@ def test_the_repositorys_lock_stays_as_dvc_wrote_it_around_that_stage():
     stage = own[own.index("  train@vit-0:\n") : own.index("  train@vit-1:\n")].replace("train@vit-0", "train@vit-77")
     before = (ROOT / "dvc.lock").read_text().replace("stages:\n", f"stages:\n{stage}", 1)
     LOCK.write_text(before)
-    replay.relock(Run("vit", 77))
+    replay.relock(Run("vit", 77), b"{}\n")
     after = LOCK.read_text()
     begin = before.index(stage)
     end = begin + len(stage)
     assert after.startswith(before[:begin]) and after.endswith(before[end:])
     assert all(f"path: {path}" in after[begin : len(after) - len(before) + end] for path in record.code_files())
+
+
+def test_killed_between_lock_and_record_it_is_done_again(monkeypatch):
+    """The record still knows the old code alone, so that the same command mends both."""
+    write, run = files.write_text, Run("vit", 0)
+
+    def killed(path, text):
+        if str(path).endswith("record.json"):
+            raise KeyboardInterrupt
+        write(path, text)
+
+    monkeypatch.setattr(files, "write_text", killed)
+    with pytest.raises(SystemExit):
+        replay.main(["table_2/vit/0"])
+    monkeypatch.setattr(files, "write_text", write)
+    assert not runs.is_current(run, config("vit"), None)
+    replay.main(["table_2/vit/0"])
+    assert runs.is_current(run, config("vit"), None)
+    stage = YAML(typ="safe").load(LOCK)["stages"]["train@vit-0"]
+    assert stage["outs"][2]["md5"] == hashlib.md5((run.folder / "record.json").read_bytes()).hexdigest()
 
 
 def test_a_run_without_a_stage_in_the_lock_leaves_the_lock_alone():
@@ -226,7 +246,7 @@ def head(monkeypatch):
     for variant in ("vit", "osa_exact"):
         run = Run(variant, 0)
         files.write_json(run.folder / "record.json", run.read("record") | {"code_sha256": TODAY})
-    monkeypatch.setattr(replay, "relock", lambda run: None)
+    monkeypatch.setattr(replay, "relock", lambda *_: None)
     return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
 
 

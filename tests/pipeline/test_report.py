@@ -604,7 +604,7 @@ def test_runs_older_than_the_rules_are_told(project):
 
 def test_a_study_of_other_code_is_told(project):
     files.write_json(STUDY / "record.json", {"source_sha256": "other"})
-    assert cautions() == ["1 of 2 studies measured by other code: fake_2_1."]
+    assert cautions() == ["1 of 1 studies measured by other code: fake_2_1."]
 
 
 def test_runs_of_studies_by_other_code_are_told(project):

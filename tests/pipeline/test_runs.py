@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from datetime import datetime
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,6 +25,7 @@ from pipeline import runs, studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.runs import Recorder, Run
+from pipeline.studies._runs import collect_runs
 from pipeline.tracking import watcher
 from pipeline.training import checkpoint, data, loop
 from pipeline.training.loop import Training, build_model, evaluate_split
@@ -207,6 +209,10 @@ def test_a_diverged_run_is_a_result(variant):
     assert recorded(run)["status"] == "diverged"
     assert run.load_model(config(variant))
     assert not list(Path(".checkpoints").rglob("*.*"))
+    assert history[-1]["test_accuracy"] != "", "that of logits that are not numbers"
+    points = run.points()
+    assert points["test_accuracy"].notna().tolist() == points["test_loss"].notna().tolist() == finite
+    assert (points["train_accuracy"].notna() == points["train_loss"].notna()).all()
 
 
 def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatch):
@@ -220,6 +226,12 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
     metrics = run.read("metrics")
     assert (metrics["diverged"], metrics["diverged_at_step"], metrics["train_loss"]) == (True, 0, None)
     assert len(read_history(outputs(run)["history.csv"])) == 1
+    monkeypatch.setattr(runs, "watch_of", lambda study: lambda training: [{"layer": 0}])
+    trained()
+    assert (run.folder / "watched.csv").read_text() == "epoch\n" and run.is_there()
+    lab = types.SimpleNamespace(study="table_2", run=lambda *_: run, config=lambda *_: config("osa_exact"))
+    tables = collect_runs([("osa_exact", {}, 0)], lab)
+    assert tables["runs"]["status"].tolist() == ["diverged"] and len(tables["histories"]) == 1 and "watched" not in tables
 
 
 def test_a_diverged_run_that_was_killed_before_its_outputs_stays_diverged(monkeypatch):
@@ -469,12 +481,18 @@ def test_weights_that_are_not_those_of_the_record_are_named(damage):
 def test_files_of_two_trainings_are_no_run(monkeypatch):
     run = trained("vit")
     assert run.is_there()
-    for name in ("history.csv", "metrics.json"):
+    files.write_text(run.folder / "watched.csv", "epoch\n")
+    files.write_json(
+        run.folder / "record.json", recorded(run) | {"watched_sha256": files.sha256(run.folder / "watched.csv")}
+    )
+    for name in ("history.csv", "metrics.json", "watched.csv"):
         path = run.folder / name
         whole = path.read_bytes()
         path.write_bytes(whole + b"\n")
         assert not run.is_there(), name
         path.write_bytes(whole)
+    (run.folder / "watched.csv").unlink()
+    assert not run.is_there()
     (run.folder / "metrics.json").unlink()
     (run.folder / "metrics.json").mkdir()  # which no file can replace, long after the weights were written
     with pytest.raises(UserError, match="metrics.json cannot be written"):

@@ -159,7 +159,7 @@ def test_a_training_is_known_by_its_variant_seed_configuration_data_and_code(cou
             lambda: quickly(seed=1),
             lambda: quickly(init={"head": "zeros"}),
             lambda: (write_data(seed=4), quickly()),
-            lambda: (monkeypatch.setattr(record, "code_sha256", lambda *_: "0" * 64), quickly()),
+            lambda: (other_code(monkeypatch), quickly()),
         ),
         2,
     ):
@@ -167,6 +167,20 @@ def test_a_training_is_known_by_its_variant_seed_configuration_data_and_code(cou
         assert len(counted) == number
         train()
         assert len(counted) == number
+
+
+def other_code(monkeypatch) -> None:
+    """As a process that begins after an edit."""
+    monkeypatch.setattr(record, "code_sha256", lambda *_: "0" * 64)
+    record.imported_code_sha256.cache_clear()
+
+
+def test_an_edit_while_a_study_trains_is_not_taken_for_the_code_that_trained(monkeypatch):
+    """The process has imported what was there before, and goes on with it."""
+    before = quickly().read("record")["code_sha256"]
+    monkeypatch.setattr(record, "code_sha256", lambda *_: "0" * 64)
+    made = quickly(seed=1).read("record")
+    assert made["code_sha256"] == before and not record.is_of_today(made)
 
 
 def test_a_run_without_its_weights_is_trained_again(counted):

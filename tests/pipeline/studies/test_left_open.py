@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from pipeline.core import files, params, record
+from pipeline.core.errors import UserError
 from pipeline.runs import Run, history_csv
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import Measure, left_open
@@ -236,6 +237,8 @@ def test_what_is_not_trained_is_missing(lab):
 
 def test_without_seeds_nothing_is_trained(lab):
     assert left_open.trainings(Settings(seeds=[], more_seeds={"vit": [0]}), lab) == []
+    with pytest.raises(UserError, match=r"^params.yaml: left_open.more_seeds.vit_nonrm is no model: name one of osa_qr, "):
+        left_open.trainings(Settings(seeds=[0], more_seeds={"vit_nonrm": [0, 1]}), lab)
     assert left_open.measure(Settings(seeds=[]), lab)["runs"].empty
 
 

@@ -223,7 +223,7 @@ def remaining(seconds: list[float | None], jobs: int) -> str:
     """What is left, where each run takes so long, for so many trainings side by side."""
     if None in seconds:
         return "time left unknown"
-    minutes = max(sum(seconds) / jobs, *seconds, 0) / 60  # of the longest, if others end before it
+    minutes = max(sum(seconds) / max(1, jobs), *seconds, 0) / 60  # of the longest, if others end before it
     return f"{minutes / 60:.1f} h left" if minutes >= 60 else f"{minutes:.0f} min left"
 
 

@@ -222,7 +222,7 @@ def test_what_is_left_is_told_from_the_records():
     assert fan_out.remaining([3600.0, 3600.0, 3600.0], jobs=2) == "1.5 h left"
     assert fan_out.remaining([3600.0], jobs=2) == "1.0 h left"
     assert fan_out.remaining([3000.0, 60.0], jobs=2) == "50 min left", "as the longest does"
-    assert fan_out.remaining([], 2) == "0 min left"
+    assert fan_out.remaining([], 0) == "0 min left", "also on a cluster that is asked for nothing"
     assert fan_out.remaining([None, 1.0], jobs=2) == "time left unknown"
 
 

@@ -144,10 +144,9 @@ def of_study(name: str, settings: Params, paper: Paper) -> list[Job]:
 
 def only(wanted: list[Job], patterns: list[str]) -> list[Job]:
     """Those that match a pattern, once each, in the order of the patterns. Raises UserError if one matches none."""
-    matching: dict[str, Job] = {}
+    named, matching = {str(run): (run, config) for run, config in wanted}, {}
     for each in patterns:
-        names = {str(job[0]): job for job in wanted}
-        found = {name: job for name, job in names.items() if name == each or fnmatch.fnmatchcase(name, each)}
+        found = {name: job for name, job in named.items() if name == each or fnmatch.fnmatchcase(name, each)}
         if not found:
             raise UserError(f"--only {each} is no run that is asked for: give STUDY/NAME/SEED, where * stands for anything.")
         matching |= found

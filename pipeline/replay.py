@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--states", type=Path, metavar="FILE", help="write what --beside compares")
     chosen = parser.parse_args(arguments)
     make_deterministic()
-    code = record.code_sha256(record.default_device().type)  # before the first training: that of what is imported
+    code = record.imported_code_sha256(record.default_device().type)
     found = [read_run(name) for name in chosen.runs] or committed_runs()
     if chosen.states:
         states = {str(run): state(run, recorded_config(run)) for run in tqdm(found, unit="run", disable=None)}

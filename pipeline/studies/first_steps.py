@@ -75,8 +75,9 @@ def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
     left = (ends["q"] >= LARGE).groupby(CELL, sort=False).sum()
     rows = []
     for (model, depth, rate), own in ends.groupby(CELL, sort=False):
-        start, before, q, loss = map(by_seed, (*(starts[model, depth][c] for c in ("gradient", "q")), own["q"], own["loss"]))
-        rows.append([lab.label(model), str(depth), start, before, number(rate), q, loss])
+        start = starts[model, depth]
+        gradient, before, q, loss = map(by_seed, (start["gradient"], start["q"], own["q"], own["loss"]))
+        rows.append([lab.label(model), str(depth), gradient, before, number(rate), q, loss])
     depth = settings.depths[-1]
     at_depth = {cell: own for cell, own in starts.items() if cell[1] == depth}
     headline = told(settings, at_depth, left[left.index.get_level_values("depth") == depth], lab)

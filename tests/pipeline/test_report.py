@@ -416,10 +416,8 @@ def test_claims_of_other_studies_are_not_in_the_headline(project, monkeypatch):
     counted = results.verdict(results.read())
     assert counted["about_osa"] == UNDECIDED and counted["claims"]["not_supported"] == 1
     assert counted["checks"]["total"] == 0
-    choices, beyond = (
-        "Of 1 claim of ours that nothing depends on what it leaves open",
-        "Of 1 claim beyond it, in our setting",
-    )
+    choices = "Of 1 claim of ours that nothing depends on what it leaves open"
+    beyond = "Of 1 claim beyond it, in our setting"
     kinds = {10: ("of_paper", None), 53: ("beyond", beyond), 95: ("on_choices", choices), math.inf: ("beyond", beyond)}
     for place, (kind, told) in kinds.items():
         monkeypatch.setattr(studies.module("fake_2_1"), "place", place, raising=False)

@@ -71,10 +71,8 @@ def test_divergence_that_is_not_counted_would_mislead(lab):
 
 def test_one_that_looks_after_each_seed_takes_the_first_verdict():
     """With the first three seeds A is above B by far, and with the fourth it is not known any more."""
-    (experiment, effect), runs = (
-        LOOKS["Two models, until the rule decides"],
-        {verdicts.QR: [5, 5.1, 5.2, -9], verdicts.VIT: [0, 0.1, 0.2, 0]},
-    )
+    experiment, effect = LOOKS["Two models, until the rule decides"]
+    runs = {verdicts.QR: [5, 5.1, 5.2, -9], verdicts.VIT: [0, 0.1, 0.2, 0]}
     drawn = lambda spread, n, mean=0.0: runs[spread][:n]  # noqa: E731
     assert experiment(drawn, 3, effect) == experiment(drawn, 4, effect) == SUPPORTED
     runs[verdicts.QR] = [5, -9, 5.2, 5.1]

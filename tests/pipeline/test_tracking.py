@@ -373,8 +373,10 @@ def test_notes_say_what_is_changed_and_name_commands_that_exist(database):
     for record in committed:
         note = notes.note(record | {"changes": notes.changes(record)}, [record["seed"]])
         if record["study"] == "table_2":
-            (stage,) = re.findall(r"`dvc repro -f ([^`]+)`", note)
-            assert stage in stages
+            variant, seed = record["variant"], record["seed"]
+            stage = f"train@{variant}-{seed}"
+            command = f"dvc repro -f {stage}" if stage in stages else f"python -m pipeline.train {variant} {seed}"
+            assert f"`{command}`" in note
             continue
         run = runs.Run(record["variant"], record["seed"], record["study"], record["overrides"])
         assert f"delete `{run.folder}`, then `python -m pipeline.fan_out --only '{run}'`" in note

@@ -35,33 +35,33 @@ $(VENV)/.cluster: requirements-cluster.txt $(VENV)/.installed
 	@touch $@
 
 quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download: in TOOK
-	$(RUN) python -m pipeline.quickstart
+	$(RUN) python -m pipeline.tools.quickstart
 
 test: setup $(VENV)/.cluster  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 plan: setup  ## what `make reproduce` would run, why, and for how long
-	@$(RUN) python -m pipeline.plan
+	@$(RUN) python -m pipeline.tools.plan
 
 reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one a core or GPU), up to the README's result
 	$(RUN) dvc repro --single-item fetch
-	$(RUN) python -m pipeline.fan_out $(if $(JOBS),--jobs $(JOBS))
+	$(RUN) python -m pipeline.tools.fan_out $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) dvc repro
 	$(RUN) python -m pipeline.report --readme
 
 replay: setup  ## ask whether today's code still makes the committed runs, by the beginning of each
-	$(RUN) python -m pipeline.replay
+	$(RUN) python -m pipeline.tools.replay
 
 benchmark: setup  ## time attention and the training step on this machine, against what else one would run
-	$(RUN) python -m benchmarks.attention
-	$(RUN) python -m benchmarks.step
-	$(RUN) python -m benchmarks.profile
-	$(RUN) python -m benchmarks.depth
-	$(RUN) python -m benchmarks.orthogonal
+	$(RUN) python -m pipeline.benchmarks.attention
+	$(RUN) python -m pipeline.benchmarks.step
+	$(RUN) python -m pipeline.benchmarks.profile
+	$(RUN) python -m pipeline.benchmarks.depth
+	$(RUN) python -m pipeline.benchmarks.orthogonal
 	$(RUN) dvc repro --single-item report
 
 gpu:  ## the CUDA tests, benchmarks and missing runs, in gpu/; MINUTES=9 returns in time and goes on when given again
-	$(RUN) $(PYTHON) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES))
+	$(RUN) $(PYTHON) -m pipeline.benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES))
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
 	$(RUN) exec python -m pipeline.tracking ui
@@ -73,7 +73,7 @@ tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
 
 .PHONY: doctor
 doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
-	@$(RUN) $(PYTHON) -m pipeline.doctor
+	@$(RUN) $(PYTHON) -m pipeline.tools.doctor
 
 lint: setup  ## ruff
 	$(RUN) ruff check .

@@ -1,6 +1,8 @@
 """Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost."""
 
-from osa import functional, init, linalg, orthogonal, penalties, shaped
+from osa import functional, init, linalg
+from osa.constrained import orthogonal, penalties
+from osa.deep import shaped
 from osa.functional import orthogonal_attention
 from osa.models import MODELS, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention

@@ -11,6 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, nn
 
+from osa.deep.shaped import (
+    SignalPreservingSelfAttention,
+    ValueSkipInitSelfAttention,
+    alpha_of_depth,
+    dks_gelu,
+    gelu_gain,
+    signal_preserving_attention,
+    tat_leaky_relu,
+)
 from osa.init import (
     init_orthogonal_attention_,
     init_signal_preserving_attention_,
@@ -25,15 +34,6 @@ from osa.init import (
 )
 from osa.linalg import EPSILON
 from osa.modules import OrthogonalSelfAttention, SoftmaxSelfAttention
-from osa.shaped import (
-    SignalPreservingSelfAttention,
-    ValueSkipInitSelfAttention,
-    alpha_of_depth,
-    dks_gelu,
-    gelu_gain,
-    signal_preserving_attention,
-    tat_leaky_relu,
-)
 from osa.vit import VisionTransformer
 
 _OSA = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}

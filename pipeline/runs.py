@@ -1,8 +1,8 @@
 """A run: where its files lie, whether they are of today's code, and how a training gets there.
 
-    runs/STUDY/NAME/SEED/     history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a study with a
+    paper_outputs/runs/STUDY/NAME/SEED/     history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a study with a
                               `watch` watched.csv; git keeps them
-    weights/STUDY/NAME/SEED.pt
+    paper_outputs/weights/STUDY/NAME/SEED.pt
 
 Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
 which git does not keep.
@@ -34,7 +34,7 @@ from pipeline.training import checkpoint
 from pipeline.training.loop import COLUMNS, Observer, Training, build_model
 
 TABLE_2, TRIES = "table_2", "tries"
-FOLDER, WEIGHTS = Path("runs"), Path("weights")
+FOLDER, WEIGHTS = Path("paper_outputs/runs"), Path("paper_outputs/weights")
 IDENTITY = ("study", "name", "variant", "overrides", "seed")
 EXPECTED = {  # what other stages read from a run's files
     "metrics": ("diverged", "test_accuracy"),
@@ -87,7 +87,7 @@ class Run:
             return f"python -m pipeline.train {shlex.join([self.variant, str(self.seed), *options])}"
         if self.study == TABLE_2:
             return f"dvc repro -f train@{self.variant}-{self.seed}"
-        return f"python -m pipeline.fan_out --only '{self}'"
+        return f"python -m pipeline.tools.fan_out --only '{self}'"
 
     def is_there(self) -> bool:
         """Whether its training has ended and left everything that git keeps, each file as its record knows it."""

@@ -5,7 +5,7 @@ and below it the digest of every other file of the project that this imports, di
 depends on this text instead of on files. So the list of files need not be kept by hand, and an edit of a rule, a label or a
 figure in the study's file measures nothing again.
 
-pipeline/core, pipeline/reporting, pipeline/tracking, pipeline/runs.py and the packages' own __init__ files make no number
+pipeline/core, pipeline/report, pipeline/tracking, pipeline/runs.py and the packages' own __init__ files make no number
 and are left out.
 """
 
@@ -24,7 +24,7 @@ from pipeline.core.files import ROOT
 from pipeline.core.record import CUDA_ONLY
 
 FOLDER = Path("paper_outputs/sources")
-MAKES_NO_NUMBER = ("pipeline/core/", "pipeline/reporting/", "pipeline/tracking/", "pipeline/runs.py", *CUDA_ONLY)
+MAKES_NO_NUMBER = ("pipeline/core/", "pipeline/report/", "pipeline/tracking/", "pipeline/runs.py", *CUDA_ONLY)
 ENTRY = ("Settings", "trainings", "watch", "measure")
 
 
@@ -44,7 +44,7 @@ def digest(study: str) -> str:
 
 def text(study: str) -> str:
     """What makes a study's numbers: see the module."""
-    path = f"pipeline/studies/{study}.py"
+    path = str(Path(studies.module(study).__file__).relative_to(ROOT))
     source = (ROOT / path).read_text(encoding="utf-8")
     reached = _reached(ast.parse(source))
     code = "".join(_code(source, statement) for statement in reached)
@@ -143,7 +143,7 @@ def _closure(modules: list[str]) -> set[str]:
 
 @functools.cache
 def _imports_of(path: str) -> list[str]:
-    if path.startswith(MAKES_NO_NUMBER) or path == "pipeline/studies/__init__.py":
+    if path.startswith(MAKES_NO_NUMBER) or (path.startswith("pipeline/studies/") and path.endswith("__init__.py")):
         return []
     return _imports(ast.parse((ROOT / path).read_text(encoding="utf-8")))
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML, YAMLError
 
+from osa.constrained.orthogonal import MAPS
+from osa.constrained.penalties import PENALTIES
 from osa.init import QUERY_KEY, VALUE_OUT
-from osa.orthogonal import MAPS
-from osa.penalties import PENALTIES
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 

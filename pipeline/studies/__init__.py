@@ -22,6 +22,7 @@ import importlib
 import math
 import pkgutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 import pandas as pd
@@ -31,6 +32,7 @@ from pipeline.core.errors import UserError
 from pipeline.core.files import rounded
 from pipeline.statistics import NOT_EVALUATED, combine
 
+WINGS = ("paper", "deep", "orthogonal")
 CLAIM, CHECK, OBSERVATION = "claim", "check", "observation"
 PASSES, FAILS = "passes", "fails"  # of checks; the words of claims are those of pipeline/statistics.py
 
@@ -135,13 +137,20 @@ class Finding:
 
 def names() -> list[str]:
     """The studies, in alphabetical order."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return sorted(_wings())
+
+
+@functools.cache
+def _wings() -> dict[str, str]:
+    """The wing of each study."""
+    folders = {wing: str(Path(__path__[0], wing)) for wing in WINGS}
+    return {module.name: wing for wing, folder in folders.items() for module in pkgutil.iter_modules([folder])}
 
 
 @functools.cache
 def module(name: str) -> ModuleType:
     """The module of a study."""
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{_wings()[name]}.{name}")
 
 
 def in_order() -> list[str]:

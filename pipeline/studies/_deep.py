@@ -1,6 +1,6 @@
 """What studies share whose runs take too long to be trained by a stage: `measure` gathers the runs that are there.
 
-`python -m pipeline.fan_out --only` trains them. A run that is missing, or of another configuration than is asked for now, is
+`python -m pipeline.tools.fan_out --only` trains them. A run that is missing, or of another configuration than is asked for now, is
 a cell that is not evaluated.
 """
 
@@ -15,11 +15,11 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, Paper, PositiveInt, Section
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import number
+from pipeline.report.numbers import number
 from pipeline.statistics import LEAST_RUNS, NOT_SUPPORTED, UNDECIDED
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs
-from pipeline.studies.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim, judge_means, judged_claim
+from pipeline.studies.paper.section_5 import AccuracyClaim, Claim, Comparison, Results, SpeedClaim, judge_means, judged_claim
 from pipeline.training.loop import COLUMNS
 
 GUESSING = math.log(10)  # the cross-entropy of ten digits that are as likely as one another

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import number
+from pipeline.report.numbers import number
 from pipeline.statistics import summarise
 from pipeline.studies import Measure, Table
 

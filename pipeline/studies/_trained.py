@@ -14,7 +14,7 @@ from pydantic import Field
 from pipeline.core import params
 from pipeline.core.params import Name, NonNegativeFloat, Section
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import mean_std
+from pipeline.report.numbers import mean_std
 from pipeline.statistics import (
     LEAST_RUNS,
     NOT_EVALUATED,
@@ -27,7 +27,7 @@ from pipeline.statistics import (
 )
 from pipeline.studies import Finding, Measure, Tables
 from pipeline.studies._runs import Request, collect_runs, of_other_code
-from pipeline.studies.section_5 import (
+from pipeline.studies.paper.section_5 import (
     SOURCES,
     AccuracyClaim,
     Comparison,

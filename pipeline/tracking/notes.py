@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from pipeline.core.params import LABELS, Paper
-from pipeline.reporting.numbers import plain
+from pipeline.report.numbers import plain
 
 TABLE_2, TRIES = "table_2", "tries"  # as in pipeline.runs, whose torch a watcher can do without
 EXPERIMENT = """\
@@ -64,8 +64,11 @@ class Notes:
         study, variant, listed = run["study"], run["variant"], self.settings.get("run") or {}
         if study not in (TABLE_2, TRIES):
             names = [f"{study}/{run['name']}/{seed}" for seed in seeds]
-            folders, quoted = ", ".join(f"`runs/{name}`" for name in names), " ".join(f"'{name}'" for name in names)
-            return f"To repeat it: delete {folders}, then `python -m pipeline.fan_out --only {quoted}`."
+            folders, quoted = (
+                ", ".join(f"`paper_outputs/runs/{name}`" for name in names),
+                " ".join(f"'{name}'" for name in names),
+            )
+            return f"To repeat it: delete {folders}, then `python -m pipeline.tools.fan_out --only {quoted}`."
         if study == TABLE_2 and variant in listed.get("variants", []) and {*seeds} <= {*listed.get("seeds", [])}:
             return f"To repeat it: `dvc repro -f {' '.join(f'train@{variant}-{seed}' for seed in seeds)}`."
         options = "".join(f" --set {change}" for change in replaced(run))

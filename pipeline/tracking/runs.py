@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.core.files import read_json
-from pipeline.reporting.numbers import plain
+from pipeline.report.numbers import plain
 from pipeline.tracking.notes import EXPERIMENT, TABLE_2, Notes
 
 ENVIRONMENT = {  # set before MLflow is imported, where the user has not set them

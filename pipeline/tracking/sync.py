@@ -19,7 +19,7 @@ def sync(base: Path) -> Tracker:
     """
     if not (base / "runs").is_dir() and base != Path("."):
         raise UserError(f"--from {base} has no runs/: name a folder with runs/, and weights/ if they are to be imported.")
-    paths, store = sorted(base.glob("runs/*/*/*/record.json")), without_password(tracking_uri())
+    paths, store = sorted(base.glob("paper_outputs/runs/*/*/*/record.json")), without_password(tracking_uri())
     try:
         tracker = Tracker()
         imported = sum(_import(tracker, path, base) for path in paths)

@@ -17,8 +17,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.utils import parametrize
 
 import osa.models
-from osa import orthogonal
-from osa.penalties import with_penalty
+from osa.constrained import orthogonal
+from osa.constrained.penalties import with_penalty
 from pipeline.core.errors import UserError
 from pipeline.core.params import RunConfig, Train
 from pipeline.training import data

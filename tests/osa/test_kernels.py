@@ -383,7 +383,7 @@ def compiled():
     of = [("exact", "forward", 16, "float32", 90), ("newton_schulz", "backward", 64, "bfloat16", 80)]
     script = (
         "import json, sys, osa; alone = not {'triton', 'osa.kernels'} & sys.modules.keys()\n"
-        "import torch; from benchmarks.kernels import resources\n"
+        "import torch; from pipeline.benchmarks.kernels import resources\n"
         f"print(json.dumps([alone, [resources(*a, getattr(torch, dtype), b) for *a, dtype, b in {of}]]))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -397,15 +397,15 @@ def test_without_triton_nothing_changes(compiled):
 
 
 def test_what_kernels_take_of_a_gpu(compiled):
-    """The part of `python -m benchmarks.kernels` that takes seconds, and its table of all, as committed."""
+    """The part of `python -m pipeline.benchmarks.kernels` that takes seconds, and its table of all, as committed."""
     import triton
 
-    from benchmarks.kernels import grid
+    from pipeline.benchmarks.kernels import grid
     from pipeline.core.files import ROOT, sha256
-    from pipeline.studies.benchmarks import CODE, KERNELS
+    from pipeline.studies.paper.benchmarks import CODE, KERNELS
 
     table = pd.read_csv(ROOT / KERNELS)
-    assert set(table["code_sha256"]) == {sha256(ROOT / CODE)}, "run python -m benchmarks.kernels again"
+    assert set(table["code_sha256"]) == {sha256(ROOT / CODE)}, "run python -m pipeline.benchmarks.kernels again"
     identity = ["method", "kernel", "width", "dtype", "architecture"]
     expected = {(*case, str(dtype).removeprefix("torch."), f"sm_{number}") for *case, dtype, number in grid()}
     assert set(table[identity].itertuples(index=False, name=None)) == expected and len(table) == len(expected)

@@ -19,7 +19,7 @@ from osa.functional import orthogonal_attention_matrix
 
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
-from pipeline.reporting.numbers import number
+from pipeline.report.numbers import number
 from pipeline.statistics import LEVEL
 from pipeline.studies import OBSERVATION, Finding, Measure, Tables
 

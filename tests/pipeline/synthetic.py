@@ -103,7 +103,7 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
 
 def measure() -> None:
     """What the stages evaluate and tables do, for every run of Table 2 that is there, in the working directory."""
-    for metrics in Path("runs/table_2").glob("*/*/metrics.json"):
+    for metrics in Path("paper_outputs/runs/table_2").glob("*/*/metrics.json"):
         evaluate.main(list(metrics.parts[-3:-1]))
     tables.main()
 

@@ -17,7 +17,7 @@ from osa.functional import METHODS, orthogonal_attention
 from osa.linalg import cholesky_qr_basis
 from pipeline.core.files import ROOT
 from pipeline.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
-from pipeline.studies.complexity import softmax_dense
+from pipeline.studies.paper.complexity import softmax_dense
 
 CPU = torch.device("cpu")
 

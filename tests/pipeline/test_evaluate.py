@@ -53,7 +53,7 @@ def test_it_holds_what_the_weights_say(project):
         assert row["images"] == len(hits)
         assert row["accuracy"] == pytest.approx(np.mean(hits), rel=1e-5)
     assert found["layers"] == []  # softmax attention has no orthogonality
-    assert found["metrics_sha256"] == files.sha256("runs/table_2/vit_noskip/1/metrics.json")
+    assert found["metrics_sha256"] == files.sha256("paper_outputs/runs/table_2/vit_noskip/1/metrics.json")
 
 
 def test_each_layer_and_head_of_orthogonal_attention_has_a_row(project):
@@ -62,7 +62,7 @@ def test_each_layer_and_head_of_orthogonal_attention_has_a_row(project):
 
 
 def test_a_second_evaluation_writes_the_same_bytes(project):
-    path = project / "runs/table_2/osa_ns/0/evaluation.json"
+    path = project / "paper_outputs/runs/table_2/osa_ns/0/evaluation.json"
     evaluated("osa_ns", 0)
     before = path.read_bytes()
     evaluated("osa_ns", 0)
@@ -176,13 +176,13 @@ def test_weights_that_contradict_the_metrics_are_an_error(project, capsys):
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "1"])
     message = capsys.readouterr().err
-    assert "runs/table_2/osa_ns/1/metrics.json" in message and "`dvc repro -f train@osa_ns-1`" in message
-    assert not (project / "runs/table_2/osa_ns/1/evaluation.json").exists()
+    assert "paper_outputs/runs/table_2/osa_ns/1/metrics.json" in message and "`dvc repro -f train@osa_ns-1`" in message
+    assert not (project / "paper_outputs/runs/table_2/osa_ns/1/evaluation.json").exists()
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy(project, capsys):
-    (project / "weights/table_2/osa_ns/0.pt").unlink()
+    (project / "paper_outputs/weights/table_2/osa_ns/0.pt").unlink()
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "0"])
-    message = "error: weights/table_2/osa_ns/0.pt is missing: train it with `dvc repro -f train@osa_ns-0`"
+    message = "error: paper_outputs/weights/table_2/osa_ns/0.pt is missing: train it with `dvc repro -f train@osa_ns-0`"
     assert message in capsys.readouterr().err

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.reporting import numbers
-from pipeline.reporting.numbers import fixed, grouped, interval, mean_std, number, per_cent, plain, scripted, signed, span
+from pipeline.report import numbers
+from pipeline.report.numbers import fixed, grouped, interval, mean_std, number, per_cent, plain, scripted, signed, span
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from osa.orthogonal import KEPT, KEPT_WHOLE, MAPS, Kept, kept_parameters, orthogonality_error, retract
-from osa.penalties import PENALTIES, with_penalty
+from osa.constrained.orthogonal import KEPT, KEPT_WHOLE, MAPS, Kept, kept_parameters, orthogonality_error, retract
+from osa.constrained.penalties import PENALTIES, with_penalty
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.training.loop import Training

@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
-from pipeline.reporting import looks
+from pipeline.report import looks
 from pipeline.studies import CHECK, Finding, Measure, Table
 
 place = 99
@@ -267,7 +267,7 @@ def told(clone: Clone) -> SimpleNamespace:
     steps["experiment"] = clone.run("dvc", "exp", "run", "--name", "slow", "-S", "train.learning_rate=0.000001", *few)
     steps["experiments"] = clone.run("dvc", "exp", "show", "--csv")
     clone.run("git", "add", "params.yaml")  # as a killed experiment leaves it, with weights that DVC has not seen
-    (clone.root / "weights/table_2/vit/0.pt").write_bytes(b"half a training")
+    (clone.root / "paper_outputs/weights/table_2/vit/0.pt").write_bytes(b"half a training")
     (undo,) = re.findall(r"^git restore .*$", (ROOT / "docs/exploring.md").read_text(), re.MULTILINE)
     steps["restored"] = clone.run("bash", "-c", undo)
     steps["weights"] = clone.run("dvc", "status", "train@vit-0")
@@ -277,7 +277,9 @@ def told(clone: Clone) -> SimpleNamespace:
     shutil.rmtree(clone.root / "data")  # what a fresh clone lacks
     shutil.rmtree(clone.root / "weights")
     clone.edit(lambda raw: raw["labels"].update(vit="The baseline"))
-    clone.replace("pipeline/studies/theorem_4_2.py", "in float64 and in float32.", "in either precision, as ruled anew.")
+    clone.replace(
+        "pipeline/studies/paper/theorem_4_2.py", "in float64 and in float32.", "in either precision, as ruled anew."
+    )
     steps["planned"].append(clone.plan())
     steps["ruled"] = clone.run("dvc", "repro", "--allow-missing")
     clone.add("tiny", TINY)
@@ -302,14 +304,16 @@ def test_training_does_without_mlflow(story):
 
 
 def test_a_study_trains_runs_of_its_own(story):
-    trained = {Path(name).parts[2] for name in story.first.files if name.startswith("runs/left_open/")}
+    trained = {Path(name).parts[2] for name in story.first.files if name.startswith("paper_outputs/runs/left_open/")}
     assert trained == {"vit+train.drop_last=true"}
 
 
 def test_git_sees_the_results_and_nothing_else(story):
     changes = {line[3:].strip('"') for line in story.changes.output.splitlines()}
-    expected = {f"runs/table_2/vit/0/{name}" for name in FILES}
-    expected |= {f"runs/left_open/vit+train.drop_last=true/0/{name}" for name in FILES if name != "evaluation.json"}
+    expected = {f"paper_outputs/runs/table_2/vit/0/{name}" for name in FILES}
+    expected |= {
+        f"paper_outputs/runs/left_open/vit+train.drop_last=true/0/{name}" for name in FILES if name != "evaluation.json"
+    }
     assert {path for path in changes if not path.startswith("paper_outputs/")} == expected | {"dvc.lock"}
 
 
@@ -351,7 +355,7 @@ def test_a_variant_and_a_seed_are_an_edit_of_params_yaml(story):
     for name, content in story.first.files.items():
         if name.startswith("runs/"):
             assert story.grown.files[name] == content, name
-    config = json.loads(story.grown.files["runs/table_2/osa_wide/1/record.json"])["config"]
+    config = json.loads(story.grown.files["paper_outputs/runs/table_2/osa_wide/1/record.json"])["config"]
     assert (config["model"]["embed_dim"], config["model"]["depth"]) == (12, 1)
     assert "osa_wide" in story.grown.files["paper_outputs/report.html"].decode()
 
@@ -376,7 +380,7 @@ def test_a_new_study_is_a_file_a_section_and_a_stage(story):
 def test_metrics_are_the_accuracies_of_the_models(story):
     """One line, whatever the number of runs."""
     names, values = (line.split()[1:] for line in story.metrics.output.splitlines())
-    runs = [json.loads(story.grown.files[f"runs/table_2/vit/{seed}/metrics.json"]) for seed in (0, 1)]
+    runs = [json.loads(story.grown.files[f"paper_outputs/runs/table_2/vit/{seed}/metrics.json"]) for seed in (0, 1)]
     assert set(names) == {"vit", "osa_wide"}
     assert float(values[names.index("vit")]) == round(50 * sum(run["test_accuracy"] for run in runs), 2)
 
@@ -391,9 +395,11 @@ def test_plots_are_drawn(story):
 def test_an_experiment_trains_the_runs_that_it_names_and_no_others(story):
     assert story.experiment.trainings == story.experiment.evaluations == {"vit-0"}
     assert story.experiment.others == {"tables", "report"}
-    config = json.loads(story.experiment.files["runs/table_2/vit/0/record.json"])["config"]
+    config = json.loads(story.experiment.files["paper_outputs/runs/table_2/vit/0/record.json"])["config"]
     assert config["train"]["learning_rate"] == 1e-6
-    studied = {name for name in story.grown.files if name.startswith(("runs/left_open/", "paper_outputs/studies/"))}
+    studied = {
+        name for name in story.grown.files if name.startswith(("paper_outputs/runs/left_open/", "paper_outputs/studies/"))
+    }
     assert all(story.experiment.files[name] == story.grown.files[name] for name in studied)
 
 
@@ -428,8 +434,8 @@ def test_another_clone_pulls_the_weights_of_a_seed_instead_of_training(story):
     fresh.root = story.clone.root / "fresh"
     fresh.run("dvc", "remote", "add", "-d", "storage", str(story.clone.root.parent / "storage"))
     fresh.run("dvc", "pull", *of_seed_0)
-    weights = {path.relative_to(fresh.root).as_posix() for path in fresh.root.glob("weights/*/*/*.pt")}
-    assert weights == {"weights/table_2/vit/0.pt", "weights/table_2/osa_wide/0.pt"}
+    weights = {path.relative_to(fresh.root).as_posix() for path in fresh.root.glob("paper_outputs/weights/*/*/*.pt")}
+    assert weights == {"paper_outputs/weights/table_2/vit/0.pt", "paper_outputs/weights/table_2/osa_wide/0.pt"}
     before = fresh.results()
     fresh.run("dvc", "repro", "--single-item", "fetch")
     fresh.run("dvc", "repro", "--single-item", "--force", "evaluate@vit-0")

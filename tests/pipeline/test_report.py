@@ -25,7 +25,7 @@ from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
-from pipeline.reporting import figures, looks, pages, results, sentences
+from pipeline.report import figures, looks, pages, results, sentences
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
 from pipeline.studies import CHECK, CLAIM, OBSERVATION, Finding, Measure, Table
 
@@ -183,7 +183,7 @@ def write_record(settings: params.Params, variant: str, seed: int, seconds: floa
         "images_per_second": speed,
         "resumptions": 0,
     }
-    files.write_json(f"runs/table_2/{variant}/{seed}/record.json", made)
+    files.write_json(f"paper_outputs/runs/table_2/{variant}/{seed}/record.json", made)
 
 
 def edit_csv(path: Path, column: str, rows, value) -> None:
@@ -195,7 +195,7 @@ def edit_csv(path: Path, column: str, rows, value) -> None:
 
 
 def edit_record(run: str, **changes) -> None:
-    path = Path("runs/table_2", run, "record.json")
+    path = Path("paper_outputs/runs/table_2", run, "record.json")
     made = files.read_json(path)
     environment = made["environment"] | changes.pop("environment", {})
     files.write_json(path, made | {"environment": environment} | changes)
@@ -261,12 +261,12 @@ def test_every_number_of_the_tables_is_that_of_its_file(project):
         ours = f"{mean:.2f} ± {100 * row.test_accuracy_std:.2f}"
         assert shown == [f"{paper[row.variant]:.1f}" if known else "–", ours, difference, "3"]
     for row, (_, *shown) in zip(summary.itertuples(), page.table("compute"), strict=True):
-        made = [files.read_json(f"runs/table_2/{row.variant}/{seed}/record.json") for seed in SEEDS]
+        made = [files.read_json(f"paper_outputs/runs/table_2/{row.variant}/{seed}/record.json") for seed in SEEDS]
         seconds, speed = (sum(each[key] for each in made) for key in ("seconds", "images_per_second"))
         speed = f"{speed / 3:,.0f}".replace(",", "\u202f")
         assert shown == ["301\u202f858", "3", f"{seconds / 180:.1f}", speed, f"{seconds / 3600:.1f}"]
     for row, (_, *shown) in zip(runs.itertuples(), page.table("runs-of-table-2"), strict=True):
-        minutes = files.read_json(f"runs/table_2/{row.variant}/{row.seed}/record.json")["seconds"] / 60
+        minutes = files.read_json(f"paper_outputs/runs/table_2/{row.variant}/{row.seed}/record.json")["seconds"] / 60
         numbers = [f"{100 * row.test_accuracy:.2f}", f"{row.test_loss:.4f}", f"{row.train_loss:.4f}", f"{minutes:.1f}"]
         assert shown == [str(row.seed), "finished", *numbers]
 
@@ -606,7 +606,7 @@ def test_a_study_of_other_code_is_told(project):
 
 
 def test_runs_of_studies_by_other_code_are_told(project):
-    made = files.read_json("runs/table_2/vit/1/record.json")
+    made = files.read_json("paper_outputs/runs/table_2/vit/1/record.json")
     for seed, code in enumerate((made["code_sha256"], "badc0de5" * 8, "0ddc0de5" * 8)):
         files.write_json(f"runs/fake_2_1/vit+a=b/{seed}/record.json", made | {"code_sha256": code})
     assert cautions() == ["2 runs of studies by other code: fake_2_1 2."]
@@ -616,7 +616,7 @@ def test_runs_of_studies_by_other_code_are_told(project):
 
 
 def test_missing_and_diverged_runs_are_told_first(project):
-    shutil.rmtree("runs/table_2/vit/0")
+    shutil.rmtree("paper_outputs/runs/table_2/vit/0")
     path = OUTPUTS / "tables/runs.csv"
     table = pd.read_csv(path)
     for (variant, seed), status in {("vit", 0): "missing", ("osa_qr", 1): "diverged"}.items():
@@ -686,17 +686,17 @@ def test_provenance_lists_every_value_that_occurs(project):
 
 
 def test_other_machines_of_studies_are_a_limitation(project):
-    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("runs/table_2/vit/1/record.json"))
+    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("paper_outputs/runs/table_2/vit/1/record.json"))
     assert "runs of studies on" not in render().texts["limitations"]
     edit_record("vit/1", environment={"device_name": "Another CPU"})
-    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("runs/table_2/vit/1/record.json"))
+    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("paper_outputs/runs/table_2/vit/1/record.json"))
     edit_record("vit/1", environment={"device_name": "A CPU"})
     assert "and runs of studies on Another CPU." in render().texts["limitations"]
 
 
 def test_limitations_and_compute_come_from_the_files(project):
     edit_record("vit/1", environment={"device": "cuda"}, seconds=7200.0)
-    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("runs/table_2/vit/1/record.json"))
+    files.write_json("runs/fake_2_1/vit+a=b/0/record.json", files.read_json("paper_outputs/runs/table_2/vit/1/record.json"))
     page, compute = render(), results.compute(results.read())
     assert "2 of 2 claims remain undecided or not evaluated." in page.texts["limitations"]
     assert (
@@ -715,7 +715,7 @@ def test_limitations_and_compute_come_from_the_files(project):
     [
         (
             lambda: write_params(lambda raw: raw["train"].update(learning_rate=0.001)),
-            "runs/table_2/osa_qr/0/record.json was made with other parameters",
+            "paper_outputs/runs/table_2/osa_qr/0/record.json was made with other parameters",
         ),
         (lambda: write_params(lambda raw: raw["run"].update(seeds=[0, 1])), "`dvc repro tables`"),
         (lambda: (OUTPUTS / "tables/curves.csv").unlink(), "paper_outputs/tables/curves.csv"),

@@ -59,9 +59,12 @@ def test_a_run_is_where_its_identity_says():
     overrides = {"train": {"eps": 1e-6, "betas": [0.8, 0.9]}, "init": {"alpha_per_head": False, "head": "zeros"}}
     run = Run("vit", 3, "left_open", overrides)
     name = "vit+init.alpha_per_head=false+init.head=zeros+train.betas=[0.8,0.9]+train.eps=1e-06"
-    assert run.folder == Path("runs/left_open", name, "3")
-    assert run.weights == Path("weights/left_open", name, "3.pt")
-    assert (Run("vit", 3).folder, Run("vit", 3).weights) == (Path("runs/table_2/vit/3"), Path("weights/table_2/vit/3.pt"))
+    assert run.folder == Path("paper_outputs/runs/left_open", name, "3")
+    assert run.weights == Path("paper_outputs/weights/left_open", name, "3.pt")
+    assert (Run("vit", 3).folder, Run("vit", 3).weights) == (
+        Path("paper_outputs/runs/table_2/vit/3"),
+        Path("paper_outputs/weights/table_2/vit/3.pt"),
+    )
     assert Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts[:2] == ("runs", "table_2")
     assert len(Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts) == 4
 
@@ -139,7 +142,7 @@ def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
 def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch, capsys):
     expected = outputs(trained("vit"))
     run_main(monkeypatch, "vit", "0", "--set", "train.learning_rate=1e-3", "--set", "init.head=zeros", "--no-tracking")
-    folder = Path("runs/tries/vit+init.head=zeros+train.learning_rate=0.001/0")
+    folder = Path("paper_outputs/runs/tries/vit+init.head=zeros+train.learning_rate=0.001/0")
     assert f"The run is in {folder}." in capsys.readouterr().out
     found = read_json(folder / "record.json")
     assert found["overrides"] == {"train": {"learning_rate": 0.001}, "init": {"head": "zeros"}}
@@ -474,7 +477,9 @@ def load(content: bytes) -> dict:
 def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
-    with pytest.raises(UserError, match=r"^weights/table_2/vit/0.pt is damaged, or of another training than runs/"):
+    with pytest.raises(
+        UserError, match=r"^paper_outputs/weights/table_2/vit/0.pt is damaged, or of another training than runs/"
+    ):
         run.load_model(config("vit"))
 
 
@@ -504,7 +509,9 @@ def test_files_of_two_trainings_are_no_run(monkeypatch):
 def test_results_of_another_shape_are_named(content):
     run = trained("vit")
     (run.folder / "metrics.json").write_text(content)
-    with pytest.raises(UserError, match=r"^runs/table_2/vit/0/metrics.json has no '\w+', and so is damaged: delete it "):
+    with pytest.raises(
+        UserError, match=r"^paper_outputs/runs/table_2/vit/0/metrics.json has no '\w+', and so is damaged: delete it "
+    ):
         run.read("metrics")
 
 
@@ -520,7 +527,9 @@ def test_forgotten_trainings_of_other_settings_go(monkeypatch):
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy():
-    message = r"^weights/table_2/vit/0.pt is missing: train it with `dvc repro -f train@vit-0`, or `dvc pull` it.$"
+    message = (
+        r"^paper_outputs/weights/table_2/vit/0.pt is missing: train it with `dvc repro -f train@vit-0`, or `dvc pull` it.$"
+    )
     with pytest.raises(UserError, match=message):
         Run("vit", 0).load_model(config("vit"))
 

@@ -30,7 +30,7 @@ def edit(path: Path, old: str, new: str) -> None:
         ("    return Measure(f", "    print(value)\n    return Measure('x' + f"),
         ("[label(tables", "[2 * label(tables"),
         ("import OBSERVATION, Finding, Measure, Tables", "import CHECK, OBSERVATION, Finding, Measure, Table, Tables"),
-        ("from pipeline.reporting.numbers import number", "from pipeline.reporting.numbers import count, number"),
+        ("from pipeline.report.numbers import number", "from pipeline.report.numbers import count, number"),
         ("import LEVEL", "import judge"),
         ("    # any Q and K would do\n", ""),
         ("  # of A", "  # tokens\n"),
@@ -74,7 +74,7 @@ def test_an_edit_that_can_change_a_number_is_seen(tree, old, new):
         ("pipeline/training/loop.py", True),  # which lab.py imports
         ("osa/reference.py", False),
         ("pipeline/statistics.py", False),  # which findings alone uses
-        ("pipeline/reporting/numbers.py", False),
+        ("pipeline/report/numbers.py", False),
         ("pipeline/runs.py", False),
         ("pipeline/core/files.py", False),
         ("pipeline/tracking/watcher.py", False),
@@ -105,7 +105,7 @@ def test_the_text_is_what_it_says(tree):
     ]
     assert [line.split()[0] for line in lines if line.endswith(tuple("0123456789abcdef")) and ".py " in line] == [
         *(f"osa/{name}.py" for name in ("functional", "init", "linalg", "models", "modules", "orthogonal", "penalties")),
-        *("osa/shaped.py", "osa/vit.py"),
+        *("osa/deep/shaped.py", "osa/vit.py"),
         *("pipeline/lab.py", "pipeline/training/cuda_graph.py", "pipeline/training/data.py", "pipeline/training/loop.py"),
     ]
 

@@ -58,7 +58,7 @@ def test_statistics_of_one_value_have_no_spread_and_of_none_no_mean():
 
 
 def test_tables_hold_what_evaluate_measured(finished):
-    measured = json.loads((finished / "runs/table_2/vit_noskip/1/evaluation.json").read_text())
+    measured = json.loads((finished / "paper_outputs/runs/table_2/vit_noskip/1/evaluation.json").read_text())
     row = run_row(finished, "vit_noskip", 1)
     assert (row["test_loss"], row["test_accuracy"]) == (measured["test_loss"], measured["test_accuracy"])
     mine = {
@@ -117,13 +117,13 @@ def test_runs_need_no_weights(project):
 
 
 def test_missing_and_unlisted_runs_are_named(project, capsys):
-    shutil.rmtree("runs/table_2/vit/1")
-    (project / "runs/table_2/vit/2/evaluation.json").unlink()
-    shutil.copytree("runs/table_2/osa_qr/0", "runs/table_2/osa_qr/5")
+    shutil.rmtree("paper_outputs/runs/table_2/vit/1")
+    (project / "paper_outputs/runs/table_2/vit/2/evaluation.json").unlink()
+    shutil.copytree("paper_outputs/runs/table_2/osa_qr/0", "paper_outputs/runs/table_2/osa_qr/5")
     tables.main()
     warnings = capsys.readouterr().err
     assert "2 of 18 runs of params.yaml are not trained and evaluated yet: vit/1, vit/2" in warnings
-    assert "left out, because params.yaml does not list them: runs/table_2/osa_qr/5" in warnings
+    assert "left out, because params.yaml does not list them: paper_outputs/runs/table_2/osa_qr/5" in warnings
     assert run_row(project, "vit", 1)["status"] == "missing"
     row = table(project, "summary").set_index("variant").loc["vit"]
     assert (row["n_finished"], row["n_missing"]) == (1, 2)
@@ -132,16 +132,16 @@ def test_missing_and_unlisted_runs_are_named(project, capsys):
 
 
 def test_whole_numbers_stay_whole_beside_missing_runs(project):
-    shutil.rmtree("runs/table_2/vit/1")
+    shutil.rmtree("paper_outputs/runs/table_2/vit/1")
     tables.main()
     assert (
-        f",{json.loads(Path('runs/table_2/vit/0/metrics.json').read_text())['num_parameters']},"
+        f",{json.loads(Path('paper_outputs/runs/table_2/vit/0/metrics.json').read_text())['num_parameters']},"
         in (project / "paper_outputs/tables/runs.csv").read_text()
     )
 
 
 def test_an_evaluation_that_measured_less_leaves_its_columns_empty(project):
-    path = project / "runs/table_2/osa_ns/1/evaluation.json"
+    path = project / "paper_outputs/runs/table_2/osa_ns/1/evaluation.json"
     measured = json.loads(path.read_text())
     for row in measured["layers"]:
         del row["layer_kappa"]
@@ -177,12 +177,15 @@ def test_diverged_runs_are_counted_and_not_averaged(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_of_an_earlier_training_is_refused(project, capsys):
-    path = project / "runs/table_2/osa_ns/1/metrics.json"
+    path = project / "paper_outputs/runs/table_2/osa_ns/1/metrics.json"
     path.write_text(path.read_text().replace("}", ' , "again": 1}'))
     with pytest.raises(SystemExit):
         tables.main()
     message = capsys.readouterr().err
-    assert "runs/table_2/osa_ns/1/evaluation.json is of an earlier training: run `dvc repro evaluate@osa_ns-1`" in message
+    assert (
+        "paper_outputs/runs/table_2/osa_ns/1/evaluation.json is of an earlier training: run `dvc repro evaluate@osa_ns-1`"
+        in message
+    )
 
 
 def test_runs_without_a_single_finished_one_have_empty_tables(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from pipeline import runs
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
-from pipeline.reporting.numbers import plain
+from pipeline.report.numbers import plain
 from pipeline.tracking import runs as tracked
 from pipeline.tracking.notes import TABLE_2, TRIES, Notes
 from pipeline.tracking.runs import Tracker, read_points, tracking_uri
@@ -367,7 +367,9 @@ def test_notes_say_what_is_changed_and_name_commands_that_exist(database):
     stages |= {f"train@{variant}-{seed}": {} for variant in listed.variants for seed in listed.seeds}
     notes = Notes(PAPER, params.read(ROOT / "params.yaml"))
     committed = [
-        record for path in ROOT.glob("runs/*/*/*/record.json") if (record := files.read_json(path))["study"] != TRIES
+        record
+        for path in ROOT.glob("paper_outputs/runs/*/*/*/record.json")
+        if (record := files.read_json(path))["study"] != TRIES
     ]
     assert {record["study"] for record in committed} >= {"table_2", "left_open", "depth"}
     for record in committed:
@@ -379,7 +381,7 @@ def test_notes_say_what_is_changed_and_name_commands_that_exist(database):
             assert re.findall(r"`((?:dvc repro -f|python -m) [^`]+)`", note) == [command]
             continue
         run = runs.Run(record["variant"], record["seed"], record["study"], record["overrides"])
-        assert f"delete `{run.folder}`, then `python -m pipeline.fan_out --only '{run}'`" in note
+        assert f"delete `{run.folder}`, then `python -m pipeline.tools.fan_out --only '{run}'`" in note
         if record["study"] != "left_open":
             continue
         for section, values in record["overrides"].items():
@@ -508,13 +510,15 @@ def test_a_watcher_outlives_every_outage_with_one_warning(folder):
 def test_sync_says_in_one_sentence_what_is_wrong(database, monkeypatch, capsys):
     Run("vit", 0, [0.1, 0.2]).finish()
     Run("vit", 1, [0.1, 0.2]).finish()
-    files.write_text("runs/table_2/vit/0/history.csv", COLUMNS + "\n")
-    files.write_text("runs/table_2/vit/2/record.json", json.dumps({"status": "finished"}))
-    files.write_text("runs/table_2/vit/3/record.json", "{")
+    files.write_text("paper_outputs/runs/table_2/vit/0/history.csv", COLUMNS + "\n")
+    files.write_text("paper_outputs/runs/table_2/vit/2/record.json", json.dumps({"status": "finished"}))
+    files.write_text("paper_outputs/runs/table_2/vit/3/record.json", "{")
     sync(Path("."))
     warnings = capsys.readouterr().err.splitlines()
     assert names() == ["ViT", "ViT, seed 1"]
-    assert [line.split()[1] for line in warnings] == [f"runs/table_2/vit/{seed}/record.json" for seed in (0, 2, 3)]
+    assert [line.split()[1] for line in warnings] == [
+        f"paper_outputs/runs/table_2/vit/{seed}/record.json" for seed in (0, 2, 3)
+    ]
     with pytest.raises(UserError, match="a folder with runs/"):
         sync(Path("nowhere"))
 

@@ -12,8 +12,9 @@ from pipeline.core.errors import UserError
 from pipeline.lab import Lab
 from pipeline.runs import Run
 from pipeline.statistics import NOT_EVALUATED, NOT_SUPPORTED, SUPPORTED, UNDECIDED
-from pipeline.studies import _trained, keeping, penalties
+from pipeline.studies import _trained
 from pipeline.studies._trained import TrainedResults, at_end, predictions
+from pipeline.studies.orthogonal import keeping, penalties
 from tests.pipeline.trainings import training, write_data, write_params
 
 MODULES = {"penalties": penalties, "keeping": keeping}

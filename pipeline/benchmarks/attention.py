@@ -1,0 +1,226 @@
+"""One attention call against the number of tokens, by every method and by what else one would call:
+`python -m pipeline.benchmarks.attention`.
+
+Orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward` writes them,
+the dense N×N `matrix_exp`, and torch's softmax attention, as torch chooses its backend and by each backend that takes the
+inputs. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of the study `complexity`. At one
+size all are timed in rounds of shuffled order. A size that a route is predicted to be too slow or too large for is absent.
+Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to paper_outputs/benchmarks/HARDWARE/; other
+heads and ‖S‖₂ have names of their own too.
+"""
+
+import argparse
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+from osa.functional import ITERATIONS, METHODS, orthogonal_attention
+from pipeline import cost
+from pipeline.benchmarks import results, straightforward
+from pipeline.core import record
+from pipeline.core.errors import UserError, entry_point
+from pipeline.core.files import rounded
+from pipeline.cost import Call
+from pipeline.studies.paper.benchmarks import BEST, SDPA, with_best
+from pipeline.studies.paper.complexity import BOTH, DECAY, FORWARD, NORM, SEED, Inputs, exponential_dense
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
+WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
+SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
+MOST_SECONDS = 2.0  # of a call: a size that is predicted to take more is left out
+MOST_MATRIX_BYTES = 2**30  # of an N×N matrix
+MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
+MOST_TOKENS_ERROR = 512  # up to which A is formed and ‖AᵀA − I‖₂ taken
+ALLOWANCE = 1.5  # above the peak, for a clock rate that rises between the two measurements
+BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+KEYS = ["method", "tokens", "width", "pass", "dtype"]
+
+Key = tuple[str, int, str]  # method, width and pass
+
+
+@dataclass(frozen=True)
+class Route:
+    """A function of query, key and value, the power of N with which its time grows, and whether it forms an N×N matrix."""
+
+    function: Callable[[Tensor, Tensor, Tensor], Tensor]
+    power: int
+    forms_matrix: bool = False
+
+
+def check(row: dict, peak: float) -> None:
+    """Raises UserError where a row is faster than the fastest product of matrices: the clock or the count is wrong then.
+
+    A clock that reads milliseconds as seconds, does not wait for the device or divides by the wrong number of calls is
+    wrong by a factor of tens and more.
+    """
+    if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
+        what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
+        raise UserError(
+            f"{what} is measured at {row['tflops']:.3g} TFLOP/s, above the machine's {limit:.3g}: the clock or the count "
+            "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/cost.py."
+        )
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    device = record.default_device()
+    table, peak = measure(options, device)
+    results.write(
+        file_name(options),
+        table,
+        device,
+        options,
+        inputs={"decay": DECAY, "seed": SEED},
+        peak={"tflops": rounded(peak / 1e12)},
+        ratios=ratios(table),
+    )
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = results.parser("attention", __doc__)
+    parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
+    parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
+    parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
+    return parser.parse_args(arguments)
+
+
+def file_name(options: argparse.Namespace) -> str:
+    """attention, and what of the options is not the usual: attention_bfloat16, attention_512_heads, attention_norm_8."""
+    unusual = {
+        options.dtype: options.dtype != "float32",
+        f"{options.heads}_heads": options.heads != 1,
+        f"norm_{options.norm:g}": options.norm != NORM,
+    }
+    return "_".join(["attention", *(name for name, is_unusual in unusual.items() if is_unusual)])
+
+
+def sizes(largest: int) -> list[int]:
+    """50, 128, 256, … up to `largest`."""
+    doubled = itertools.takewhile(lambda n: n <= largest, (DOUBLED_FROM * 2**k for k in itertools.count()))
+    return [SMALLEST, *doubled]
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, float]:
+    dtype, order = DTYPES[options.dtype], random.Random(SEED)
+    peak, rows = 0.0, []
+    last: dict[Key, tuple[int, float]] = {}  # tokens and seconds where a route was last measured
+    points = list(itertools.product(WIDTHS, sizes(options.largest)))
+    for width, tokens in tqdm(points, desc="attention", unit="size", disable=None):
+        x = Inputs.draw(tokens, width, options.norm, device)
+        tensors = tuple(each.to(dtype).repeat(1, options.heads, 1, 1) for each in (x.query, x.key, x.value))
+        calls = {}
+        for method, route in routes(x.scale, tensors).items():
+            forward = Call(route.function, tensors)
+            for direction in (FORWARD, BOTH):
+                if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
+                    calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
+        samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
+        peak = max(peak, results.peak(device, dtype))  # anew at each size: the machine may have been busy before
+        errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
+        for key, seconds in samples.items():
+            times, of = results.quantiles(seconds), cost.cost(calls[key], device)
+            row = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True)) | times
+            row["tflops"] = 2 * of.multiply_adds / times["seconds"] / 1e12
+            rows.append(row | {"peak_bytes": of.peak_bytes, "orthogonality_error": errors[key[0]]})
+            check(row, peak)
+            last[key] = tokens, times["seconds"]
+    return pd.DataFrame(rows), peak
+
+
+def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
+    """Every way to compute attention that takes these inputs."""
+    literal = partial(straightforward.orthogonal_attention, scale=scale)
+    iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
+    methods = [method for method in METHODS if method != "qr_literal"]  # which is the literal code below
+    found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
+    found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
+    found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)
+    found[SDPA] = Route(F.scaled_dot_product_attention, 2)
+    for name, backend in BACKENDS.items():
+        function = partial(by_backend, backend)
+        if takes(function, tensors):
+            found[name] = Route(function, 2, forms_matrix=backend == SDPBackend.MATH)
+    return found
+
+
+def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` with narrower inputs widened, as torch.linalg has no bfloat16."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return function(query.float(), key.float(), value.float()).to(value.dtype)
+
+    return call
+
+
+def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
+    """Whether a backend of torch computes attention and its gradients for inputs of this kind, tried on few tokens."""
+    few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch tells by warnings why a backend does not
+        try:
+            Call(function, few).with_backward()()
+        except RuntimeError:
+            return False
+    return True
+
+
+def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
+    """Whether a call is worth its time and memory, given tokens and seconds of the last one."""
+    *batch, tokens, width = query.shape
+    if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
+        return False  # torch.linalg.qr has no gradient for a wide matrix
+    if method == "matrix_exp" and query.device.type == "cpu" and tokens > MOST_TOKENS_DENSE:
+        return False
+    if route.forms_matrix and math.prod(batch) * tokens**2 * query.element_size() > MOST_MATRIX_BYTES:
+        return False
+    return before is None or before[1] * (tokens / before[0]) ** route.power <= MOST_SECONDS
+
+
+def orthogonality_error(calls: dict[Key, Call], method: str, width: int) -> float:
+    """‖AᵀA − I‖₂ of the first head, with A = exp(S) formed as the route's result for V = I. NaN for softmax and large N."""
+    call = calls.get((method, width, FORWARD))
+    if call is None or method.startswith(SDPA) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
+        return math.nan
+    query, key = (tensor[0, 0] for tensor in call.tensors[:2])
+    identity = torch.eye(len(query), dtype=query.dtype, device=query.device)
+    a = call.function(query, key, identity).double()
+    return torch.linalg.matrix_norm(a.mT @ a - identity.double(), 2).item()
+
+
+def ratios(table: pd.DataFrame) -> list[dict]:
+    """By size: seconds of the best SDPA over "exact", and of the literal formulas over ours; absent where one is."""
+    pairs = [(BEST, "exact"), ("literal_qr", "qr"), ("literal_qr", "exact"), ("literal_newton_schulz", "newton_schulz")]
+    result = []
+    for (direction, width, tokens), rows in with_best(table).groupby(["pass", "width", "tokens"], sort=True):
+        seconds = rows.set_index("method")["seconds"]
+        numbers = {f"{a} / {b}": rounded(seconds[a] / seconds[b]) for a, b in pairs if {a, b} <= set(seconds.index)}
+        result.append({"pass": direction, "width": int(width), "tokens": int(tokens)} | numbers)
+    return result
+
+
+if __name__ == "__main__":
+    main()

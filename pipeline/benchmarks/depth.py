@@ -1,0 +1,58 @@
+"""A training step of each deep model, side by side: `python -m pipeline.benchmarks.depth`.
+
+All take their steps in one process, in rounds of shuffled order, from their initial weights: what the records of trainings
+say of seconds depends on what the machine did besides. Writes depth.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+"""
+
+import random
+
+import pandas as pd
+from tqdm import tqdm
+
+from pipeline import cost
+from pipeline.benchmarks import results
+from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_whole_batches
+from pipeline.core import params, record
+from pipeline.core.errors import entry_point
+from pipeline.core.params import RunConfig
+from pipeline.lab import Lab
+from pipeline.studies.deep.depth import MODELS, training
+from pipeline.studies.paper.benchmarks import INITIALISED
+from pipeline.tools.pilot import DEPTH, FIRST_ALPHA
+from pipeline.training.loop import make_deterministic
+
+REFERENCE = "vit"
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    parser = results.parser("depth", __doc__)
+    parser.add_argument("--depth", type=int, default=DEPTH, help="blocks of every model")
+    options = parser.parse_args(arguments)
+    make_deterministic()
+    device, lab = record.default_device(), Lab("depth", params.load(), params.load_paper())
+    configs = {model: config_of(model, options.depth, lab) for model in MODELS}
+    loaded, steps = {}, {}
+    for model, config in tqdm(configs.items(), desc="prepare", disable=None):
+        steps[model] = our_step(load(model, INITIALISED, config, loaded, device))
+    samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
+    facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": lab.paper.recipe.train.batch_size}
+    results.write("depth", compared(samples), device, options, **facts)
+
+
+def config_of(model: str, depth: int, lab: Lab) -> RunConfig:
+    """As the study trains it; rate and α change nothing of the time."""
+    variant, overrides, _ = training(model, depth, 1, SEED, lab.paper.recipe.train.learning_rate, FIRST_ALPHA)
+    return with_whole_batches(lab.config(variant, overrides))
+
+
+def compared(samples: dict[str, list[float]]) -> pd.DataFrame:
+    """Seconds of each model, and their ratio to ViT's of the same round, from `low` to `high`; all but these medians."""
+    seconds = pd.DataFrame(samples)
+    ratios = seconds.div(seconds[REFERENCE], axis=0)
+    rows = [(model, seconds[model].median(), *results.quantiles(ratios[model]).values()) for model in samples]
+    return pd.DataFrame(rows, columns=["model", "seconds", "over_vit", "low", "high"])
+
+
+if __name__ == "__main__":
+    main()

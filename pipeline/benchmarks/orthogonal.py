@@ -1,0 +1,135 @@
+"""An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline.benchmarks.orthogonal`.
+
+Each map of `osa.orthogonal` by our parametrisation, by torch's where it has it, and by the algorithms of the post that
+`benchmarks.post` follows, beside `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all
+are timed in rounds of shuffled order, and divided by the dense layer of the same round. A size that a layer is predicted to
+be too slow for is absent. Writes orthogonal.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+"""
+
+import argparse
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from tqdm import tqdm
+
+from osa.constrained.orthogonal import MAPS, orthogonal_
+from osa.init import stiefel_uniform
+from pipeline import cost
+from pipeline.benchmarks import post, results
+from pipeline.core import record
+from pipeline.core.errors import entry_point
+from pipeline.cost import Call
+from pipeline.studies.orthogonal.orthogonal_speed import DENSE, LARGEST_ROTOR, OURS, POST, TORCH, TRAINING_TOKENS
+from pipeline.studies.paper.complexity import BOTH, FORWARD
+
+SEED = 0
+SMALLEST = 4
+TOKENS = (1, 128, TRAINING_TOKENS)
+STD = 0.01  # of the parameters, as the post draws them
+SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
+MOST_SECONDS = 1.5  # of a call: a size that is predicted to take more is left out
+POWER = 2.5  # of n with which times are taken to grow: between that of many tokens, 2, and that of few, 3
+LARGEST = {"givens": 128, "rotors": LARGEST_ROTOR}  # n of the post's steps, which autograd keeps one by one
+TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
+KEYS = ["map", "code", "n", "tokens", "pass"]
+
+Key = tuple[str, str, int, int, str]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A function of tokens (b, n) and parameters, which it has at this size, and how many of them are free."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    parameters: Tensor
+    free: int
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    device = record.default_device()
+    results.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = results.parser("orthogonal", __doc__)
+    parser.set_defaults(repeats=5)
+    parser.add_argument("--largest", type=int, default=1024, help="largest n, of 4, 8, 16, ...")
+    return parser.parse_args(arguments)
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
+    order, rows, last = random.Random(SEED), [], {}
+    sizes = [SMALLEST * 2**k for k in range((options.largest // SMALLEST).bit_length())]
+    for n, tokens in tqdm(list(itertools.product(sizes, TOKENS)), desc="orthogonal", unit="size", disable=None):
+        x, found, calls = torch.randn(tokens, n, device=device), layers(n, device), {}
+        for (name, code), layer in found.items():
+            forward = Call(layer.function, (x, layer.parameters))
+            for direction in (FORWARD, BOTH):
+                key = name, code, n, tokens, direction
+                if fits(key, last):
+                    calls[key] = forward if direction == FORWARD else forward.with_backward()
+        samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
+        for key, seconds in samples.items():
+            dense = samples[DENSE, DENSE, n, tokens, key[-1]]
+            over = {f"{name}_over_dense": ratio for name, ratio in results.quantiles(np.divide(seconds, dense)).items()}
+            row = dict(zip(KEYS, key, strict=True)) | results.quantiles(seconds) | over | describe(found[key[:2]], n)
+            if tokens == TRAINING_TOKENS:
+                of = cost.cost(calls[key], device)
+                row |= {"peak_bytes": of.peak_bytes, "multiply_adds": of.multiply_adds}
+            rows.append(row)
+            last[key[:2], tokens, key[-1]] = n, row["seconds"]
+    return pd.DataFrame(rows)
+
+
+def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
+    """Every layer of width n by map and code; ours and torch's parametrise an orthogonal weight, at X ≠ 0."""
+    generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
+    angles = (STD * torch.randn(free, generator=generator)).to(device)
+    vectors = (STD * torch.randn(n, n, generator=generator)).to(device)
+    weight = stiefel_uniform(n, n, generator=generator).to(device)
+
+    def parametrised(register: Callable[..., nn.Linear], name: str, change: Tensor) -> Layer:
+        linear = nn.Linear(n, n, bias=False, device=device)
+        linear.weight.data.copy_(weight)
+        built = register(linear, name).parametrizations.weight
+        return Layer(lambda x, parameters: F.linear(x, built[0](parameters)), built.original.detach() + change, free)
+
+    found = {(DENSE, DENSE): Layer(F.linear, weight, n * n)}
+    found |= {(name, OURS): parametrised(orthogonal_, name, angles) for name in MAPS}
+    theirs = lambda linear, name: parametrizations.orthogonal(linear, orthogonal_map=name)  # noqa: E731
+    found |= {(name, TORCH): parametrised(theirs, of, vectors.tril(-1)) for name, of in TORCH_MAPS.items()}
+    literal = {name: vars(post)[name] for name in (*MAPS, "rotors") if name in vars(post) and n <= LARGEST.get(name, n)}
+    return found | {
+        (name, POST): Layer(function, vectors if name == "householder" else angles, free)
+        for name, function in literal.items()
+    }
+
+
+def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
+    """Whether a call is worth its time, given n and seconds of the last one of its kind. The dense layer always is."""
+    name, code, n, tokens, direction = key
+    before = last.get(((name, code), tokens, direction))
+    if code == DENSE or before is None:
+        return code == DENSE or n == SMALLEST
+    return before[0] * 2 == n and before[1] * 2**POWER <= MOST_SECONDS
+
+
+def describe(layer: Layer, n: int) -> dict[str, float]:
+    """The numbers of a layer itself: parameters, and ‖WᵀW − I‖₂ of the matrix that it applies, in float32."""
+    w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
+    error = torch.linalg.matrix_norm(w.mT @ w - torch.eye(n, device=w.device, dtype=w.dtype), 2).item()
+    return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}
+
+
+if __name__ == "__main__":
+    main()

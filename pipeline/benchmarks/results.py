@@ -1,0 +1,63 @@
+"""Where the measurements of a machine lie, how they are written, and what the scripts that take them have in common."""
+
+import argparse
+import re
+import time
+
+import numpy as np
+import pandas as pd
+import torch
+import torchvision
+
+from pipeline.core import files, record
+from pipeline.studies.paper.benchmarks import FOLDER
+
+QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
+PRODUCTS = {256: 50, 512: 20, 2048: 3}  # square matrices whose product shows the peak, and how many samples of it are taken;
+# the small ones last less than the turn of a process, and so show it on a busy machine too
+
+
+def parser(script: str, about: str) -> argparse.ArgumentParser:
+    """The options of all scripts, and `about` them in its first paragraph."""
+    shown, about = argparse.ArgumentDefaultsHelpFormatter, about.split("\n\n")[0]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m pipeline.benchmarks.{script}", description=about, formatter_class=shown
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="rounds, in each of which everything has its turn")
+    return parser
+
+
+def slug(environment: dict) -> str:
+    """The folder of a machine: its device and its number of threads, such as amd-epyc-2-threads."""
+    return re.sub(r"[^a-z0-9]+", "-", record.machine(environment).lower()).strip("-")
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """Median, 10 % and 90 % of samples, by the names of their columns."""
+    return dict(zip(QUANTILES, np.quantile(seconds, list(QUANTILES.values())).tolist(), strict=True))
+
+
+def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations a second of the fastest product of matrices up to 2048×2048, of float32 or `dtype`.
+
+    By the wall clock until the host has read a result, and not by `pipeline.cost`, whose clock it is to check.
+    """
+    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # on CUDA the way to the host and back is a small part then
+    for n, samples in PRODUCTS.items():
+        for a in (torch.randn(n, n, dtype=each, device=device) for each in {dtype, torch.float32}):
+            for _ in range(samples + 1):
+                start = time.perf_counter()
+                for _ in range(in_a_row):
+                    result = a @ a
+                result[-1, -1].item()
+                best = max(best, 2 * n**3 * in_a_row / (time.perf_counter() - start))
+    return best
+
+
+def write(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
+    """name.csv with the table and name.json with the facts, in the folder of this machine."""
+    environment = record.describe_environment(device) | {"torchvision": torchvision.__version__}
+    path = FOLDER / slug(environment) / name
+    files.write_csv(path.with_suffix(".csv"), table)
+    files.write_json(path.with_suffix(".json"), facts | {"environment": environment, "options": vars(options)})
+    print(f"{path}.csv")

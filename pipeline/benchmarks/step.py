@@ -1,0 +1,215 @@
+"""A whole training step of each model of the paper, against the straightforward script: `python -m pipeline.benchmarks.step`.
+
+Both sides take the same steps in one process, in rounds of shuffled order: a batch of the true size, forward, backward,
+clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA beside it without its graph; theirs is
+`benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings, reading the loss
+after each step as such scripts do. Both start from the same weights: the initial ones of seed 0 and, where the run of seed 0
+has been trained here, its last ones, whose ‖S‖ is larger. In the same rounds a large product of matrices shows what the
+machine can do, of which a step reaches a share. Writes step.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+"""
+
+import gzip
+import itertools
+import math
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+from tqdm import tqdm
+
+import osa
+from pipeline import cost
+from pipeline.benchmarks import results, straightforward
+from pipeline.core import params, record
+from pipeline.core.errors import entry_point
+from pipeline.core.files import rounded
+from pipeline.core.params import Params, RunConfig
+from pipeline.runs import Run
+from pipeline.studies.paper.benchmarks import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
+from pipeline.training import data
+from pipeline.training.loop import Training, make_deterministic
+
+SEED = 0
+SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long
+EXACT = "osa_exact"  # ours, not in the paper
+COMPILABLE = ("vit", EXACT)
+KEYS = ["model", "code", "weights"]
+PEAK = "product", "", ""  # of two matrices, in the place of a step's model, code and weights
+PEAK_SIZE = 2048
+
+Step = Callable[[], object]
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    parser = results.parser("step", __doc__)
+    parser.add_argument("--compile", action="store_true", help=f"also {' and '.join(COMPILABLE)} under torch.compile")
+    options = parser.parse_args(arguments)
+    make_deterministic()
+    device, settings = record.default_device(), params.load()
+    with tempfile.TemporaryDirectory() as scratch:
+        unpack(settings.data.source, Path(scratch))
+        steps, compile_seconds = prepare(compared(settings), settings, Path(scratch), options.compile, device)
+        operations = count(steps, device)
+        a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device)
+        calls = steps | {PEAK: lambda: a @ a}
+        samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
+    peak = {"tflops": rounded(2 * PEAK_SIZE**3 / min(samples.pop(PEAK)) / 1e12)}
+    rows = [(*key, *results.quantiles(seconds).values()) for key, seconds in samples.items()]
+    table = pd.DataFrame(rows, columns=[*KEYS, *results.QUANTILES])
+    table["compile_seconds"] = [compile_seconds.get(key, math.nan) for key in samples]
+    table["tflops"] = table["seconds"].rdiv([operations[key] / 1e12 for key in samples])
+    facts = {"batch_size": settings.train.batch_size, "peak": peak, "ratios": ratios(table, settings)}
+    results.write("step", table, device, options, **facts)
+
+
+def compared(settings: Params) -> list[str]:
+    """The models of Table 2 that are run, and ours."""
+    return [*(variant for variant in settings.run.variants if variant in params.load_paper().table_2), EXACT]
+
+
+def prepare(
+    variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
+) -> tuple[dict[tuple[str, str, str], Step], dict[tuple[str, str, str], float]]:
+    """The steps by model, code and weights, and the seconds of the first step of the compiled ones."""
+    steps, compile_seconds, loaded = {}, {}, {}
+    for variant in tqdm(variants, desc="prepare", disable=None):
+        config = with_whole_batches(params.resolve(settings, variant))
+        for weights in (INITIALISED, TRAINED):
+            if weights == TRAINED and not Run(variant, SEED).weights.exists():
+                continue
+            ours = load(variant, weights, config, loaded, device)
+            steps[variant, OURS, weights] = our_step(ours)
+            if ours.with_graph:
+                eager = load(variant, weights, config, loaded, device)
+                eager.with_graph = False
+                steps[variant, EAGER, weights] = our_step(eager)
+            if variant != EXACT:
+                steps[variant, THEIRS, weights] = their_step(ours.model, config, scratch, device)
+            if with_compiled and variant in COMPILABLE:
+                key = variant, COMPILED, weights
+                compiled = load(variant, weights, config, loaded, device)
+                compiled.model, compiled.with_graph = torch.compile(compiled.model), False
+                steps[key] = our_step(compiled)
+                compile_seconds[key] = cost.seconds(steps[key], 1, device)
+    return steps, compile_seconds
+
+
+def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict[tuple[str, str, str], int]:
+    """Floating-point operations of the products of each step; of a graph and of compiled code, those of our eager code."""
+    eager = {(model, weights) for model, code, weights in steps if code == EAGER}
+    counted = {}
+    for model, code, weights in steps:
+        as_code = THEIRS if code == THEIRS else EAGER if (model, weights) in eager else OURS
+        counted[model, code, weights] = 2 * cost.cost(steps[model, as_code, weights], device).multiply_adds
+    return counted
+
+
+def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, data.Data], device: torch.device) -> Training:
+    """A training at its start or with the weights of its end; all share one copy of the data, by pixel scaling."""
+    training = Training(config, SEED, device)
+    training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
+    if weights == TRAINED:
+        training.model.load_state_dict(Run(variant, SEED).load_model(config).state_dict())
+    return training
+
+
+def with_whole_batches(config: RunConfig) -> RunConfig:
+    """The same without the smaller last batch of an epoch: every step is to be of the same size."""
+    return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
+
+
+def our_step(training: Training) -> Step:
+    """One step of a training after the other, through the epochs."""
+    keep_weights(training.optimizer)
+    batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
+    return in_mode(True, lambda: training.step(*next(batches)))
+
+
+def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> Step:
+    """The same of the straightforward script, from the same weights."""
+    mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
+    loader = DataLoader(mnist, batch_size=config.train.batch_size, shuffle=True, drop_last=True)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    model = straightforward.build(config).to(device)
+    straightforward.load_weights(model, ours)
+    settings = config.train
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=tuple(settings.betas),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    keep_weights(optimizer)
+
+    def step() -> float:
+        images, labels = (tensor.to(device) for tensor in next(batches))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm)
+        optimizer.step()
+        return loss.item()
+
+    return in_mode(False, step)
+
+
+def keep_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Learning rate 0: the same arithmetic, and after any number of steps still the weights that the row names."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+
+
+def in_mode(deterministic: bool, step: Step) -> Step:
+    """`step` in torch's deterministic mode, in which trainings run, or without it, as a script does by default."""
+
+    def call() -> object:
+        torch.use_deterministic_algorithms(deterministic)
+        return step()
+
+    return call
+
+
+def unpack(source: str, folder: Path) -> None:
+    """The files of the fetch stage where torchvision looks for those of MNIST."""
+    raw = folder / "MNIST/raw"
+    raw.mkdir(parents=True)
+    for path in data.folder(source).glob("*.gz"):
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+
+
+def ratios(table: pd.DataFrame, settings: Params) -> dict:
+    """By weights: each OSA model over ViT, both ours, and straightforward over ours for each model and for their sums.
+
+    Where ours is a graph, eager over it too. A ratio of which not all models have been measured is absent.
+    """
+    paper, result = list(params.load_paper().table_2), {}
+    orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]
+    groups = {name: [name] for name in paper}
+    groups |= {OSA_MODELS: [name for name in paper if name in orthogonal], ALL_MODELS: paper}
+    for weights, rows in table.groupby("weights", sort=False):
+        seconds = rows.pivot(index="model", columns="code", values="seconds")
+        ours, there = seconds[OURS], set(seconds.index)
+        result[weights] = {
+            "over_vit": {name: ours[name] / ours["vit"] for name in orthogonal if {name, "vit"} <= there},
+            "straightforward_over_ours": {
+                name: seconds.loc[members, THEIRS].sum() / ours[members].sum()
+                for name, members in groups.items()
+                if set(members) <= there
+            },
+        }
+        if EAGER in seconds:
+            result[weights]["eager_over_ours"] = (seconds[EAGER] / ours).dropna().to_dict()
+    return result
+
+
+if __name__ == "__main__":
+    main()

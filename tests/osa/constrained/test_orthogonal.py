@@ -1,0 +1,370 @@
+"""Maps onto rotations, weights parametrised by them, and steps along Stiefel manifolds."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.parametrizations import orthogonal as torch_orthogonal
+
+from osa import create_model
+from osa.constrained.orthogonal import (
+    FRAME_MAPS,
+    KEPT,
+    KEPT_WHOLE,
+    MAPS,
+    RETRACTION,
+    Kept,
+    Orthogonal,
+    _inverse_by_cholesky,
+    _inverse_by_lu,
+    constrain_,
+    kept_parameters,
+    orthogonal_,
+    orthogonality_error,
+    orthonormal_,
+    retract,
+)
+from osa.constrained.penalties import PENALTIES, with_penalty
+from osa.init import stiefel_uniform
+from osa.reference import skew as reference_skew
+
+SIZES = (1, 2, 3, 5, 7)
+FRAMES = [(7, 3), (5, 5), (3, 7), (7, 1)]
+ROUNDING = 50 * torch.finfo(torch.float64).eps
+
+every_map = pytest.mark.parametrize("name", MAPS)
+
+
+def numbers(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype)
+
+
+def float32_rounding(n):
+    """Of ‖QᵀQ − I‖_F: n · eps for ‖·‖₂ of a product, and √n times that."""
+    return n**1.5 * torch.finfo(torch.float32).eps
+
+
+def skew(x):
+    return x.tril(-1) - x.tril(-1).mT
+
+
+def exp(a):
+    """torch.linalg.matrix_exp, of a batch of two: of one small matrix it is off (PyTorch issue 196592)."""
+    return torch.linalg.matrix_exp(torch.stack([a, a]))[0]
+
+
+def planes(x):
+    """`givens` as it is defined: one rotation after the other, lexicographically."""
+    w, n = torch.eye(len(x), dtype=x.dtype), len(x)
+    for i in range(n):
+        for j in range(i + 1, n):
+            turn = torch.eye(n, dtype=x.dtype)
+            turn[i, i] = turn[j, j] = x[j, i].cos()
+            turn[i, j], turn[j, i] = (-x[j, i]).sin(), x[j, i].sin()
+            w = w @ turn
+    return w
+
+
+# The maps
+
+
+@every_map
+@pytest.mark.parametrize("n", SIZES)
+def test_a_map_leads_to_rotations_with_the_derivative_a_at_0(name, n):
+    function, x = MAPS[name], numbers(2, 3, n, n)
+    w, identity = function(x), torch.eye(n, dtype=x.dtype)
+    assert w.shape == x.shape and orthogonality_error(w) < n * ROUNDING
+    torch.testing.assert_close(torch.linalg.det(w), torch.ones(2, 3, dtype=x.dtype))
+    assert torch.equal(function(torch.zeros_like(x)), identity.expand_as(x))  # to the last bit
+    h = 1e-5
+    torch.testing.assert_close((function(h * x) - function(-h * x)) / (2 * h), skew(x), rtol=0, atol=1e-8)
+    assert torch.equal(function(x.tril(-1)), w)  # what is on and above the diagonal does not count
+    torch.testing.assert_close(function(x)[1, 2], function(x[1, 2]))
+
+
+@every_map
+def test_gradients(name):
+    torch.autograd.gradcheck(MAPS[name], numbers(2, 5, 5).requires_grad_())
+    torch.autograd.gradcheck(MAPS[name], (numbers(2, 5, 5).requires_grad_(), numbers(2, 5, 5).requires_grad_()))
+    torch.autograd.gradcheck(MAPS[name], (numbers(5, 5), numbers(5, 5).requires_grad_()))
+
+
+@every_map
+@pytest.mark.parametrize("n", SIZES)
+def test_a_map_applied_to_a_base_is_its_product_with_it(name, n):
+    x, base = numbers(2, 3, n, n), numbers(2, 3, n, n)
+    torch.testing.assert_close(MAPS[name](x, base), MAPS[name](x) @ base)
+    assert torch.equal(MAPS[name](x, base=base), MAPS[name](x, base))
+    assert torch.equal(MAPS[name](torch.zeros_like(x), base), base)  # to the last bit
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_both_ways_to_the_inverse_of_cayley(n):
+    """That of CUDA on the CPU: alike in value and, as the gradient is made of it, in gradient."""
+    half = skew(numbers(2, 3, n, n))
+    expected = torch.linalg.inv(torch.eye(n, dtype=half.dtype) - half)
+    for invert in (_inverse_by_lu, _inverse_by_cholesky):
+        torch.testing.assert_close(invert(half), expected)
+
+
+@every_map
+def test_two_dimensions_have_one_rotation(name):
+    angle = {"cayley": 2 * math.atan(0.35), "householder": 2 * math.atan(0.35)}.get(name, 0.7)
+    x = torch.tensor([[9.0, 9.0], [0.7, 9.0]], dtype=torch.float64)
+    c, s = math.cos(angle), math.sin(angle)
+    torch.testing.assert_close(MAPS[name](x), torch.tensor([[c, -s], [s, c]], dtype=x.dtype))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_maps_are_what_they_say(n):
+    x = numbers(n, n)
+    a, identity = skew(x), torch.eye(n, dtype=x.dtype)
+    torch.testing.assert_close(MAPS["givens"](x), planes(x))
+    torch.testing.assert_close(MAPS["exponential"](x), exp(a))
+    torch.testing.assert_close(MAPS["cayley"](x), torch.linalg.solve(identity - a / 2, identity + a / 2))
+    vectors = identity + x.tril(-1) / 2
+    reflections = torch.linalg.householder_product(x.tril(-1) / 2, 2 / vectors.square().sum(0))
+    torch.testing.assert_close(MAPS["householder"](x), -reflections)
+
+
+@pytest.mark.parametrize("name, frame", FRAME_MAPS.items())
+@pytest.mark.parametrize("m, k", [(7, 3), (5, 5), (7, 1)])
+def test_frames_move_by_the_same_maps_of_rank_2k(name, frame, m, k):
+    x, base = numbers(2, m, k), torch.linalg.qr(numbers(2, m, k)).Q
+    a = reference_skew(x, base, 1.0)
+    torch.testing.assert_close(frame(x, base), MAPS[name](a) @ base)
+
+
+@every_map
+def test_float32_is_orthogonal_to_its_rounding(name):
+    assert orthogonality_error(MAPS[name](0.1 * numbers(67, 67, dtype=torch.float32))) < float32_rounding(67)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@every_map
+def test_half_precision_is_that_of_float32_rounded_once(name, dtype):
+    x = 0.3 * numbers(2, 5, 5).to(dtype)
+    assert torch.equal(MAPS[name](x), MAPS[name](x.float()).to(dtype))
+    assert torch.equal(MAPS[name](x, x), MAPS[name](x.float(), x.float()).to(dtype))
+    if frame := FRAME_MAPS.get(name):
+        base = torch.linalg.qr(numbers(2, 5, 2)).Q.to(dtype)
+        assert torch.equal(frame(x[..., :2], base), frame(x[..., :2].float(), base.float()).to(dtype))
+
+
+@every_map
+def test_autocast_leaves_maps_and_steps_alone(name):
+    x, base = 0.1 * numbers(2, 7, 7, dtype=torch.float32), torch.linalg.qr(numbers(2, 7, 3, dtype=torch.float32)).Q
+    frame = FRAME_MAPS.get(name, retract)
+
+    def results():
+        return MAPS[name](x), frame(x[..., :3], base), retract(base, x[..., :3])
+
+    expected = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = results()
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("name", ["givens", "cayley", "householder"])  # the exponential's own is autograd's
+def test_autocast_leaves_the_maps_backward_passes_alone(name):
+    x, weight = (0.1 * numbers(2, 7, 7, dtype=torch.float32)).requires_grad_(), numbers(2, 7, 7, dtype=torch.float32)
+    (expected,) = torch.autograd.grad(MAPS[name](x), x, weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (actual,) = torch.autograd.grad(MAPS[name](x), x, weight)
+    assert torch.equal(actual, expected)
+
+
+# Parametrised weights
+
+
+def trained(linear, *, decay, steps=50):
+    """After steps that try to change lengths as well, under weight decay."""
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, weight_decay=decay)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        linear(numbers(4, linear.in_features, dtype=linear.weight.dtype)).pow(3).sum().backward()
+        optimizer.step()
+    return linear
+
+
+def drawn(out_features, in_features, dtype=torch.float64):
+    linear = nn.Linear(in_features, out_features, dtype=dtype)
+    w = stiefel_uniform(max(linear.weight.shape), min(linear.weight.shape), dtype=dtype)
+    linear.weight.data.copy_(w if out_features >= in_features else w.mT)
+    return linear
+
+
+@pytest.mark.parametrize("name, shape", [(name, shape) for shape in FRAMES for name in MAPS])
+def test_a_parametrised_weight_begins_as_it_was_and_stays_orthogonal(name, shape):
+    if shape[0] != shape[1] and name not in FRAME_MAPS:
+        with pytest.raises(ValueError, match=f"^{name} is for square weights; exponential, cayley take"):
+            orthogonal_(drawn(*shape), name)
+        return
+    linear = drawn(*shape)
+    before, determinant = linear.weight.clone(), torch.linalg.det(linear.weight) if shape == (5, 5) else None
+    orthogonal_(linear, name)
+    assert torch.equal(linear.weight, before)
+    numbers_of_x = sum(p.numel() for p in linear.parametrizations.parameters())
+    assert numbers_of_x == (10 if shape == (5, 5) else math.prod(shape))  # n(n − 1)/2: one for each degree of freedom
+    trained(linear, decay=0.5)
+    assert (linear.weight - before).norm() > 0.1 and orthogonality_error(linear.weight) < 10 * ROUNDING
+    if determinant is not None:
+        torch.testing.assert_close(torch.linalg.det(linear.weight), determinant)
+    other = orthogonal_(drawn(*shape), name)
+    other.load_state_dict(linear.state_dict())
+    assert torch.equal(other.weight, linear.weight)
+
+
+def test_weight_decay_spares_our_weights_and_makes_torchs_householder_zero():
+    """torch truncates the diagonal of ±1 that it keeps to whole numbers, which decay has made 0.99998 and so 0."""
+    ours, theirs = drawn(7, 7), torch_orthogonal(drawn(7, 7), orthogonal_map="householder")
+    assert orthogonality_error(trained(orthogonal_(ours, "householder"), decay=0.05).weight) < 10 * ROUNDING
+    assert orthogonality_error(theirs.weight) < 10 * ROUNDING
+    assert torch.equal(trained(theirs, decay=0.05, steps=1).weight, torch.zeros(7, 7, dtype=torch.float64))
+    without = torch_orthogonal(drawn(7, 7), orthogonal_map="householder")
+    assert orthogonality_error(trained(without, decay=0.0, steps=1).weight) < 10 * ROUNDING
+
+
+@pytest.mark.parametrize("name", ["exponential", "cayley", "householder"])
+def test_torchs_parametrisations_are_the_same_functions(name):
+    """At its own parameters, whose conventions differ."""
+    n, x = 5, numbers(5, 5)
+    theirs = torch_orthogonal(
+        nn.Linear(n, n, dtype=torch.float64),
+        orthogonal_map=name.replace("exponential", "matrix_exp"),
+        use_trivialization=False,
+    )
+    if name == "householder":
+        theirs.parametrizations.weight.original.data.copy_(x.tril(-1) / 2 + torch.eye(5))  # its diagonal holds signs
+        expected = -theirs.weight
+    else:
+        theirs.parametrizations.weight.original.data.copy_(x)
+        expected = theirs.weight
+    torch.testing.assert_close(MAPS[name](x), expected)
+
+
+def test_what_cannot_be_parametrised_is_refused():
+    with pytest.raises(ValueError, match=r"^map 'qr' is unknown; choose one of givens, exponential, cayley, householder$"):
+        Orthogonal("qr")
+    with pytest.raises(ValueError, match=r"^the weight is not orthonormal: begin with"):
+        orthogonal_(nn.Linear(5, 5), "cayley")
+    unknown = nn.Linear(5, 5)
+    nn.init.constant_(unknown.weight, math.nan)
+    with pytest.raises(ValueError, match=r"^the weight is not orthonormal: begin with"):
+        orthogonal_(unknown, "cayley")
+
+
+# Steps along the manifold
+
+
+@pytest.mark.parametrize("m, k", FRAMES)
+def test_a_retraction_begins_along_the_projected_step_and_ends_on_the_manifold(m, k):
+    w, u = torch.linalg.qr(numbers(2, max(m, k), min(m, k))).Q, numbers(2, max(m, k), min(m, k))
+    tangent = u - w @ (w.mT @ u + u.mT @ w) / 2
+    if m < k:
+        w, u, tangent = w.mT, u.mT, tangent.mT
+    assert orthogonality_error(retract(w, 3 * u)) < 10 * ROUNDING
+    h = 1e-5
+    torch.testing.assert_close((retract(w, h * u) - retract(w, -h * u)) / (2 * h), tangent, rtol=0, atol=1e-8)
+    torch.testing.assert_close(retract(w, -0.3 * w), w)  # decoupled weight decay moves nothing
+
+
+@pytest.mark.parametrize("m, k", FRAMES)
+def test_a_retraction_is_the_geodesic_of_the_canonical_metric(m, k):
+    """exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2, of m×m matrices; and a tall W leaves its column space."""
+    w, u = torch.linalg.qr(numbers(max(m, k), min(m, k))).Q, numbers(max(m, k), min(m, k))
+    generator = u - w @ w.mT @ u / 2
+    expected = exp(generator @ w.mT - w @ generator.mT) @ w
+    outside = (expected - w @ w.mT @ expected).norm()
+    assert (outside > 0.1) == (m != k)
+    torch.testing.assert_close(retract(w.mT, u.mT) if m < k else retract(w, u), expected.mT if m < k else expected)
+
+
+def test_the_exponential_optimiser_is_a_retracted_step_and_descends():
+    """W exp(−β G) with G = ½ Wᵀ(∇ − W∇ᵀW); with exp(+β G), as it is sometimes written, the loss rises."""
+    w, target, rate = stiefel_uniform(5, 5, dtype=torch.float64), stiefel_uniform(5, 5, dtype=torch.float64), 0.1
+    loss = lambda w: (w - target).square().sum()  # noqa: E731
+    gradient = torch.func.grad(loss)(w)
+    g = w.mT @ (gradient - w @ gradient.mT @ w) / 2
+    torch.testing.assert_close(retract(w, -rate * gradient), w @ exp(-rate * g))
+    assert loss(retract(w, -rate * gradient)) < loss(w) < loss(w @ exp(rate * g))
+    slope = (loss(w @ exp(-1e-6 * g)) - loss(w @ exp(1e-6 * g))) / 2e-6
+    torch.testing.assert_close(slope, -g.square().sum(), rtol=1e-6, atol=0)
+
+
+def test_rounding_does_not_add_up():
+    w = stiefel_uniform(67, 17, dtype=torch.float32)
+    for _ in range(300):
+        w = retract(w, 1e-3 * numbers(67, 17, dtype=torch.float32))
+    assert orthogonality_error(w) < float32_rounding(17)
+
+
+def test_the_nearest_orthonormal_matrix():
+    w = numbers(7, 3)
+    u, _, v = torch.linalg.svd(w, full_matrices=False)
+    orthonormal = stiefel_uniform(7, 3, dtype=torch.float64)
+    assert torch.equal(orthonormal_(orthonormal.clone()), orthonormal)
+    torch.testing.assert_close(orthonormal_(w), u @ v)
+
+
+# Models
+
+
+@pytest.mark.parametrize("name, kept", [(name, kept) for kept in (*KEPT, *KEPT_WHOLE) for name in ("osa_exact", "vit")])
+def test_what_is_kept_stays_orthonormal_under_adamw_and_the_rest_is_free(name, kept):
+    model = create_model(name, image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    constrain_(model, kept, RETRACTION)
+    held = Kept(model, kept)
+    if name == "osa_exact" and kept in KEPT:  # as Section 4 draws them
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    begun, free = held.read(), model.blocks[0].mlp.fc1.weight.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    for _ in range(5):
+        model(torch.randn(7, 1, 4, 4)).square().sum().backward()
+        with held.held():
+            optimizer.step()
+    for old, new in zip(begun, held.read(), strict=True):
+        assert orthogonality_error(new) < float32_rounding(12) < 1e-3 < (new - old).norm()
+    assert (free - model.blocks[0].mlp.fc1.weight).norm() > 1e-3
+
+
+@pytest.mark.parametrize("kept", [*KEPT, *KEPT_WHOLE])
+def test_the_parameters_of_what_is_kept_are_those_that_a_retraction_moves(kept):
+    model = create_model("osa_exact", image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
+    constrain_(model, kept, RETRACTION)
+    parameters, held = kept_parameters(model, kept), Kept(model, kept)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with held.held(), torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(torch.randn_like(parameter))
+    assert all(orthogonality_error(weight) < float32_rounding(12) for weight in held.read())
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if any(p is other for other in parameters)}
+    assert len(moved) == len(parameters) == 2 * (4 if kept == "attention" else 2)
+
+
+@every_map
+def test_whole_matrices_of_a_model_can_be_parametrised(name):
+    model = create_model("vit", image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
+    with pytest.raises(ValueError, match=f"^{name} parametrises whole matrices, whole_value_out or"):
+        constrain_(model, "value_out", name)
+    constrain_(model, "whole_key_value", name)
+    for block in model.blocks:
+        assert (
+            orthogonality_error(block.attention.key.weight) < 1e-5 < 0.1 < orthogonality_error(block.attention.query.weight)
+        )
+        assert block.attention.value.parametrizations.weight.original.shape == (66,)
+    assert model(torch.randn(2, 1, 4, 4)).shape == (2, 10)
+
+
+def test_on_cuda_without_one():
+    """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
+    with FakeTensorMode(), torch.device("cuda"):
+        x, model = torch.empty(2, 5, 5), create_model("vit")
+        assert {function(*inputs).device.type for function in MAPS.values() for inputs in ([x], [x, x])} == {"cuda"}
+        assert retract(x[..., :3], x[..., :3]).device.type == "cuda"
+        for penalty in PENALTIES:
+            assert with_penalty(model, torch.empty(2, 1, 28, 28), penalty)[1].device.type == "cuda"

@@ -1,0 +1,400 @@
+"""Kernels, schedules and activations against known answers and other ways to compute them; the layers as initialised."""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from osa import MLP, create_model
+from osa.deep.shaped import (
+    KERNELS,
+    SignalPreservingSelfAttention,
+    ValueSkipInitSelfAttention,
+    attention_between,
+    dks_gelu,
+    exponential_kernel,
+    exponential_schedule,
+    gelu_gain,
+    residual_schedule,
+    signal_preserving_attention,
+    tat_leaky_relu,
+    uniform_kernel,
+    uniform_schedule,
+)
+from osa.init import init_signal_preserving_attention_, init_suo_mlp_, stiefel_uniform
+from osa.modules import Block
+
+IMAGES, TOKENS, WIDTH, HEADS = 2, 11, 15, 3
+LAST = {"uniform": 0.8, "exponential": 0.05}
+MAKE = {"uniform": uniform_kernel, "exponential": exponential_kernel}
+FORMS = list(itertools.product(KERNELS, (True, False)))
+
+
+def schedule(kernel, depth, repeated=0.0):
+    if kernel == "uniform":
+        return uniform_schedule(depth, LAST[kernel], repeated)
+    return exponential_schedule(depth, LAST[kernel])
+
+
+def close(actual, expected, tolerance):
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=tolerance)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    "last, gammas, diagonal",
+    [
+        (0.005, (0.3116, 0.1211, 0.0525, 0.0237, 0.0108, 0.005), {6: 0.6810, 12: 0.8252, 36: 0.9380, 72: 0.9685}),
+        (0.05, (0.5630, 0.3049, 0.1844, 0.1169, 0.0759, 0.05), {6: 0.8220, 12: 0.9066, 36: 0.9679, 72: 0.9838}),
+    ],
+)
+def test_exponential_schedule(last, gammas, diagonal):
+    """γ_l = −½ log(1 − a_L^{2l/L}), so that the diagonal of A_l is a_L^{1/L} in every block, the first token apart."""
+    first, *rest = exponential_schedule(6, last)
+    assert math.isinf(first) and rest == pytest.approx(gammas, abs=6e-5)
+    for depth, expected in diagonal.items():
+        matrices = signal_preserving_attention("exponential", 7, depth, last, causal=True, cls_index=0)
+        value = (1 - math.exp(-2 * last)) ** (0.5 / depth)
+        close(matrices.diagonal(dim1=1, dim2=2)[:, 1:], torch.full((depth, 6), value, dtype=torch.float64), 1e-12)
+        assert value == pytest.approx(expected, abs=6e-5)
+
+
+def test_uniform_schedule_is_linear():
+    assert uniform_schedule(4, 0.8) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    assert uniform_schedule(2, 0.8, 0.04) == pytest.approx([0.04, 0.42, 0.8])
+
+
+# Matrices
+
+
+def test_two_tokens_by_hand():
+    """Theorem 3 for N = 2: [[1, 0], [e^{−γ'} − λ e^{−γ}, λ]], λ = a(γ')/a(γ)."""
+    before, after = 0.7, 0.3
+    ratio = math.sqrt((1 - math.exp(-2 * after)) / (1 - math.exp(-2 * before)))
+    expected = [[1, 0], [math.exp(-after) - ratio * math.exp(-before), ratio]]
+    close(attention_between("exponential", 2, before, after, causal=True), expected, 1e-14)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 50])
+@pytest.mark.parametrize("before, after", [(math.inf, 0.6), (0.6, 0.6), (0.6, 0.05), (0.0051, 0.005)])
+def test_causal_exponential_attention_is_that_of_cholesky_factors(before, after, num_tokens):
+    factors = [torch.linalg.cholesky(exponential_kernel(num_tokens, gamma)) for gamma in (before, after)]
+    expected = torch.linalg.solve_triangular(*factors, upper=False, left=False)
+    close(attention_between("exponential", num_tokens, before, after, causal=True), expected, 1e-12)
+
+
+def test_uniform_attention_is_that_of_symmetric_roots():
+    roots = []
+    for rho in (0.1, 0.7):
+        values, vectors = torch.linalg.eigh(uniform_kernel(13, rho))
+        roots.append(vectors * values.sqrt() @ vectors.mT)
+    close(attention_between("uniform", 13, 0.1, 0.7), torch.linalg.solve(roots[0], roots[1]), 1e-12)
+
+
+@pytest.mark.parametrize("kernel, causal", FORMS)
+@pytest.mark.parametrize("num_tokens, depth", [(1, 6), (7, 5), (50, 36)])
+def test_matrices_follow_the_schedule_and_are_no_less_than_0(kernel, causal, num_tokens, depth):
+    """(A_l ⋯ A_1)(A_l ⋯ A_1)ᵀ = Σ_l for every l; above the diagonal there is nothing if causal."""
+    matrices = signal_preserving_attention(kernel, num_tokens, depth, LAST[kernel], causal=causal, cls_index=0)
+    product = torch.eye(num_tokens, dtype=torch.float64)
+    for matrix, value in zip(matrices, schedule(kernel, depth)[1:], strict=True):
+        product = matrix @ product
+        close(product @ product.mT, MAKE[kernel](num_tokens, value), 1e-11)
+    seen = torch.ones(num_tokens, num_tokens).tril() if causal else torch.ones(num_tokens, num_tokens)
+    assert (matrices > 0).eq(seen.bool()).all() and not (matrices < 0).any()
+
+
+@pytest.mark.parametrize("kernel, causal", FORMS)
+def test_cosines_that_fall_are_refused_as_they_need_negative_entries(kernel, causal):
+    before, after = schedule(kernel, 6)[4:6]
+    with pytest.raises(ValueError, match="must not fall"):
+        attention_between(kernel, TOKENS, after, before, causal=causal)
+    assert torch.linalg.inv(attention_between(kernel, TOKENS, before, after, causal=causal)).min() < -0.01
+
+
+@pytest.mark.parametrize("kernel, causal", FORMS)
+def test_repeated_tokens_leave_the_diagonal_at_1(kernel, causal):
+    """Eq. 12 to 15: with Σ̄_0 = (1 − r) I + r 11ᵀ. Without tokens that repeat, the correction is none."""
+    repeated = 0.1
+    make = partial(signal_preserving_attention, kernel, TOKENS, 5, LAST[kernel], causal=causal, cls_index=0)
+    matrices, plain = make(repeated=repeated), make()
+    average, uncorrected = (uniform_kernel(TOKENS, repeated) for _ in range(2))
+    for matrix, without in zip(matrices, plain, strict=True):
+        average, uncorrected = matrix @ average @ matrix.mT, without @ uncorrected @ without.mT
+        close(average.diagonal(), torch.ones(TOKENS), 1e-12)
+    assert uncorrected.diagonal().max() > 1.3
+    ends = itertools.pairwise(schedule(kernel, 5))
+    close(plain, torch.stack([attention_between(kernel, TOKENS, *pair, causal=causal) for pair in ends]), 1e-11)
+
+
+@pytest.mark.parametrize("causal, place", [(True, TOKENS - 1), (False, 5)])
+def test_cls_stands_last_if_causal_and_else_in_the_middle(causal, place):
+    in_sequence = signal_preserving_attention("exponential", TOKENS, 5, 0.05, causal=causal, cls_index=0)
+    in_place = signal_preserving_attention("exponential", TOKENS, 5, 0.05, causal=causal)
+    patches = [i for i in range(TOKENS) if i != place]
+    assert torch.equal(in_place[:, 1:, 1:], in_sequence[:, patches][:, :, patches])
+    assert torch.equal(in_place[:, 0, 1:], in_sequence[:, place, patches])
+    assert torch.equal(in_place[:, 0, 0], in_sequence[:, place, place])
+
+
+# Skips
+
+
+def test_a_skip_of_uniform_kernels_is_exact():
+    """α² Σ_{l−1} + (1 − α²) A Σ_{l−1} Aᵀ = Σ_l; the weight 0 is no skip."""
+    steps, shortcut = uniform_schedule(36, 0.8), 0.9
+    for before, reached, after in zip(steps, residual_schedule("uniform", steps, shortcut), steps[1:], strict=False):
+        matrix = attention_between("uniform", TOKENS, before, reached)
+        attended = matrix @ uniform_kernel(TOKENS, before) @ matrix.mT
+        block = shortcut**2 * uniform_kernel(TOKENS, before) + (1 - shortcut**2) * attended
+        close(block, uniform_kernel(TOKENS, after), 1e-13)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_skip_of_weight_0_is_none(kernel):
+    steps = schedule(kernel, 6)
+    assert residual_schedule(kernel, steps, 0.0) == pytest.approx(steps[1:])
+
+
+def test_a_skip_of_exponential_kernels_is_eq_24_and_not_eq_25():
+    """a(γ_out) = λ_α a(γ_{l−1}); Eq. 25 as printed has λ_α² there, and .0440 instead of .1714 in the first of six blocks."""
+    shortcut, steps = 0.873, exponential_schedule(6, 0.2)
+    factor = math.sqrt(((1 - math.exp(-0.4)) ** (1 / 6) - shortcut**2) / (1 - shortcut**2))
+    reached = residual_schedule("exponential", steps, shortcut)
+    a = lambda gamma: math.sqrt(-math.expm1(-2 * gamma))  # noqa: E731
+    assert [a(gamma) for gamma in reached] == pytest.approx([factor * a(gamma) for gamma in steps[:-1]])
+    assert reached[0] == pytest.approx(0.1714, abs=5e-5)
+    assert -math.log1p(-(factor**4)) / 2 == pytest.approx(0.0440, abs=5e-5)
+
+
+@pytest.mark.parametrize("shortcut", [None, 0.8])
+def test_a_normalised_skip_keeps_the_norm_of_independent_tokens(shortcut):
+    """With both sublayers orthogonal, α² + β² = 1 keeps q; x + f(x) doubles it twice."""
+    width = 509
+    attention, mlp = (nn.Linear(width, width, bias=False) for _ in range(2))
+    for linear in (attention, mlp):
+        linear.weight = nn.Parameter(stiefel_uniform(width, width), requires_grad=False)
+    attend = lambda x, num_outputs=None: attention(x)[:, :num_outputs]  # noqa: E731
+    block = Block(nn.Identity(), mlp, embed_dim=width, skip=True, norm=False, shortcut=shortcut)
+    block.attention.forward = attend
+    x = torch.randn(1, 97, width)
+    gain = block(x).square().mean() / x.square().mean()
+    assert gain == pytest.approx(4 if shortcut is None else 1, rel=0.05)
+
+
+# Layers
+
+
+@pytest.mark.parametrize("query_key, nearly", [("zero_query", 1e-6), ("zero_key", 1e-6), ("small", 0.05)])
+def test_every_way_to_begin_without_query_key_products(query_key, nearly):
+    """Section 3.3: W^Q = 0, W^K = 0, or both small, of which the last is near the matrix and not at it."""
+    matrix = signal_preserving_attention("exponential", TOKENS, 5, 0.05)[2]
+    layer = SignalPreservingSelfAttention(WIDTH, HEADS, matrix).double()
+    init_signal_preserving_attention_(layer, query_key=query_key)
+    x = torch.randn(IMAGES, TOKENS, WIDTH, dtype=torch.float64)
+    expected = (matrix @ x @ layer.value.weight.mT @ layer.out.weight.mT).detach()
+    error = ((layer(x) - expected).norm() / expected.norm()).item()
+    assert error < nearly and (error > 1e-4) == (query_key == "small")
+    zero = {"zero_query": [layer.query], "zero_key": [layer.key]}.get(query_key, [])
+    for linear in (layer.query, layer.key, layer.value, layer.out):
+        scale = 0.0 if linear in zero else 0.1 if query_key == "small" and linear in (layer.query, layer.key) else 1.0
+        identity = scale**2 * torch.eye(WIDTH, dtype=torch.float64)
+        torch.testing.assert_close((linear.weight @ linear.weight.mT).detach(), identity, rtol=0, atol=1e-6)
+
+
+def test_values_may_be_gaussian_and_other_words_are_refused():
+    layer = SignalPreservingSelfAttention(256, 4, torch.eye(3))
+    init_signal_preserving_attention_(layer, value_out="gaussian")
+    for linear in (layer.value, layer.out):
+        assert linear.weight.std().item() == pytest.approx(1 / 16, rel=0.05)
+        assert (linear.weight @ linear.weight.mT - torch.eye(256)).norm() > 1
+    for wrong in ({"value_out": "zero"}, {"query_key": "gaussian"}):
+        with pytest.raises(ValueError, match="choose query_key of zero_query, zero_key, small and value_out of"):
+            init_signal_preserving_attention_(layer, **wrong)
+
+
+@pytest.mark.parametrize("kernel, causal", FORMS)
+def test_a_signal_preserving_layer_starts_as_its_matrix(kernel, causal):
+    """A X W^V W^O; W^K has no gradient while W^Q = 0, and all have one after steps."""
+    matrix = signal_preserving_attention(kernel, TOKENS, 5, LAST[kernel], causal=causal)[2]
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = SignalPreservingSelfAttention(WIDTH, HEADS, matrix)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x = torch.randn(IMAGES, TOKENS, WIDTH, dtype=torch.float64)
+    expected = matrix @ x @ layer.value.weight.mT @ layer.out.weight.mT
+    close(layer(x), expected.detach(), 1e-12)
+    close(layer(x, num_outputs=1), layer(x)[:, :1].detach(), 1e-14)
+    close(layer.float()(x.float()), expected.detach().float(), 1e-5)
+    layer.double()
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(3):
+        optimiser.zero_grad()
+        layer(x).pow(3).sum().backward()
+        assert bool(layer.key.weight.grad.any()) == (step > 0)
+        assert all(linear.weight.grad.any() for linear in (layer.query, layer.value, layer.out))
+        optimiser.step()
+
+
+@pytest.mark.parametrize("kernel, causal", FORMS)
+def test_layers_take_real_tokens_through_the_schedule(kernel, causal):
+    """X Xᵀ/d = I at first (d ≥ N) becomes Σ_L: with V and O drawn for each head by itself it does not."""
+    tokens, width, depth = 7, 12, 5
+    matrices = signal_preserving_attention(kernel, tokens, depth, LAST[kernel], causal=causal, cls_index=0)
+    start = math.sqrt(width) * stiefel_uniform(width, tokens, dtype=torch.float64).mT
+    x, per_head = start, start
+    for matrix in matrices:
+        layer = SignalPreservingSelfAttention(width, HEADS, matrix).double()
+        layer.bias, layer.gain = (matrix / matrix.sum(-1, keepdim=True)).log(), matrix.sum(-1, keepdim=True)
+        x = layer(x[None])[0]
+        heads = [stiefel_uniform(width, width // HEADS, dtype=torch.float64) for _ in range(2 * HEADS)]
+        per_head = sum(matrix @ per_head @ v @ o.mT for v, o in zip(heads[::2], heads[1::2], strict=True))
+    expected = MAKE[kernel](tokens, LAST[kernel])
+    close((x @ x.mT / width).detach(), expected, 1e-5)  # weights are drawn in float32
+    assert (per_head @ per_head.mT / width - expected).abs().max() > 0.1
+
+
+def test_value_skipinit_starts_as_the_identity():
+    layer = ValueSkipInitSelfAttention(WIDTH, HEADS).double()
+    x = torch.randn(IMAGES, TOKENS, WIDTH, dtype=torch.float64)
+    close(layer(x).detach(), (x @ layer.value.weight.mT @ layer.out.weight.mT).detach(), 1e-12)
+    layer(x).pow(3).sum().backward()
+    assert layer.residual.grad.all() and not layer.query.weight.grad.any() and not layer.key.weight.grad.any()
+    nn.init.zeros_(layer.shortcut)
+    nn.init.ones_(layer.residual)
+    heads = F.scaled_dot_product_attention(*layer.project(x))
+    close(layer(x, num_outputs=3).detach(), layer.out(heads.transpose(1, 2).flatten(2))[:, :3].detach(), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["uspa_causal", "espa_causal"])
+def test_a_causal_model_lets_no_token_see_a_later_one(name):
+    """[cls] comes last and sees all patches; a patch sees those before it."""
+    model = create_model(name).double()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    x = torch.randn(1, 50, 64, dtype=torch.float64)
+    other = x.clone()
+    other[:, 20] += 1
+    for block in model.blocks:
+        x, other = block(x), block(other)
+    changed = (x != other).any(-1)[0]
+    assert changed.tolist() == [True] + [False] * 19 + [True] * 30
+
+
+def test_a_matrix_that_is_not_square_is_refused():
+    with pytest.raises(ValueError, match=r"\(N, N\), not \(3, 5\)"):
+        SignalPreservingSelfAttention(WIDTH, HEADS, torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("name", ["espa", "vskipinit"])
+def test_weights_alone_make_the_model_again(name, tmp_path):
+    """The fixed matrices are no part of a checkpoint."""
+    model = create_model(name)
+    assert not [key for key in model.state_dict() if key.endswith(("gain", "attention.bias"))]
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    other, batch = create_model(name), torch.rand(2, 1, 28, 28)
+    other.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert torch.equal(other(batch), model(batch))
+
+
+@pytest.mark.parametrize("name", ["osa_shaped", "softmax_shaped", "vskipinit", "uspa"])
+def test_value_and_output_weights_are_orthogonal_as_wholes(name):
+    for block in create_model(name).blocks:
+        for linear in (block.attention.value, block.attention.out):
+            close(linear.weight.detach() @ linear.weight.detach().mT, torch.eye(64), 1e-5)
+
+
+def test_alpha_falls_with_depth():
+    for depth, changes, expected in ((6, {}, 0.06), (9, {}, 0.04), (6, {"alpha_times_depth": None}, 0.1)):
+        alpha = create_model("osa_shaped", depth=depth, **changes).blocks[-1].attention.alpha
+        assert alpha.tolist() == pytest.approx([expected] * 4)
+
+
+def test_tokens_are_divided_by_their_root_mean_square():
+    tokens = create_model("espa", depth=5).tokens(torch.rand(2, 1, 28, 28))
+    close(tokens.square().mean(-1).detach(), torch.ones(2, 50), 1e-5)
+
+
+# Activations
+
+
+DKS = {  # a, b, c, e
+    6: (1.118647, 0.089573, 1.440759, -0.379041),
+    12: (0.590174, 0.199417, 2.546026, -0.231220),
+    36: (0.298536, 0.244322, 4.841736, -0.177922),
+    72: (0.205091, 0.252827, 6.988952, -0.167083),
+}
+
+
+def moments(function):
+    """E φ, E φ², E φ φ' z and E φ'² for z ~ N(0, 1), by autograd and 4,001 points of Simpson's rule."""
+    z = torch.linspace(-12, 12, 4001, dtype=torch.float64, requires_grad=True)
+    y = function(z)
+    (slope,) = torch.autograd.grad(y.sum(), z)
+    rule = torch.tensor([1.0, *[4.0, 2.0] * 1999, 4.0, 1.0], dtype=torch.float64) * (24 / 4000 / 3)
+    density = rule * (-(z.detach() ** 2) / 2).exp() / math.sqrt(2 * math.pi)
+    return [(density * values).sum().item() for values in (y, y**2, y * slope * z, slope**2)]
+
+
+@pytest.mark.parametrize("depth", DKS)
+def test_dks_has_its_four_moments(depth):
+    shaped = dks_gelu(depth)
+    numbers = (shaped.input_scale, shaped.input_shift, shaped.output_scale, shaped.output_shift)
+    assert numbers == pytest.approx(DKS[depth], abs=6e-7)
+    assert moments(shaped) == pytest.approx([0, 1, 1, 5 ** (1 / depth)], abs=1e-10)
+
+
+@pytest.mark.parametrize("depth", [5, 7, 1000])
+def test_dks_at_other_depths(depth):
+    assert moments(dks_gelu(depth)) == pytest.approx([0, 1, 1, 5 ** (1 / depth)], abs=1e-9)
+
+
+@pytest.mark.parametrize("depth, slope", [(4, 5.0), (6, 1.0), (6, 1e9)])
+def test_dks_refuses_what_no_gelu_can_do(depth, slope):
+    with pytest.raises(ValueError, match="slope"):
+        dks_gelu(depth, slope)
+
+
+@pytest.mark.parametrize("num_tokens, depth", [(0, 3), (5, 0)])
+def test_without_tokens_or_blocks_there_is_no_attention(num_tokens, depth):
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        signal_preserving_attention("exponential", num_tokens, depth, 0.5)
+    with pytest.raises(ValueError, match="must be 1 or more"):
+        dks_gelu(0)
+
+
+@pytest.mark.parametrize("depth, negative_slope", [(36, 0.351121), (72, 0.508389)])
+def test_tat_takes_a_cosine_of_0_to_its_target(depth, negative_slope):
+    """E φ(u)φ(v) over pairs of the cosine c, by a quadrature of the plane, `depth` times from c = 0."""
+    shaped = tat_leaky_relu(depth)
+    assert shaped.negative_slope == pytest.approx(negative_slope, abs=6e-7)
+    assert moments(shaped)[1] == pytest.approx(1, abs=1e-6)
+    z = torch.linspace(-8, 8, 801, dtype=torch.float64)
+    density = (-(z**2) / 2).exp() / (-(z**2) / 2).exp().sum()
+    cosine = 0.0
+    for _ in range(depth):
+        v = cosine * z[:, None] + math.sqrt(1 - cosine**2) * z
+        cosine = (density @ (shaped(z)[:, None] * shaped(v)) @ density).item()
+    assert cosine == pytest.approx(0.9, abs=1e-3)
+
+
+def test_tat_refuses_too_few_layers():
+    assert tat_leaky_relu(13).negative_slope < 0.05
+    with pytest.raises(ValueError, match="12 leaky ReLUs take a cosine of 0 to 0.897 at most"):
+        tat_leaky_relu(12)
+
+
+@pytest.mark.parametrize("activation, gain", [(F.gelu, gelu_gain()), (dks_gelu(6), 1.0), (tat_leaky_relu(36), 1.0)])
+def test_a_shaped_mlp_keeps_the_mean_square_of_1(activation, gain):
+    assert gelu_gain() == pytest.approx(1.533530, abs=5e-7)
+    mlp = MLP(509, 4 * 509, activation)
+    init_suo_mlp_(mlp, gain=gain)
+    x = F.rms_norm(torch.randn(499, 509), (509,))
+    assert mlp(x).square().mean().item() == pytest.approx(1, abs=0.01)

@@ -1,0 +1,151 @@
+"""What attention alone makes of kernels, by hand and by samples; what is wrong on purpose does not pass."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+
+import osa.models
+from osa.deep.shaped import exponential_schedule, residual_schedule
+from osa.init import init_orthogonal_attention_, stiefel_uniform
+from pipeline.core import files, params
+from pipeline.core.errors import UserError
+from pipeline.core.files import ROOT
+from pipeline.report import figures
+from pipeline.studies import CHECK, FAILS, PASSES
+from pipeline.studies.deep import kernels_with_depth
+from pipeline.studies.deep.kernels_with_depth import (
+    Settings,
+    alibi,
+    cosines,
+    eq_25,
+    findings,
+    mean_cosine,
+    measure,
+    repeated_tokens,
+    softmax_rows,
+    through,
+)
+
+SMALL = Settings(seeds=[0], depths=[1, 6, 40], tokens=70, types=40, vision_depths=[6], images=2)
+
+
+def found(lab, settings=SMALL):
+    return {finding.id: finding for finding in findings(settings, measure(settings, lab), lab)}
+
+
+def test_what_is_found(lab):
+    by_id = found(lab)
+    assert {each.verdict for each in by_id.values() if each.kind == CHECK} == {PASSES}
+    assert len(by_id) == 7 and sum(each.kind == CHECK for each in by_id.values()) == 5
+    drawn = [figures.svg(each.figure) for each in by_id.values() if each.figure]
+    assert len(drawn) == 3 and "OSA, one head" in drawn[0]
+
+
+def test_a_schedule_one_block_late_fails(monkeypatch):
+    right = kernels_with_depth.exponential_schedule
+    monkeypatch.setattr(kernels_with_depth, "exponential_schedule", lambda depth, last: right(depth + 1, last)[: depth + 1])
+    assert kernels_with_depth.on_schedule(pd.DataFrame(kernels_with_depth.schedules(SMALL))).verdict == FAILS
+
+
+def test_skips_by_eq_25_as_printed_fail(monkeypatch):
+    def printed(kernel, steps, shortcut):
+        return [eq_25(*ends) for ends in zip(steps, residual_schedule(kernel, steps, shortcut), strict=False)]
+
+    monkeypatch.setattr(kernels_with_depth, "residual_schedule", printed)
+    assert kernels_with_depth.with_skips(pd.DataFrame(kernels_with_depth.skips(SMALL))).verdict == FAILS
+
+
+def what_is_kept(lab):
+    first = repeated_tokens(13, 10, lab, 0)
+    *_, last = kernels_with_depth.orthogonal_stack(first, 6, 0.1, lab.generator(0, "test"))
+    spectra = pd.DataFrame({"seed": [0], "change": [kernels_with_depth.spectrum_change(first, last)]})
+    return kernels_with_depth.orthogonal_kernels(spectra, pd.DataFrame(kernels_with_depth.vision(SMALL, lab))).verdict
+
+
+def test_value_and_output_drawn_per_head_fail(lab, monkeypatch):
+    assert what_is_kept(lab) == PASSES
+    per_head = lambda attention, joint_value_output, **options: init_orthogonal_attention_(attention, **options)  # noqa: E731
+    monkeypatch.setattr(osa.models, "init_orthogonal_attention_", per_head)
+    assert what_is_kept(lab) == FAILS
+
+
+def test_weights_that_are_not_orthogonal_fail(lab, monkeypatch):
+    loose = lambda *size, **options: 1.001 * stiefel_uniform(*size, **options)  # noqa: E731
+    monkeypatch.setattr(kernels_with_depth, "stiefel_uniform", loose)
+    assert what_is_kept(lab) == FAILS
+
+
+def test_eq_25_is_the_square():
+    shortcut, steps = 0.873, exponential_schedule(6, 0.2)
+    factor = ((1 - math.exp(-0.4)) ** (1 / 6) - shortcut**2) / (1 - shortcut**2)  # λ_α²
+    reached = residual_schedule("exponential", steps, shortcut)[0]
+    assert eq_25(math.inf, reached) == pytest.approx(-math.log1p(-(factor**2)) / 2)
+
+
+def test_alibi_by_hand():
+    """Two heads: slopes 1/16 and 1/256."""
+    first, second = alibi(3, 2)
+    assert torch.equal(first.triu(1), torch.zeros(3, 3)) and torch.equal(first[0], torch.tensor([1.0, 0, 0]))
+    weights = torch.tensor([-2 / 16, -1 / 16, 0]).exp()
+    torch.testing.assert_close(first[2], (weights / weights.sum()).double(), rtol=0, atol=1e-7)
+    assert second[2, 0] == pytest.approx(math.exp(-2 / 256) / (1 + math.exp(-1 / 256) + math.exp(-2 / 256)))
+
+
+def test_uniform_softmax_makes_all_tokens_one_in_a_block():
+    """N = 50, Σ_0 = I: cosines 1 and q = 1/50 without skips, and .458, .829, .964 after 6, 12 and 36 blocks of Pre-LN."""
+    steps = softmax_rows(torch.full((1, 50, 50), 1 / 50, dtype=torch.float64), 0.98)
+    identity = torch.eye(50, dtype=torch.float64)
+    after = steps["vanilla"](identity)
+    assert mean_cosine(after) == pytest.approx(1) and after.trace().item() / 50 == pytest.approx(1 / 50)
+    for name, expected in {"pre_ln": (0.458, 0.829, 0.964), "post_ln": (0.558, 0.988, 1.0)}.items():
+        kernels = list(through(identity, [steps[name]] * 36))
+        assert [mean_cosine(kernels[depth - 1]) for depth in (6, 12, 36)] == pytest.approx(expected, abs=6e-4)
+
+
+def test_a_row_is_what_a_wide_layer_does():
+    """Heads of equal width with orthogonal weights, at a finite width: within a few standard errors of the kernel."""
+    generator, width, heads, tokens = torch.Generator().manual_seed(0), 1024, 4, 7
+    matrices = torch.rand(heads, tokens, tokens, generator=generator, dtype=torch.float64)
+    x = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    weights = [stiefel_uniform(width, width, generator=generator, dtype=torch.float64) for _ in range(2)]
+    parts = [a @ part for a, part in zip(matrices, (x @ weights[0]).chunk(heads, dim=1), strict=True)]
+    y = torch.cat(parts, dim=1) @ weights[1]
+    expected = softmax_rows(matrices, 0.98)["vanilla"](x @ x.mT / width)
+    assert ((y @ y.mT / width - expected).abs() < 0.2 * expected.abs().max()).all()
+    assert (y @ y.mT / width - expected).norm() < 0.05 * expected.norm()
+
+
+def test_tokens_repeat_as_often_as_asked(lab):
+    kernel = repeated_tokens(200, 20, lab, 0)
+    assert torch.equal(kernel, cosines(kernel))
+    assert mean_cosine(kernel) == pytest.approx(1 / 20, abs=0.01)
+
+
+def test_depths_that_do_not_rise_are_refused():
+    with pytest.raises(UserError, match="kernels_with_depth: depths must rise"):
+        params.validate(Settings, {"seeds": [0], "depths": [6, 1]}, "params.yaml: kernels_with_depth")
+
+
+EXPECTED = {  # mean cosines after 1, 6, 12, 36 and 100 blocks, by one draw of the tokens before there was the study
+    "vanilla": (0.320, 0.947, 0.995, 1.000, 1.000),
+    "rms": (0.320, 0.888, 0.988, 1.000, 1.000),
+    "pre_ln": (0.045, 0.388, 0.631, 0.796, 0.854),
+    "pre_ln_normalised": (0.019, 0.027, 0.042, 0.271, 0.843),
+    "post_ln": (0.045, 0.548, 0.884, 0.999, 1.000),
+    "uspa": (0.025, 0.064, 0.110, 0.295, 0.800),
+    "uspa_root": (0.025, 0.061, 0.105, 0.283, 0.787),
+    "espa": (0.032, 0.069, 0.114, 0.359, 0.884),
+    "espa_root": (0.032, 0.068, 0.112, 0.356, 0.935),
+    "vskipinit": (0.018, 0.018, 0.018, 0.018, 0.018),
+}
+
+
+@pytest.mark.parametrize("row", EXPECTED)
+def test_the_committed_kernels_are_near_those_that_were_expected(row):
+    """Another draw of 100 tokens of 50 kinds moves them by a few hundredths where cosines are neither 0 nor 1."""
+    kernels = files.read_csv(ROOT / "paper_outputs/studies/kernels_with_depth/kernels.csv")
+    means = kernels[kernels["row"] == row].groupby("depth")["cosine"].mean().loc[[1, 6, 12, 36, 100]]
+    assert means.tolist() == pytest.approx(EXPECTED[row], abs=0.035)
+    assert row not in ("vanilla", "rms") or means[36] > 0.999

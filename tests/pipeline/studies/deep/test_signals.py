@@ -1,0 +1,133 @@
+"""The measures of signals by hand, and checks that notice wrong schedules, draws and kernels."""
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import osa
+import osa.models
+from osa.deep.shaped import signal_preserving_attention
+from pipeline.lab import float64
+from pipeline.report import figures
+from pipeline.studies import CHECK, FAILS, PASSES
+from pipeline.studies.deep import signals
+from pipeline.studies.deep.signals import MODELS, Settings, findings, kept, measure, of_tokens, what_is_kept
+
+SMALL = Settings(seeds=[0], depths=[6], images=2, alpha_seeds=[0], alpha_depths=[6, 9], alpha_patches=[14, 7])
+
+
+def verdict(lab):
+    return what_is_kept(pd.DataFrame(kept(SMALL, lab)), lab).verdict
+
+
+def test_what_is_found(lab, monkeypatch):
+    few = [*signals.DRAWN, "espa_skip"]
+    monkeypatch.setattr(signals, "MODELS", few)
+    tables = measure(SMALL, lab)
+    by_id = {finding.id: finding for finding in findings(SMALL, tables, lab)}
+    assert list(by_id) == [
+        "signals",
+        "signals_by_block",
+        "signals_pictured",
+        "attention_as_initialised",
+        "alpha_with_depth",
+    ]
+    assert by_id["attention_as_initialised"].verdict == PASSES
+    assert [each.kind for each in by_id.values()].count(CHECK) == 1
+    assert len(tables["blocks"]) == 6 * len(few) and tables["blocks"]["gradient"].gt(0).all()
+    drawn = figures.svg(by_id["signals"].figure)
+    assert all(label in drawn for label in ("OSA (shaped), α = 0.1", "V-SkipInit"))
+    seen = {measure.what.split(":")[0]: measure.value for measure in by_id["signals_pictured"].measures}
+    assert seen["ViT (no skip, no LN)"] == 1 > seen["OSA (shaped)"]
+    assert list(dict.fromkeys(tables["pictures"]["depth"])) == [1, 3, 6]
+    first = by_id["alpha_with_depth"].measures[0]
+    assert -2 < first.value < 0
+
+
+def test_every_model_is_there_but_for_other_routes_to_the_same_function():
+    assert set(MODELS) - signals.SHAPED.keys() == set(osa.MODELS) - {"osa_qr", "osa_ns", "osa_qr_literal"}
+
+
+def test_value_and_output_drawn_per_head_are_noticed(lab, monkeypatch):
+    def per_head(attention, joint_value_output=False, **options):
+        osa.init.init_orthogonal_attention_(attention, **options)
+
+    monkeypatch.setattr(osa.models, "init_orthogonal_attention_", per_head)
+    assert verdict(lab) == FAILS
+
+
+def test_heads_drawn_alone_are_noticed_in_signal_preserving_attention(lab, monkeypatch):
+    def per_head(attention, generator):
+        osa.init.init_signal_preserving_attention_(attention, generator=generator)
+        width = attention.embed_dim // attention.num_heads
+        for rows in attention.value.weight.data.split(width):
+            rows.copy_(osa.init.stiefel_uniform(attention.embed_dim, width, generator=generator).mT)
+
+    monkeypatch.setattr(osa.models, "init_signal_preserving_attention_", per_head)
+    assert verdict(lab) == FAILS
+
+
+def test_a_schedule_one_block_late_is_noticed(lab, monkeypatch):
+    def late(kernel, num_tokens, depth, last, **options):
+        return signal_preserving_attention(kernel, num_tokens, depth + 1, last, **options)[:-1]
+
+    monkeypatch.setattr(osa.models, "signal_preserving_attention", late)
+    assert verdict(lab) == FAILS
+
+
+def test_tokens_by_hand():
+    """Two images: orthogonal tokens of unlike lengths; three that point one way."""
+    orthogonal, alike = torch.diag(torch.tensor([1.0, 2.0, 3.0])), torch.ones(3, 3)
+    ends = {"q_low": 1.3 / 3, "q_high": 8.5 / 3}  # of 1, 4 and 9 thirds, a tenth of the way from the first and to the last
+    assert of_tokens(orthogonal[None]) == pytest.approx({"q": 14 / 9, "cosine": 0, "rank": 3} | ends)
+    assert of_tokens(alike[None]) == pytest.approx({"q": 1, "q_low": 1, "q_high": 1, "cosine": 1, "rank": 1})
+    assert of_tokens(torch.stack([orthogonal, alike]))["rank"] == pytest.approx(2)
+
+
+def test_gradients_and_the_share_of_the_image_are_the_model_s(lab):
+    with float64():
+        model = lab.model(lab.config("espa", {"model": {"depth": 6}}), 0)
+    images, labels = (part[:3] for part in lab.images())
+    rows, whole = signals.signals(model, images, labels)
+    loss = nn.functional.cross_entropy(model(images), labels)
+    assert whole["loss"] == pytest.approx(loss.item())
+    gradients = torch.autograd.grad(loss, [p for name, p in model.blocks[3].named_parameters() if not name.endswith("bias")])
+    assert rows[3]["gradient"] == pytest.approx(torch.cat([each.flatten() for each in gradients]).norm().item())
+    product = torch.eye(17, dtype=torch.float64)
+    for matrix in signal_preserving_attention("exponential", 17, 6, 0.05, repeated=0.04):
+        product = matrix @ product
+    assert whole["kappa"] == pytest.approx(torch.linalg.cond(product).item())
+    same = images[:1].expand(3, -1, -1, -1)
+    assert signals.signals(model, same, labels)[1]["image_share"] == pytest.approx(0, abs=1e-20)
+    assert 0 < whole["image_share"] < 1
+
+
+@pytest.mark.parametrize(
+    "name, kappa",
+    [("vskipinit", 1.0), ("osa_shaped", 1.0), ("osa_ns", 1.06), ("vit_noskip", math.inf), ("espa_skip", math.nan)],
+)
+def test_condition_of_the_attention_matrices_multiplied(name, kappa, lab):
+    with float64():
+        model = lab.model(lab.config(name, {"model": {"depth": 6}}), 0)
+    assert signals.attention_condition(model, lab.images()[0][:2]) == pytest.approx(kappa, rel=0.05, nan_ok=True)
+
+
+def test_kernels_along_a_model_are_those_of_its_tokens(lab):
+    with float64():
+        model = lab.model(lab.config("espa", {"model": {"depth": 6}}), 0)
+    image = lab.images()[0][:1]
+    kernels = signals.kernels_along(model, image)
+    assert list(kernels) == [1, 3, 6]
+    x = model.tokens(image)
+    for block in model.blocks[:3]:
+        x = block(x)
+    torch.testing.assert_close(kernels[3], x[0] @ x[0].T / x.shape[-1])
+
+
+def test_the_alpha_that_doubles_is_found_between_rungs(monkeypatch):
+    """Of a gradient 1 + (α/0.3)², which is 2 at α = 0.3."""
+    monkeypatch.setattr(signals, "first_gradient", lambda model, images, cotangent, alpha: 1 + (alpha / 0.3) ** 2)
+    assert signals.doubling_alpha(None, None, None, 0.01) == pytest.approx(0.3, rel=0.02)

@@ -9,7 +9,6 @@ import torch
 from torch import Generator, Tensor
 
 from osa.vit import VisionTransformer
-from pipeline import runs
 from pipeline.core import files, params
 from pipeline.core.params import Overrides, Paper, Params, RunConfig
 from pipeline.runs import Run
@@ -24,7 +23,6 @@ class Lab:
 
     def __init__(self, study: str, settings: Params, paper: Paper) -> None:
         self.study, self.params, self.paper = study, settings, paper
-        self.is_tracked = True
 
     def label(self, variant: str) -> str:
         """What a reader calls a variant."""
@@ -55,21 +53,6 @@ class Lab:
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
         """The run of this study with that identity, whether it is there or not."""
         return Run(variant, seed, self.study, overrides or {})
-
-    def train(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
-        """The finished run with that identity: the one that is there, if it is of today's code and data, or a new one.
-
-        A run that was interrupted resumes. It is recorded and tracked as any other.
-        """
-        run, config = self.run(variant, overrides, seed), self.config(variant, overrides)
-        if not runs.is_current(run, config, self._data_sha256(config.data.source)):
-            runs.train(run, config, track=self.is_tracked)
-        return run
-
-    @functools.cache  # noqa: B019
-    def _data_sha256(self, source: str) -> str | None:
-        folder = data.folder(source)
-        return data.digest(folder) if folder.exists() else None
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:

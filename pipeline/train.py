@@ -27,13 +27,14 @@ def main() -> None:
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (runs.TRIES if overrides else runs.TABLE_2)
+    watch = None
     if arguments.study:
-        studies.check_trains(arguments.study)
+        watch = studies.get(arguments.study).watch
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
     else:
         config = params.resolve(settings, arguments.variant, overrides)
     run = runs.Run(arguments.variant, arguments.seed, study, overrides)
-    runs.train(run, config, eager=arguments.eager, track=not arguments.no_tracking)
+    runs.train(run, config, watch=watch, eager=arguments.eager)
     if study == runs.TRIES:
         print(f"The run is in {run.folder}.")
 

@@ -1,7 +1,7 @@
 """The typed schema of params.yaml and of pipeline/paper.yaml, and their only reader.
 
-params.yaml holds what one edits: the sections below, and one for each study, whose schema stands beside the study's code.
-paper.yaml holds what the paper says: its numbers, its recipe, its claims, and what it leaves open.
+params.yaml holds what one edits: the sections below, and one for each of the paper's studies, which is checked when that study
+runs, by the schema beside its code. paper.yaml holds what the paper says: its numbers, its recipe, and what it leaves open.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ruamel.yaml import YAML, YAMLError
 
 from osa.constrained.orthogonal import MAPS
@@ -240,16 +240,11 @@ def written_config(config: dict) -> dict:
 
 
 class Params(Shared):
-    """params.yaml. `load` adds the section of each study under its name; one that is false leaves its study out."""
+    """params.yaml without the sections of studies."""
 
     run: Run
     variants: dict[Name, Variant]
     labels: dict[Name, Annotated[str, AfterValidator(_drawable)]]
-
-    @property
-    def studies(self) -> dict[str, Section]:
-        """The section of each study that is not left out."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name not in Params.model_fields}
 
     def label(self, variant: str) -> str:
         """What a reader calls a variant; one that is not listed goes by its own name."""
@@ -323,24 +318,25 @@ class Paper(Section):
 
 
 def load(path: str | Path = "params.yaml") -> Params:
-    """Reads and checks params.yaml, the section of every study included.
+    """Reads and checks params.yaml. Sections of studies are known by their files and checked when these run.
 
     Raises:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
-    from pipeline import studies  # whose modules take `Section` from here
-
-    modules = {name: studies.module(name) for name in studies.names()}
-    sections = {name: (module.Settings, ...) for name, module in modules.items() if hasattr(module, "Settings")}
     raw = read(path)
     check_blocks(raw, str(path))
     raw = with_library(raw)
-    for name in [name for name in sections if isinstance(raw, dict) and raw.get(name) is False]:
-        del sections[name], raw[name]
-    params = validate(create_model("Params", __base__=Params, **sections), raw, str(path))
+    if isinstance(raw, dict):
+        raw = {key: value for key, value in raw.items() if key not in paper_studies()}
+    params = validate(Params, raw, str(path))
     for name in params.variants:
         resolve(params, name)
     return params
+
+
+def paper_studies() -> set[str]:
+    """The names of the paper's studies, by their files: no study is imported here."""
+    return {path.stem for path in (ROOT / "pipeline/studies/paper").glob("[a-z]*.py")}
 
 
 def check_blocks(raw: Any, path: str) -> None:
@@ -375,9 +371,15 @@ def library() -> dict[str, dict]:
 
 
 def load_paper() -> Paper:
-    """Reads and checks pipeline/paper.yaml: that of the working directory, or else that beside this code."""
-    path = Path("pipeline/paper.yaml")
-    return validate(Paper, read(path if path.exists() else ROOT / path), str(path))
+    """Reads and checks pipeline/paper.yaml."""
+    path = beside_code("pipeline/paper.yaml")
+    return validate(Paper, read(path), str(path))
+
+
+def beside_code(path: str | Path) -> Path:
+    """A file of the working directory, or else the one of that name in the repository whose code is running."""
+    path = Path(path)
+    return path if path.exists() else ROOT / path
 
 
 def resolve(params: Params, name: str, overrides: Overrides | None = None) -> RunConfig:

@@ -1,0 +1,297 @@
+"""Claims about trained models: the sentences of a wing's claims.yaml, each with its rule, and the runs that judge it.
+
+A claim compares runs by the names that tables give them: variants in Table 2, entries of a study's list elsewhere. Its first
+comparison is the primary one. The words of a verdict are those of pipeline/verdicts.py.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import pandas as pd
+from pydantic import Field, model_validator
+from scipy.stats import gmean
+
+from pipeline.core import params
+from pipeline.core.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
+from pipeline.verdicts import NOT_TRAINED, Verdict, judge, judge_share, judge_within
+
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of ten classes that are equally likely; per cent
+TRAINS = 0.5  # of a guess's loss, which the last train loss of a run that trains is below
+
+
+class Results:
+    """Runs and their curves, by name.
+
+    Args:
+        tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …) and,
+            of a study that watches its models, "watched". Where there is no column `name`, `variant` is it.
+    """
+
+    def __init__(self, *tables: Mapping[str, pd.DataFrame]) -> None:
+        self.runs, self.histories, self.watched = (_together(tables, key) for key in ("runs", "histories", "watched"))
+
+    def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
+        """The runs of a name that are there, or those with this status."""
+        runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
+        return runs if status is None else runs[runs["status"] == status]
+
+    def counts(self, name: str) -> dict[str, int]:
+        """How many runs finished, diverged and are missing."""
+        statuses = self.runs.loc[self.runs["name"] == name, "status"]
+        return {status: int((statuses == status).sum()) for status in ("finished", "diverged", "missing")}
+
+    def accuracies(self, name: str) -> list[float]:
+        """Test accuracy in per cent of each run; a run that diverged is as good as a guess."""
+        runs = self.runs_of(name)
+        return (100 * runs["test_accuracy"]).where(runs["status"] == "finished", GUESS_ACCURACY).astype(float).tolist()
+
+    def losses(self, name: str) -> list[float]:
+        """The last train loss of each run, and that of a guess where a run diverged."""
+        runs = self.runs_of(name)
+        return runs["train_loss"].where(runs["status"] == "finished", GUESS_LOSS).astype(float).tolist()
+
+    def curves(self, name: str) -> list[pd.DataFrame]:
+        """The history of each run that is there, by seed; of one that diverged up to there."""
+        own = self.histories[self.histories["name"] == name]
+        return [curve for _, curve in own.groupby("seed")]
+
+    def last_watched(self, name: str, column: str) -> list[float]:
+        """What the study saw at the end of each run that finished, on average over layers."""
+        own = self.watched[self.watched["name"] == name]
+        finished = set(self.runs_of(name, "finished")["seed"])
+        return [
+            float(each.loc[each["epoch"] == each["epoch"].max(), column].mean())
+            for seed, each in own.groupby("seed")
+            if seed in finished
+        ]
+
+
+def _together(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.DataFrame:
+    parts = [table[key] for table in tables if key in table and len(table[key])]
+    named = [part if "name" in part else part.assign(name=part["variant"]) for part in parts]
+    columns = ["name", "seed", "status", "test_accuracy", "train_loss", "epoch"]
+    return pd.concat(named) if named else pd.DataFrame(columns=columns)
+
+
+class Claim(Section):
+    """A sentence, where it stands, and its rule. A prediction has what was expected and why, written before its runs."""
+
+    sentence: str
+    place: str
+    expected: str | None = None
+    why: str | None = None
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        """The verdict of each comparison, the primary one first. `paper`: its accuracies in per cent, for the power."""
+        raise NotImplementedError
+
+
+class Comparison(Claim):
+    """About pairs of models, of which the first does better."""
+
+    compare: Annotated[list[Annotated[list[Name], Field(min_length=2, max_length=2)]], Field(min_length=1)]
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(itertools.chain(*self.compare)))
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        return {f"{first}_vs_{second}": self.verdict(first, second, results, paper or {}) for first, second in self.compare}
+
+    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
+        raise NotImplementedError
+
+
+class Accuracy(Comparison):
+    """The first model's test accuracy is above the second's, or at most a margin in points below it."""
+
+    kind: Literal["accuracy"]
+    margin_points: NonNegativeFloat = 0.0
+
+    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
+        samples = [results.accuracies(first), results.accuracies(second)]
+        effect = paper[first] - paper[second] if {first, second} <= paper.keys() else None
+        return judge(samples, (1, -1), limit=-self.margin_points + 0.0, side="above", effect=effect)
+
+
+class Within(Comparison):
+    """The two models' test accuracies differ by less than a margin."""
+
+    kind: Literal["within"]
+    margin_points: PositiveFloat
+
+    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
+        return judge_within([results.accuracies(first), results.accuracies(second)], (1, -1), margin=self.margin_points)
+
+
+class Loss(Comparison):
+    """The first model's last train loss is below the second's."""
+
+    kind: Literal["loss"]
+
+    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
+        return judge([results.losses(first), results.losses(second)], (1, -1), limit=0.0, side="below")
+
+
+class Speed(Comparison):
+    """The first model reaches a train loss of the second's in less than a factor times its epochs.
+
+    The loss is the geometric mean over the second model's runs of the lowest one in the first part of their training. Epochs
+    are compared by their logarithms; where a run of the first model never gets there, by the share of runs that are fast
+    enough. The estimate is the ratio of epochs, or that share.
+    """
+
+    kind: Literal["speed"]
+    of_training: Fraction
+    at_most_factor: PositiveFloat
+
+    @model_validator(mode="after")
+    def _factor_fits(self):
+        if self.at_most_factor * self.of_training >= 1:
+            raise ValueError("at_most_factor × of_training must be below 1, or training ends before it is exceeded")
+        return self
+
+    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
+        return speed(results.curves(first), results.curves(second), self.of_training, self.at_most_factor)
+
+
+def speed(first: list[pd.DataFrame], second: list[pd.DataFrame], of_training: float, factor: float) -> Verdict:
+    """The verdict of `Speed` for the curves of two models."""
+    if not first or not second:
+        return judge([[], []], (1, -1), limit=factor, side="below")
+    loss = target_loss(second, of_training)
+    ours, theirs = ([epochs_to_reach(curve, loss) for curve in curves] for curves in (first, second))
+    reached = [epochs for epochs in theirs if 0 < epochs < math.inf]
+    if not reached:  # such as models that never learn
+        nan = math.nan
+        return Verdict(NOT_TRAINED, nan, nan, nan, nan, min(len(first), len(second)), factor, "below")
+    if any(math.isinf(epochs) for epochs in ours):
+        limit = factor * float(gmean(reached))
+        return judge_share(sum(epochs < limit for epochs in ours), len(ours))
+    verdict = judge([np.log(ours).tolist(), np.log(reached).tolist()], (1, -1), limit=math.log(factor), side="below")
+    estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
+    return replace(verdict, estimate=estimate, low=low, high=high, limit=factor)
+
+
+class Drops(Claim):
+    """Along a chain of three models, the second step costs more accuracy than the first."""
+
+    kind: Literal["drops"]
+    models: Annotated[list[Name], Field(min_length=3, max_length=3)]
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        weights, paper = (-1, 2, -1), paper or {}
+        effect = None
+        if set(self.models) <= paper.keys():
+            effect = sum(w * paper[model] for w, model in zip(weights, self.models, strict=True))
+        samples = [results.accuracies(model) for model in self.models]
+        return {"drops": judge(samples, weights, limit=0.0, side="above", effect=effect)}
+
+
+class Stability(Claim):
+    """More than a share of a model's runs neither diverge nor rise far above their lowest train loss."""
+
+    kind: Literal["stability"]
+    models: Annotated[list[Name], Field(min_length=1)]
+    at_most_rise: Annotated[float, Field(gt=1)]
+    share: Fraction
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        return {model: self.verdict(model, results) for model in self.models}
+
+    def verdict(self, model: str, results: Results) -> Verdict:
+        finished = set(results.runs_of(model, "finished")["seed"])
+        stable = [
+            curve["seed"].iloc[0] in finished and largest_rise(curve) <= self.at_most_rise for curve in results.curves(model)
+        ]
+        return judge_share(sum(stable), len(results.runs_of(model)), limit=self.share)
+
+
+class Trains(Claim):
+    """More than a share of the runs of each model train: their last train loss is below half of a guess's."""
+
+    kind: Literal["trains"]
+    models: Annotated[list[Name], Field(min_length=1)]
+    trains: bool = True
+    share: Fraction = 0.5
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        side = "above" if self.trains else "below"
+        verdicts = {}
+        for model in self.models:
+            losses = results.losses(model)
+            verdicts[model] = judge_share(sum(map(trains, losses)), len(losses), limit=self.share, side=side)
+        return verdicts
+
+
+class Measured(Comparison):
+    """What a study saw at the end of the first model's training is less than a factor times what it saw of the second."""
+
+    kind: Literal["measured"]
+    columns: Annotated[list[str], Field(min_length=1)]
+    at_most_factor: PositiveFloat
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        return {
+            f"{first}_vs_{second}_{column}": self.of_column(first, second, column, results)
+            for first, second in self.compare
+            for column in self.columns
+        }
+
+    def of_column(self, first: str, second: str, column: str, results: Results) -> Verdict:
+        samples = [np.log(results.last_watched(name, column)).tolist() for name in (first, second)]
+        verdict = judge(samples, (1, -1), limit=math.log(self.at_most_factor), side="below")
+        estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
+        return replace(verdict, estimate=estimate, low=low, high=high, limit=self.at_most_factor)
+
+
+AnyClaim = Annotated[
+    Accuracy | Within | Loss | Speed | Drops | Stability | Trains | Measured, Field(discriminator="kind")
+]
+
+
+class Claims(Section):
+    """A claims.yaml."""
+
+    claims: dict[Name, AnyClaim]
+
+
+def read_claims(path: str | Path) -> dict[str, Claim]:
+    """The claims of a wing by name. Raises UserError where the file has something else than a rule needs."""
+    path = params.beside_code(path)
+    return params.validate(Claims, {"claims": params.read(path)}, str(path)).claims
+
+
+def trains(loss: float) -> bool:
+    """Whether a last train loss is that of a run that trains."""
+    return loss < TRAINS * GUESS_LOSS
+
+
+def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
+    """The geometric mean of the lowest train loss of each run in the first part of its training; NaN where there is none."""
+    lowest = [curve.loc[curve["epoch"] <= of_training * curve["epoch"].max(), "train_loss"].min() for curve in curves]
+    return float(gmean(lowest)) if lowest else math.nan
+
+
+def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
+    """The epoch at which a curve first falls to `loss`, log-linear between its points; infinite if it never does."""
+    curve = curve.dropna(subset=["train_loss"])
+    epochs, losses = curve["epoch"].to_numpy(), curve["train_loss"].to_numpy()
+    there = np.flatnonzero(losses <= loss)
+    if len(there) == 0:
+        return math.inf
+    ends = slice(max(there[0] - 1, 0), there[0] + 1)
+    return float(np.interp(-math.log(loss), -np.log(losses[ends]), epochs[ends]))
+
+
+def largest_rise(curve: pd.DataFrame) -> float:
+    """max over t of loss[t] / min(loss[:t + 1]): 1 for a curve that never rises, infinite where a loss is not finite."""
+    if not np.isfinite(curve[["train_loss", "test_loss"]].to_numpy(dtype=float)).all():
+        return math.inf
+    losses = curve["train_loss"].to_numpy()
+    return float((losses / np.minimum.accumulate(losses)).max())

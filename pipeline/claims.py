@@ -250,9 +250,7 @@ class Measured(Comparison):
         return replace(verdict, estimate=estimate, low=low, high=high, limit=self.at_most_factor)
 
 
-AnyClaim = Annotated[
-    Accuracy | Within | Loss | Speed | Drops | Stability | Trains | Measured, Field(discriminator="kind")
-]
+AnyClaim = Annotated[Accuracy | Within | Loss | Speed | Drops | Stability | Trains | Measured, Field(discriminator="kind")]
 
 
 class Claims(Section):

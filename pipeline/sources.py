@@ -77,7 +77,7 @@ def _names(node: ast.AST) -> list[str]:
 def _imports(nodes: Iterable[ast.AST]) -> list[str]:
     """The modules that statements import, with what they import from each."""
     names = []
-    for node in (each for node in nodes for each in ast.walk(node)):
+    for node in (inner for outer in nodes for inner in ast.walk(outer)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -106,7 +106,10 @@ def _tree(path: str) -> ast.Module:
     """A file as Python reads it, without docstrings."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return tree
 

@@ -66,9 +66,7 @@ class Verdict:
         return self.word in (SAME, OTHER)
 
 
-def judge(
-    samples: Samples, weights: Sequence[float], *, limit: float, side: str, effect: float | None = None
-) -> Verdict:
+def judge(samples: Samples, weights: Sequence[float], *, limit: float, side: str, effect: float | None = None) -> Verdict:
     """The rule for Σ wᵢ · mean(sampleᵢ), to lie "above" or "below" `limit`, by Welch's t.
 
     Args:
@@ -101,9 +99,7 @@ def judge_within(samples: Samples, weights: Sequence[float], *, margin: float) -
     return Verdict(word, above.estimate, above.low, above.high, max(above.p, below.p), above.n, margin, "within")
 
 
-def _verdict(
-    value: float, ends: tuple[float, float], p: float, n: int, limit: float, side: str, power: float
-) -> Verdict:
+def _verdict(value: float, ends: tuple[float, float], p: float, n: int, limit: float, side: str, power: float) -> Verdict:
     low, high = ends
     is_above = side == "above"
     if n == 0:

@@ -14,6 +14,7 @@ from pipeline.core.files import ROOT
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt")
 
+
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
     """What a checkpoint belongs to: configuration, seed, data, `osa.NUMERICS`, and the machine as far as bits hang on it."""
     machine = [_device_name(device), torch.get_num_threads(), torch.__version__]

@@ -1,59 +1,150 @@
-"""The report stage: judges and draws what the studies measured, and writes Figure 1, Table 2 and the report around them.
+"""The pages: `python -m pipeline.report paper` writes report.html and report.md, `research` research.html and research.md.
 
-    python -m pipeline.report             write everything to paper_outputs/
-    python -m pipeline.report --readme    copy the result from there into README.md, between its markers
+    python -m pipeline.report paper --only theorem_2_2    one study anew; the rest from paper_outputs/numbers
+    python -m pipeline.report readme                      the result into README.md, between its markers
 
-Every number in the report also stands in params.yaml, in a record, or in a CSV or JSON file that it names. There is no
-clock and no chance in here: the same files give the same bytes.
+The words stand in templates/, one for each section. Their numbers come from what the studies summarise of their tables and
+are written to paper_outputs/numbers. There is no clock and no chance in here: the same files give the same bytes.
 """
 
 import argparse
+import re
 from pathlib import Path
+from typing import Any
 
-from pipeline.core import files
+from markupsafe import Markup
+
+from pipeline import studies, study
+from pipeline.core import files, params
 from pipeline.core.errors import UserError, entry_point
-from pipeline.report import figures, pages, results
-from pipeline.report.results import FOLDER, Results
+from pipeline.lab import Lab
+from pipeline.report import figures, page, results
+from pipeline.report.looks import look
+from pipeline.report.results import FOLDER, TABLE_2
+from pipeline.studies import Study
 
-README, MARKERS = Path("README.md"), ("<!-- results -->", "<!-- /results -->")
+PAGES = {"paper": "report", "research": "research"}  # templates and files
+ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
+NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"
+README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description="Writes paper_outputs/.")
-    parser.add_argument("--readme", action="store_true", help="copy the result from paper_outputs/ into README.md")
-    if parser.parse_args(arguments).readme:
-        files.write_text(README, with_result(README.read_text(), (FOLDER / "result.md").read_text()))
+    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__.splitlines()[0])
+    parser.add_argument("page", nargs="?", default="paper", choices=[*PAGES, "readme"])
+    parser.add_argument("--only", metavar="STUDY", help="measure up this study alone; take the others' numbers as they are")
+    chosen = parser.parse_args(arguments)
+    if chosen.page == "readme":
+        write_readme()
     else:
-        write(results.read())
+        write(chosen.page, chosen.only)
 
 
-def write(of: Results) -> None:
-    """Writes every output of the stage."""
-    for table in (results.table_2, results.cost, results.measures):
-        files.write_csv(FOLDER / f"{table.__name__}.csv", table(of))
-    for content in (results.findings, results.provenance, results.verdict):
-        files.write_json(FOLDER / f"{content.__name__}.json", content(of))
-    drawn = {f"{finding.id}.svg": finding.figure for found in of.found.values() for finding in found if finding.figure}
-    for stale in {path for path in (FOLDER / "figures").glob("*") if path.name not in drawn}:
-        stale.unlink()
-    for name, figure in drawn.items():
-        files.write_text(FOLDER / "figures" / name, figures.svg(figure))
-    figure_1 = figures.figure_1(of.lab.tables["curves"], of.lab.params)
-    files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1))
-    files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
-    for name, text in pages.render(of).items():
-        files.write_text(FOLDER / name, text)
+def on_page(name: str) -> list[str]:
+    """The studies of a page."""
+    paper = [each for each in studies.names("paper") if each not in ON_RESEARCH]
+    return paper if name == "paper" else [each for each in studies.names() if each not in paper]
 
 
-def with_result(readme: str, result: str) -> str:
-    """The text of README.md with `result` between its markers."""
-    begin, end = MARKERS
-    before, _, rest = readme.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise UserError(f"README.md has no {begin} with {end} below it: put both where the result should stand.")
-    return f"{before}{begin}\n{result.strip()}\n{end}{after}"
+def write(name: str, only: str | None = None) -> None:
+    """Writes the numbers, figures and files of a page."""
+    if only is not None and only not in on_page(name):
+        raise UserError(f"--only {only}: no study of this page{params.hint(only, on_page(name))}.")
+    lab = Lab("report", params.load(), params.load_paper())
+    for variant in lab.params.variants:
+        look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
+    context = common(lab)
+    for each in on_page(name):
+        path = NUMBERS / f"{each}.json"
+        if only in (None, each):
+            summary = summarise(each, lab)
+            files.write_json(path, summary)
+        context[each] = files.read_json(path)
+    if name == "paper" and only is None:
+        files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
+        files.write_json(
+            NUMBERS / "table_2.json", {key: context[key] for key in ("table_2", "cost", "compute", "provenance")}
+        )
+        figure_1 = figures.figure_1(lab.tables["curves"], lab.params)
+        files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, sources=["paper_outputs/tables/curves.csv"]))
+        files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
+    write_page(name, context, lab)
+
+
+def common(lab: Lab) -> dict[str, Any]:
+    """What every page has besides the studies."""
+    records = results.read(lab)
+    content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
+    content |= {
+        "provenance": results.provenance(records),
+        "params": lab.params.model_dump(),
+        "paper": lab.paper.model_dump(),
+    }
+    return page.plain(content)
+
+
+def summarise(name: str, lab: Lab) -> dict[str, Any]:
+    """A study's numbers, after its figures are drawn and written; {} where nothing of it is measured."""
+    one = studies.get(name)
+    settings = studies.settings(name)
+    tables = study.read_tables(name) if one.measure and (study.FOLDER / name).is_dir() else {}
+    if one.measure and not tables:
+        return {}
+    sources = sources_of(name, one)
+    for figure, draw in one.figures.items():
+        drawing = draw(settings, tables, lab)
+        if drawing is not None:
+            files.write_text(FIGURES / f"{figure}.svg", figures.svg(drawing, sources=sources))
+    return page.plain(one.summarise(settings, tables, lab))
+
+
+def sources_of(name: str, one: Study) -> list[str]:
+    """The files that a study's figures are drawn from."""
+    if one.measure is None:
+        return ["paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv"]
+    return [str(path) for path in sorted((study.FOLDER / name).glob("*.csv"))]
+
+
+def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
+    """Renders a page as Markdown and as HTML."""
+    environment = page.environment(lab.label)
+    markdown = re.sub(r"\n{3,}", "\n\n", environment.get_template(f"{name}.md.j2").render(context))
+    files.write_text(FOLDER / f"{PAGES[name]}.md", markdown)
+    drawings = {}
+    for path in set(re.findall(r"\]\(((?:figures/)?\w+\.svg)\)", markdown)):
+        if (FOLDER / path).exists():
+            drawing = (FOLDER / path).read_text(encoding="utf-8")
+            drawings[path] = figures.inline(drawing, Path(path).stem.replace("_", "-"), "")
+    body, sections = page.to_html(markdown, drawings, lambda path: source_line(path, name))
+    whole = environment.get_template("page.html.j2").render(
+        context | {"body": Markup(body), "sections": sections, "page": name}
+    )
+    files.write_text(FOLDER / f"{PAGES[name]}.html", whole)
+
+
+def source_line(path: str, of_page: str) -> str:
+    """Links to the data and the code of a figure."""
+    stem = Path(path).stem
+    owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
+    if owner is None:
+        return '<small><a href="tables/curves.csv">data</a></small>'
+    code = page.link(f"pipeline/studies/{studies.wing(owner)}/{owner}.py", FOLDER)
+    data = f"studies/{owner}/" if studies.get(owner).measure else "tables/"
+    return f'<small><a href="{data}">data</a>, <a href="{code}">code</a></small>'
+
+
+def write_readme() -> None:
+    """The blocks of README.md between markers, each from the template of its name."""
+    lab = Lab("report", params.load(), params.load_paper())
+    context = common(lab) | {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*.json"))} | common(lab)
+    environment = page.environment(lab.label)
+    readme = README.read_text(encoding="utf-8")
+
+    def block(found: re.Match) -> str:
+        return found[1] + environment.get_template(f"readme/{found[2]}.md.j2").render(context).strip() + found[3]
+
+    files.write_text(README, MARKERS.sub(block, readme))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import html
 import io
 import re
+from collections.abc import Iterable
 
 import matplotlib
 import pandas as pd
@@ -28,7 +29,9 @@ def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
             drawn = dict(list(curves[curves["curve"] == curve].groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
                 points, style = drawn[variant], look(variant, params.variants)
-                axes.plot(points["epoch"], points["mean"], label=params.label(variant), **style.line())
+                axes.plot(
+                    points["epoch"], points["mean"], label=params.label(variant), gid=f"{curve}.{variant}", **style.line()
+                )
                 if (points["n"] > 1).any():
                     band = {"color": style.colour, "alpha": 0.15, "linewidth": 0}
                     axes.fill_between(points["epoch"], points["min"], points["max"], **band)
@@ -48,9 +51,11 @@ def of_losses(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def svg(figure: Figure) -> str:
-    """The figure as SVG whose bytes depend on what it shows alone, with powers and indices in place."""
-    text = _save(figure, "svg", dict.fromkeys(("Creator", "Date", "Format", "Type"))).decode()
+def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
+    """The figure as SVG whose bytes depend on what it shows alone, with powers and indices in place; its metadata name the
+    files that it was drawn from."""
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
+    text = _save(figure, "svg", metadata).decode()
     # matplotlib names clips and markers by digests of coordinates, whose last bits differ from one layout to the next
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)

@@ -4,7 +4,7 @@ what stands where there is no number."""
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -12,6 +12,7 @@ import pandas as pd
 from pipeline.core.files import rounded
 
 ABSENT = "–"
+SMALL = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 NOTATION = re.compile(
     r"(?<![\w.])(?P<mantissa>\d(?:\.\d+)?)e(?P<exponent>[-+]?\d{1,3})(?!\w)"  # 1e-5
@@ -24,7 +25,7 @@ NOTATION = re.compile(
 
 def number(value: float | None) -> str:
     """Three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷; ∞, and a dash for what there is not."""
-    if value is None or pd.isna(value):
+    if pd.isna(value):
         return ABSENT
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
@@ -70,34 +71,41 @@ def signed(value: float, digits: int) -> str:
     return ABSENT if pd.isna(value) else f"{rounded(value):+z.{digits}f}".replace("-", "−")
 
 
-def mean_std(mean: float, std: float, digits: int) -> str:
-    """e.g. 96.90 ± 0.73, and the mean alone where there is no spread."""
-    return fixed(mean, digits) if pd.isna(std) else f"{fixed(mean, digits)} ± {fixed(std, digits)}"
-
-
-def interval(low: float, high: float, digits: int) -> str:
-    """e.g. 96.1 to 97.5."""
-    return ABSENT if pd.isna(low) else f"{fixed(low, digits)} to {fixed(high, digits)}"
-
-
-def plural(count: int, thing: str) -> str:
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
-def span(values: Iterable[float], text: Callable[[float], str] = number) -> str:
-    """The smallest and the largest of numbers, e.g. 94 to 232, and one of them where they read the same."""
-    values = list(values)
-    return " to ".join(dict.fromkeys(map(text, (min(values), max(values)))))
-
-
 def grouped(value: float) -> str:
     """A whole number with narrow spaces between thousands."""
     return ABSENT if pd.isna(value) else f"{value:z,.0f}".replace(",", "\u202f").replace("-", "−")
 
 
-def per_cent(value: float) -> str:
+def percent(share: float, digits: int = 0) -> str:
     """A share as per cent: 0.95 is 95%."""
-    return f"{100 * value:g}%"
+    return ABSENT if pd.isna(share) else f"{fixed(100 * share, digits)}%"
+
+
+def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
+    """Of a summary e.g. 96.90 ± 0.73; the mean alone where there is no spread."""
+    mean, std = summary["mean"], summary["std"]
+    return fixed(mean, digits) if pd.isna(std) else f"{fixed(mean, digits)} ± {fixed(std, digits)}"
+
+
+def interval(ends: Mapping[str, float], digits: int = 2) -> str:
+    """Of whatever has `low` and `high`, e.g. 96.1 to 97.5."""
+    return ABSENT if pd.isna(ends["low"]) else f"{fixed(ends['low'], digits)} to {fixed(ends['high'], digits)}"
+
+
+def times(ratio: float, digits: int = 2) -> str:
+    """A ratio, e.g. 1.22 ×."""
+    return ABSENT if pd.isna(ratio) else f"{fixed(ratio, digits)} ×"
+
+
+def words(count: int) -> str:
+    """A small whole number as text writes it, from zero to twelve; digits beyond."""
+    return SMALL[int(count)] if 0 <= count < len(SMALL) else grouped(count)
+
+
+def listing(items: Iterable[str]) -> str:
+    """a, b and c."""
+    *others, last = list(items)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def plain(value: Any) -> str:

@@ -80,5 +80,3 @@ def run_row(run: Run, config: RunConfig) -> dict:
     if metrics["diverged"]:
         return row | {"status": "diverged"}
     return row | {"status": "finished"} | {key: metrics[key] for key in FINALS}
-
-

@@ -1,0 +1,155 @@
+"""From templates to pages: Markdown that GitHub shows, and HTML made from it."""
+
+import functools
+import html
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from markupsafe import Markup, escape
+
+from pipeline.core.files import rounded
+from pipeline.report import numbers
+from pipeline.report.looks import look, on_page
+from pipeline.verdicts import CONTRADICTED, REPRODUCED, Verdict
+
+TEMPLATES = Path(__file__).parent / "templates"
+MARKS = {  # before a badge: good, bad, open
+    **dict.fromkeys((REPRODUCED, "so here", "holds"), ("good", "✓")),
+    **dict.fromkeys((CONTRADICTED, "not so here", "fails"), ("bad", "✗")),
+}
+SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # of Markdown
+
+
+def plain(value: Any) -> Any:
+    """Plain numbers, lists and dicts, as files hold them: verdicts with their words, None for a number that is none."""
+    if isinstance(value, Verdict):
+        return plain(asdict(value) | {"here": value.here, "bound": value.bound, "is_open": value.is_open})
+    if is_dataclass(value):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):  # NumPy's
+        return plain(value.item())
+    if isinstance(value, float):
+        return rounded(value) + 0.0 if math.isfinite(value) else None
+    return value
+
+
+def environment(label: Callable[[str], str]) -> jinja2.Environment:
+    """The templates with their filters. Everything that they are given is escaped."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    named = (numbers.fixed, numbers.signed, numbers.grouped, numbers.percent, numbers.mean_sd, numbers.interval)
+    made.filters |= {each.__name__: each for each in (*named, numbers.number, numbers.times, numbers.words, numbers.listing)}
+    made.filters |= {"plain": numbers.plain, "verdict": verdict, "holds": holds, "label": lambda name: text(label(name))}
+    return made
+
+
+def text(words: str) -> Markup:
+    """Text that is none of ours, such as a label of params.yaml, so that Markdown and HTML show it as it is."""
+    return Markup(SPECIAL.sub(r"\\\1", str(escape(words))))
+
+
+def badge(word: str) -> Markup:
+    kind, mark = MARKS.get(word, ("open", "?"))
+    return Markup(f'<span class="verdict {kind}">{mark} {escape(word)}</span>')
+
+
+def verdict(value: Mapping[str, Any] | str) -> Markup:
+    """The word of a verdict as a badge."""
+    return badge(value if isinstance(value, str) else value["word"])
+
+
+def holds(check: Mapping[str, Any]) -> Markup:
+    return badge("holds" if check["holds"] else "fails")
+
+
+@functools.cache
+def _markdown() -> MarkdownIt:
+    return MarkdownIt("commonmark", {"html": True}).enable("table")
+
+
+def word_count(markdown: str) -> int:
+    """The words that a reader of the page meets, captions and tables included."""
+    shown = re.sub(r"<[^>]+>|\]\([^)]*\)|[|*#`!\[\]]|^\s*[:| -]+$", " ", markdown, flags=re.MULTILINE)
+    return len([word for word in shown.split() if any(map(str.isalnum, word))])
+
+
+def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
+    """The body of a page, and its sections as (anchor, title).
+
+    A paragraph that is an image alone becomes a figure: `drawings` has the SVG of each path, inlined, and `source` a line on
+    its data and code. Tables scroll by themselves.
+    """
+    tokens, sections, body = _markdown().parse(markdown), [], []
+    for i, token in enumerate(tokens):
+        if token.type == "heading_open":
+            title = tokens[i + 1].content
+            token.attrSet("id", anchor(title))
+            sections += [(anchor(title), title)] if token.tag == "h2" else []
+        elif token.type in ("table_open", "table_close"):
+            around = '<div class="wide" tabindex="0">' if token.type == "table_open" else "</div>\n"
+            wrapper = Token("html_block", "", 0, content=around)
+            body += [wrapper, token] if token.type == "table_open" else [token, wrapper]
+            continue
+        elif token.type == "inline" and (image := _only_image(token)):
+            body[-1:] = [Token("html_block", "", 0, content=_figure(image, drawings, source))]  # instead of <p>
+            continue
+        elif (
+            token.type == "paragraph_close"
+            and body
+            and body[-1].type == "html_block"
+            and body[-1].content.startswith("<figure")
+        ):
+            continue
+        body.append(token)
+    return _markdown().renderer.render(body, _markdown().options, {}), sections
+
+
+def anchor(title: str) -> str:
+    """The id of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", html.unescape(re.sub(r"<[^>]+>", "", title)).lower()).replace(" ", "-")
+
+
+def _only_image(token: Token) -> Token | None:
+    children = [child for child in token.children or [] if child.type != "softbreak"]
+    return children[0] if len(children) == 1 and children[0].type == "image" else None
+
+
+def _figure(image: Token, drawings: Mapping[str, str], source: Callable[[str], str]) -> str:
+    path = str(image.attrs["src"])
+    caption = _markdown().renderer.renderInline(image.children or [], _markdown().options, {})
+    drawing = drawings.get(path) or f'<img src="{html.escape(path)}" alt="{html.escape(image.content)}">'
+    return (
+        f'<figure id="{html.escape(Path(path).stem)}"><div class="wide" tabindex="0">{drawing}</div>'
+        f"<figcaption>{caption} {source(path)}</figcaption></figure>\n"
+    )
+
+
+def swatch(variant: str) -> Markup:
+    """A model's line as it is drawn in figures, for a table of the HTML page."""
+    drawn = look(variant)
+    dashes = f' stroke-dasharray="{" ".join(f"{2 * dash:g}" for dash in drawn.dashes)}"' if drawn.dashes else ""
+    line = f'<line x1="0" y1="4" x2="32" y2="4" stroke-width="2" style="stroke: {on_page(drawn.colour)}"{dashes}/>'
+    return Markup(f'<svg class="swatch" viewBox="0 0 32 8" aria-hidden="true">{line}</svg>')
+
+
+def link(path: str, start: Path) -> str:
+    """A file of the repository as a page in `start` links to it."""
+    return os.path.relpath(path, start).replace(os.sep, "/")

@@ -28,8 +28,8 @@ class Results:
     """Runs and their curves, by name.
 
     Args:
-        tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …) and,
-            of a study that watches its models, "watched". Where there is no column `name`, `variant` is it.
+        tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …), and
+            "watched" of a study that watches its models. Where there is no column `name`, `variant` is it.
     """
 
     def __init__(self, *tables: Mapping[str, pd.DataFrame]) -> None:
@@ -213,20 +213,18 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More than a share of the runs of each model train: their last train loss is below half of a guess's."""
+    """More (or fewer) than a share of the runs of each model train: their last train loss is below half of a guess's."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
-    trains: bool = True
+    side: Literal["above", "below"] = "above"
     share: Fraction = 0.5
 
     def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        side = "above" if self.trains else "below"
-        verdicts = {}
-        for model in self.models:
-            losses = results.losses(model)
-            verdicts[model] = judge_share(sum(map(trains, losses)), len(losses), limit=self.share, side=side)
-        return verdicts
+        return {model: self.verdict(results.losses(model)) for model in self.models}
+
+    def verdict(self, losses: list[float]) -> Verdict:
+        return judge_share(sum(map(trains, losses)), len(losses), limit=self.share, side=self.side)
 
 
 class Measured(Comparison):

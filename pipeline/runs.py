@@ -1,7 +1,7 @@
-"""A run: where its files lie, whether they are of today's code, and how a training gets there.
+"""A run: where its files lie, whether they are what params.yaml asks for, and how a training gets there.
 
-    paper_outputs/runs/STUDY/NAME/SEED/     history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a study with a
-                              `watch` watched.csv; git keeps them
+    paper_outputs/runs/STUDY/NAME/SEED/    history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a
+                                           study with a `watch` watched.csv; git keeps them
     paper_outputs/weights/STUDY/NAME/SEED.pt
 
 Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,

@@ -62,7 +62,7 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
     """Σ wᵢ · mean(sampleᵢ), such as a difference of two means for the weights (1, −1).
 
     Args:
-        equal_spread: the samples share one spread, as those of one model do, so that a sample of one value may be among them.
+        equal_spread: the samples share one spread, as those of one model do, so that one of them may have a single value.
     """
     sizes = [len(sample) for sample in samples]
     if 0 in sizes:

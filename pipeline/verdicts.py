@@ -6,8 +6,8 @@ A claim asks a number to lie above or below a limit. It is tested as superiority
     contradicted            the one-sided 95 % bound of the other side lies wholly on the other side
     open, same direction    neither; the estimate lies on the claim's side
     open, other direction   neither; it does not
-    not testable here       the power at the paper's own effect, with our spread and seeds, is below one half. Such a claim is
-                            shown and never counted
+    not testable here       the power at the paper's own effect, with our spread and seeds, is below one half. Such a claim
+                            is shown and never counted
     not trained             a sample has no run
 
 A run that diverges is a failure and counts as one: as a guess in means of accuracies and losses, as a failure in shares.

@@ -102,7 +102,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
         if token.type == "heading_open":
             title = tokens[i + 1].content
             token.attrSet("id", anchor(title))
-            sections += [(anchor(title), title)] if token.tag == "h2" else []
+            sections += [(anchor(title), re.sub(r"<[^>]+>", "", title))] if token.tag == "h2" else []
         elif token.type in ("table_open", "table_close"):
             around = '<div class="wide" tabindex="0">' if token.type == "table_open" else "</div>\n"
             wrapper = Token("html_block", "", 0, content=around)

@@ -1,5 +1,5 @@
-"""The layers of *Orthogonal Linear Layers in PyTorch*, a post, written anew from its formulas, step for step as it describes
-them. Its own code does not carry over, because part of it cannot run: the study `orthogonality_sources` shows what.
+"""The layers of the post *Orthogonal Linear Layers in PyTorch*, written from its formulas, step for step as it has them.
+Part of its own code cannot run: see docs/errata.md.
 
 Each takes x (tokens, n) and the layer's parameters: n(n − 1)/2 angles of the planes (i, j), i < j, in the order of i and
 then j, or m vectors.

@@ -1,0 +1,277 @@
+"""The counterexamples of docs/errata.md: each test shows by a number that a statement of a published document fails.
+
+Zhang et al. 2021 is “On Orthogonality Constraints for Transformers”; the post is “Orthogonal Linear Layers in PyTorch”, of
+whose formulas pipeline/benchmarks/post.py makes layers.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.profiler import profile
+from torch.nn.utils.parametrizations import orthogonal
+
+from osa.constrained.orthogonal import cayley, givens, orthogonality_error, retract
+from osa.constrained.penalties import attention_penalty, gram_penalty
+from osa.init import stiefel_uniform
+from pipeline.benchmarks import post
+from pipeline.cost import cost
+
+N = 6  # of matrices whose size does not matter
+TABLE_4 = {  # Zhang et al.: the Transformer, VAR-I, II and III
+    "PersonaChat VecE": (49.0, 48.2, 49.0, 48.6),
+    "DailyDialog CIDEr": (79.3, 79.2, 79.6, 82.1),
+    "DailyDialog EmbA": (84.9, 85.7, 85.6, 85.5),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def rotation(n=N):
+    return stiefel_uniform(n, n, dtype=torch.float64)
+
+
+def norm(matrix):
+    return torch.linalg.matrix_norm(matrix, 2)
+
+
+def slope(function, x):
+    """‖∂f/∂x‖₂ for x of one dimension."""
+    return norm(torch.func.jacrev(function)(x))
+
+
+def entries_multiplied(function):
+    """By element-wise products, as torch's profiler sees them."""
+    with profile(record_shapes=True) as profiler:
+        function()
+    return sum(max(map(math.prod, e.shapes()[:2])) for e in profiler.kineto_results.events() if e.name() == "aten::mul")
+
+
+def reflections(vectors):
+    return post.householder(torch.eye(vectors.shape[-1]), vectors)
+
+
+def weight_matrix(angles):
+    """The product of [[cos θ, −sin θ], [sin θ, cos θ]] in the planes (i, j): `givens` of X_ji = −θ_ij."""
+    x = torch.zeros(N, N)
+    i, j = post.planes(N)
+    x[j, i] = -angles
+    return givens(x)
+
+
+def update(w, gradient, rate):
+    """The step of ExponentialOptimizer: W exp(rate · G) with G = ½ Wᵀ(∇ − W∇ᵀW)."""
+    g = w.mT @ (gradient - w @ gradient.mT @ w) / 2
+    return w @ torch.linalg.matrix_exp(rate * g)
+
+
+# Zhang et al. 2021
+
+
+def test_orthogonal_weights_and_their_penalties():
+    wide = stiefel_uniform(256, 64, dtype=torch.float64).mT
+    assert (wide.mT @ wide - torch.eye(256)).square().sum() == pytest.approx(192)
+    half = 0.5 * rotation()
+    assert norm(half) < 1 and gram_penalty(half) / N == pytest.approx(9 / 16)
+
+
+def test_lipschitz_constants_do_not_stay_below_one():
+    assert norm(torch.eye(N) + torch.eye(N)) == pytest.approx(2)
+    assert slope(nn.functional.gelu, torch.linspace(0, 3, 301)) > 1.128
+    assert slope(nn.LayerNorm(N), 1e-3 * torch.randn(N)) > 100
+    tokens = 10 * torch.randn(N, 3)
+    tokens[0] = 0  # beside which the slope grows with the square of the others (Kim et al. 2021)
+    attention = lambda x: torch.softmax(x @ x.mT, -1) @ x  # noqa: E731
+    assert slope(lambda x: attention(x.view(N, 3)).flatten(), tokens.flatten()) > 10
+
+
+def test_a_token_moves_keys_too():
+    x, to_query = torch.randn(N, 2), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    y = x.clone()
+    y[0, 1] += 1
+    attention = lambda x: torch.softmax(x @ to_query @ (x @ torch.ones(2, 2)).mT, -1)  # noqa: E731
+    assert torch.equal(x @ to_query, y @ to_query) and (attention(y) - attention(x)).norm() > 0.1
+
+
+def test_one_bound_goes_with_any_attention_penalty():
+    key = nn.functional.normalize(torch.randn(1, 1, 50, 16), dim=-1)
+    sharp, flat = (attention_penalty(torch.softmax(s * key @ key.mT / 4, -1)) for s in (1e4, 1e-2))
+    assert sharp < 0.1 * flat
+
+
+def test_uniform_attention_is_a_stationary_point_of_its_penalty():
+    gradient = torch.func.grad(attention_penalty)
+    assert gradient(torch.full((1, 1, 50, 50), 0.02)).abs().max() < 1e-12
+    assert gradient(torch.softmax(torch.randn(1, 1, 50, 50), -1)).abs().max() > 1e-3
+
+
+def test_tables():
+    assert 14.74 / 13.96 - 1 > 0.055
+    assert sum(each < before for before, *variants in TABLE_4.values() for each in variants) == 3
+    _, *variants = TABLE_4["DailyDialog EmbA"]
+    assert max(variants) == variants[0]
+
+
+# The post: Givens rotations and rotors
+
+
+def test_angles_in_a_new_tensor_have_no_gradient():
+    angle = torch.ones((), requires_grad=True)
+    with pytest.warns(UserWarning, match="requires_grad"):
+        assert not torch.tensor([[angle.cos(), -angle.sin()], [angle.sin(), angle.cos()]]).requires_grad
+
+
+@pytest.mark.parametrize("before", [lambda x: x, torch.tanh])
+def test_writing_into_the_input_fails(before):
+    def train(x):
+        x[:, [0, 1]] = x[:, [0, 1]] @ torch.eye(2)
+        x.sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"leaf Variable|inplace operation"):
+        train(before(torch.ones(2, 3, requires_grad=True)))
+
+
+def test_the_givens_layer_turns_the_other_way():
+    x, angles = torch.randn(4, N), torch.randn(math.comb(N, 2))
+    layer = post.givens(x, angles)
+    torch.testing.assert_close(layer, x @ weight_matrix(-angles))
+    assert (layer - x @ weight_matrix(angles)).norm() > 0.1
+
+
+def test_the_order_of_rotations_matters():
+    """Round robin: n − 1 steps of n/2 planes, with the same angle for each plane."""
+    angles = torch.randn(math.comb(N, 2))
+    by_plane = dict(zip(itertools.combinations(range(N), 2), angles, strict=True))
+    w, seats = torch.eye(N), list(range(N))
+    for _ in range(N - 1):
+        for i, j in map(sorted, zip(seats[: N // 2], seats[: N // 2 - 1 : -1], strict=True)):
+            turn, angle = torch.eye(N), by_plane.pop((i, j))
+            turn[i, i] = turn[j, j] = angle.cos()
+            turn[i, j], turn[j, i] = angle.sin(), -angle.sin()
+            w = w @ turn
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    assert not by_plane and (w - weight_matrix(angles)).norm() > 0.1
+
+
+def test_costs_of_rotations_and_reflections():
+    rotations = [entries_multiplied(lambda n=n: post.givens(torch.eye(n), torch.ones(math.comb(n, 2)))) for n in (8, 16)]
+    assert math.log2(rotations[1] / rotations[0]) > 2.9
+    reflected = [entries_multiplied(lambda n=n: reflections(torch.ones(n, n))) for n in (16, 32)]
+    assert math.log2(reflected[1] / reflected[0]) > 2.9
+    assert 6 * math.comb(64, 2) / (2 * 64**2) == pytest.approx(1.477, abs=1e-3)
+    assert math.comb(64, 2) / 64**2 == pytest.approx(0.492, abs=1e-3)
+    x, weight = torch.ones(128, N), torch.eye(N)
+    many, one = (cost(lambda x=x: nn.functional.linear(x, weight), x.device) for x in (x, x[:1]))
+    assert many.multiply_adds == 128 * one.multiply_adds
+
+
+def test_definitions():
+    assert 2**N - (1 + N + math.comb(N, 2)) == 42
+    shear = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    assert torch.linalg.det(shear) == 1 and norm(shear) > 1.6
+    inversion = -torch.eye(3)
+    assert torch.linalg.det(inversion) == -1 and torch.linalg.matrix_rank(inversion - torch.eye(3)) == 3
+
+
+# The post: exponential map and Cayley transform
+
+
+def test_cayley():
+    assert not any(len(torch.triu_indices(n, n, 1)) == math.comb(n, 2) for n in range(1, 100))
+    for scale in (0.1, 1, 10, 100):
+        x = scale * torch.randn(N, N)
+        a = x - x.mT
+        assert torch.linalg.cond(torch.eye(N) - a) < (1 + norm(a).square()).sqrt() * (1 + 1e-9)
+    assert torch.linalg.svdvals(cayley(100 * torch.randn(N, N)) + torch.eye(N)).min() > 1e-5
+
+
+def test_matrix_exp_takes_no_eigenvalues():
+    with profile() as profiler:
+        torch.linalg.matrix_exp(torch.randn(2, N, N))
+    names = [event.name() for event in profiler.kineto_results.events()]
+    assert "aten::linalg_matrix_exp" in names and not any("eig" in name for name in names)
+
+
+def test_the_exponential_optimizer_ascends():
+    target, start = rotation(), rotation()
+    loss = lambda w: (w - target).square().sum()  # noqa: E731
+    up = down = start
+    for _ in range(20):
+        up, down = update(up, torch.func.grad(loss)(up), 0.01), update(down, torch.func.grad(loss)(down), -0.01)
+    assert loss(down) < loss(start) < loss(up)
+
+
+def test_the_exponential_optimizer_keeps_what_it_finds():
+    w = nn.Linear(N, N, bias=False).weight.detach()
+    for _ in range(20):
+        w = update(w, torch.randn(N, N), 0.01)
+    assert orthogonality_error(w) > 0.1
+    with pytest.raises(RuntimeError):
+        update(torch.randn(N), torch.randn(N), 0.01)  # of a bias
+
+
+def test_the_exponential_optimizer_on_weights_that_are_not_square():
+    tall = stiefel_uniform(N, 3, dtype=torch.float64)
+    assert orthogonality_error(update(tall.mT, torch.randn(3, N), 0.1)) > 1e-4
+    outside = lambda new: (new - tall @ (tall.mT @ new)).norm()  # noqa: E731
+    gradient = torch.randn(N, 3)
+    assert outside(update(tall, gradient, -0.1)) < 1e-9 * outside(retract(tall, -0.1 * gradient))
+
+
+def test_gradients_and_memory_of_the_optimizer():
+    layer, norms = nn.Linear(N, N, bias=False), []
+    for _ in range(2):
+        layer(torch.ones(1, N)).sum().backward()
+        norms.append(layer.weight.grad.norm().item())
+    assert norms[1] == pytest.approx(2 * norms[0])
+    address = layer.weight.data_ptr()
+    layer.weight.data = update(layer.weight.data, layer.weight.grad, 0.01)
+    assert layer.weight.data_ptr() != address
+    layer.upper_indices = torch.triu_indices(N, N, 1)
+    assert not list(layer.buffers())
+
+
+# The post: Householder reflections
+
+
+def test_reflections():
+    assert torch.linalg.det(reflections(torch.randn(5, 5))) == pytest.approx(-1)
+    derivative = torch.func.jacrev(reflections)(torch.randn(N // 2, N)).flatten(2).flatten(0, 1)
+    assert torch.linalg.matrix_rank(derivative, rtol=1e-10) == 12 < math.comb(N, 2)
+    assert torch.ones(N, N).numel() - N * (N - 1) == N
+    assert reflections(torch.zeros(1, N)).isnan().all()
+
+
+def test_two_reflections_make_any_rotation_in_space():
+    w = rotation(3)
+    w = w * torch.linalg.det(w)
+    axis = torch.linalg.svd(w - torch.eye(3)).Vh[-1]
+    u = torch.linalg.cross(axis, torch.randn(3))
+    assert (reflections(torch.stack([u + w @ u, u])) - w).norm() < 1e-9
+
+
+def test_householder_product_wants_another_tau():
+    v = nn.functional.normalize(torch.randn(N, N), dim=1)
+    assert (torch.linalg.householder_product(v.mT, torch.full((N,), 2.0)) - reflections(v)).norm() > 1
+
+
+# The post on Muon, and torch
+
+
+def test_orthogonal_updates_do_not_keep_weights_orthogonal():
+    assert orthogonality_error(rotation() - 0.1 * rotation()) > 0.1
+
+
+def test_decay_destroys_torchs_householder():
+    linear = orthogonal(nn.Linear(N, N), orthogonal_map="householder")
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=3e-4, weight_decay=0.05)
+    linear(torch.randn(2, N)).square().sum().backward()
+    optimizer.step()
+    assert linear.weight.norm() == 0

@@ -2,7 +2,8 @@
 
 That is the part of the study's file that measures and trains, and a digest of every other file of the project that this part
 imports, directly or not; comments, docstrings and layout do not count. A study's stage of dvc.yaml depends on this text
-instead of on files, so that an edit of its summary or its figures measures nothing again.
+instead of on files, so that an edit of its summary or its figures measures nothing again. Its settings, and a digest of the
+recipe and of the variants, stand there too.
 
 pipeline/core, pipeline/report, pipeline/tracking and the packages' own __init__ files make no number and are left out. So do
 the CUDA kernels on a CPU, whose numbers `osa.NUMERICS` stands for.
@@ -11,11 +12,12 @@ the CUDA kernels on a CPU, whose numbers `osa.NUMERICS` stands for.
 import ast
 import functools
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline import studies
-from pipeline.core import files
+from pipeline.core import files, params
 from pipeline.core.errors import entry_point
 from pipeline.core.files import ROOT
 
@@ -44,7 +46,8 @@ def text(study: str) -> str:
     statements = _reached(_tree(own).body)
     code = "".join(f"{ast.unparse(statement)}\n" for statement in statements)
     imported = sorted(_closure(statements) - {own})
-    return code + "".join(f"{path} {_digest(path)}\n" for path in imported)
+    settings = json.dumps(studies.settings(study).model_dump(), sort_keys=True)
+    return code + "".join(f"{path} {_digest(path)}\n" for path in imported) + f"models {_models()}\nsettings {settings}\n"
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -94,6 +97,13 @@ def _closure(statements: list[ast.stmt]) -> set[str]:
             found.add(path)
             queue += [] if path == "pipeline/studies/__init__.py" else _imports([_tree(path)])
     return {path for path in found if not path.endswith("__init__.py")}
+
+
+@functools.cache
+def _models() -> str:
+    """Of what the studies' models are made from: the paper's recipe and the variants."""
+    recipe, variants = params.load_paper().recipe.model_dump(), params.load().model_dump(include={"variants"})
+    return hashlib.sha256(json.dumps([recipe, variants], sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache

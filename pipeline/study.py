@@ -1,6 +1,6 @@
 """Measures one study: `python -m pipeline.study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-First it trains what the study lists and is not there, unless its trainings are manual, or `--collect` is given.
+A study that trains reads what is there; `python -m pipeline.tools.fan_out` trains what is missing.
 """
 
 import argparse
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from pipeline import runs, sources, studies
+from pipeline import sources, studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.lab import Lab
-from pipeline.training import data
 from pipeline.training.loop import make_deterministic
 
 FOLDER = Path("paper_outputs/studies")
@@ -23,15 +22,12 @@ RECORD = "record.json"
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.study", description=__doc__.splitlines()[0])
     parser.add_argument("name", help="a file in a wing of pipeline/studies that measures")
-    parser.add_argument("--collect", action="store_true", help="train nothing: take the runs that are there")
     chosen = parser.parse_args(arguments)
     study = studies.get(chosen.name)
     if study.measure is None:
         raise UserError(f"{chosen.name} measures nothing: `python -m pipeline.report` reads what it needs.")
     make_deterministic()
     settings, lab = studies.settings(chosen.name), Lab(chosen.name, params.load(), params.load_paper())
-    if study.trainings and not (study.manual or chosen.collect):
-        train_missing(study.trainings(settings, lab), lab, study.watch)
     tables, folder = study.measure(settings, lab), FOLDER / chosen.name
     for name, table in tables.items():
         files.write_csv(folder / f"{name}.csv", table)
@@ -40,16 +36,6 @@ def main(arguments: list[str] | None = None) -> None:
     environment = record.describe_environment(record.default_device())
     made_by = {"source_sha256": sources.digest(chosen.name), "settings": settings.model_dump(), "environment": environment}
     files.write_json(folder / RECORD, made_by)
-
-
-def train_missing(trainings: list[studies.Request], lab: Lab, watch: runs.Watch | None) -> None:
-    """Trains each run that is not there with this configuration, these data and today's numerics; resumes what was
-    interrupted."""
-    for variant, overrides, seed in trainings:
-        run, config = lab.run(variant, overrides, seed), lab.config(variant, overrides)
-        folder = data.folder(config.data.source)
-        if not runs.is_recorded(run, config, data.digest(folder) if folder.exists() else None):
-            runs.train(run, config, watch=watch)
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:

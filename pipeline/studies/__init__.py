@@ -33,9 +33,8 @@ class Study:
         measure: (settings, lab) → tables: what is expensive. `python -m pipeline.study NAME` writes them as CSV.
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that its template shows, from those tables alone.
         figures: by name, (settings, tables, lab) → a figure.
-        trainings: (settings, lab) → the runs that it trains.
+        trainings: (settings, lab) → the runs that it compares. `python -m pipeline.tools.fan_out` trains them.
         watch: (training) → rows of numbers, at every point of the curves of its runs: their watched.csv.
-        manual: its trainings take so long that its stage leaves them to `python -m pipeline.tools.fan_out`.
     """
 
     summarise: Callable[..., dict[str, Any]]
@@ -44,7 +43,6 @@ class Study:
     figures: dict[str, Callable[..., Figure]] = field(default_factory=dict)
     trainings: Callable[..., list[Request]] | None = None
     watch: Callable[..., list[dict[str, float]]] | None = None
-    manual: bool = False
 
 
 def names(wing: str | None = None) -> list[str]:

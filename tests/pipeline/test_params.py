@@ -171,6 +171,11 @@ SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist' or
             "variants.osa_qr: num_iterations belongs to method: newton_schulz or polar_express.",
         ),
         ("variants.vit.method", "qr", "variants.vit: method belongs to attention: orthogonal."),
+        (
+            "variants.espa.attention_init",
+            "xavier",
+            "variants.espa: attention_init belongs to attention: orthogonal or softmax.",
+        ),
         ("variants.osa_ns.epsilon", ABSENT, "variants.osa_ns: epsilon is missing; method newton_schulz needs it."),
         (
             "variants.espa.kernel_last",

@@ -195,13 +195,14 @@ def begin(run: Run, config: RunConfig) -> Training:
 
 
 def state_sha256(training: Training) -> str:
-    """A digest of every weight and of the optimiser's moments."""
+    """A digest of every weight and of the optimisers' moments."""
     digest = hashlib.sha256()
     for tensor in training.model.state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
-    for state in training.optimizer.state_dict()["state"].values():
-        for name in sorted(state):
-            digest.update(state[name].cpu().numpy().tobytes())
+    for optimizer in training.optimizers:
+        for state in optimizer.state_dict()["state"].values():
+            for name in sorted(state):
+                digest.update(state[name].cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

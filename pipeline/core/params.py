@@ -137,6 +137,9 @@ class Train(Section):
     clip_grad_norm: PositiveFloat
     drop_last: bool
     points_per_epoch: Annotated[int, Field(gt=0, le=1000)]
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "cosine"] = "constant"
 
 
 OWN_KEYS = {
@@ -241,11 +244,15 @@ class RunConfig(Shared):
 
 
 def written_config(config: dict) -> dict:
-    """A record's configuration as one writes it: without keys that are None, which do not apply, and without those that
-    params.yaml no longer has, which follow from others now."""
+    """A record's configuration without keys at their default, which older records lack, and without keys that params.yaml
+    no longer has, which follow from others now."""
     known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
     return {
-        section: {key: value for key, value in values.items() if value is not None and key in known[section]}
+        section: {
+            key: value
+            for key, value in values.items()
+            if key in known[section] and value not in (None, known[section][key].default)
+        }
         for section, values in config.items()
     }
 

@@ -228,7 +228,7 @@ def test_states_are_digests_of_everything_that_goes_on(tmp_path, monkeypatch):
     assert one["state_sha256"] == replay.state_sha256(beginning) != zero["state_sha256"]
     last = beginning.progress.history[-1]
     assert (one["test_loss"], one["test_accuracy"]) == (repr(last["test_loss"]), repr(last["test_accuracy"]))
-    next(iter(beginning.optimizer.state.values()))["exp_avg"].view(-1)[0] += 1e-6
+    next(iter(beginning.optimizers[0].state.values()))["exp_avg"].view(-1)[0] += 1e-6
     assert one["state_sha256"] != replay.state_sha256(beginning)
 
 

@@ -54,10 +54,12 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 def init_orthogonal_attention_(
     attention: nn.Module, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
 ) -> None:
-    """Section 4 for `OrthogonalSelfAttention`: per head, W^V = U and W^O = Vᵀ from independent draws of U_{d×d_v},
-    [W^Q, W^K] from one draw of U_{d×2d_v}, and α small.
+    """Section 4: per head, W^V = U and W^O = Vᵀ from independent draws of U_{d×d_v}, [W^Q, W^K] from one draw of U_{d×2d_v},
+    and α small. Softmax attention has no α; its biases start at zero.
 
     Args:
+        attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, of two heads or more.
+        alpha: of orthogonal attention alone.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. A head's blocks are
             uniform on the Stiefel manifold as before, but Σ_i W^V_i W^O_i is orthogonal: with per-head draws it is not, and
             a deep stack whose attention is near the identity multiplies such matrices.
@@ -74,7 +76,9 @@ def init_orthogonal_attention_(
             attention.out.weight[:, rows] = stiefel_uniform(d, d_v, generator=generator)
     if joint_value_output:
         _orthogonal(attention.value, attention.out, generator=generator)
-    attention.alpha.fill_(alpha)
+    _zero_biases(attention)
+    if hasattr(attention, "alpha"):
+        attention.alpha.fill_(alpha)
 
 
 @torch.no_grad()
@@ -83,21 +87,26 @@ def init_softmax_attention_(
     *,
     fused_qkv: bool = False,
     joint_value_output: bool = False,
+    alpha: float = 0.1,
     generator: Generator | None = None,
 ) -> None:
-    """Xavier uniform weights and zero biases for `SoftmaxSelfAttention` (Appendix D).
+    """Xavier uniform weights and zero biases (Appendix D).
 
     Args:
+        attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
+        alpha: of orthogonal attention alone.
         fused_qkv: draw query, key and value as one [3d, d] matrix, whose bound is smaller by √2.
         joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # √(6 / (d + 3d)) over √(6 / (d + d))
     for linear in (attention.query, attention.key, attention.value):
         nn.init.xavier_uniform_(linear.weight, gain=gain, generator=generator)
-        nn.init.zeros_(linear.bias)
-    xavier_linear_(attention.out, generator=generator)
+    nn.init.xavier_uniform_(attention.out.weight, generator=generator)
     if joint_value_output:
         _orthogonal(attention.value, attention.out, generator=generator)
+    _zero_biases(attention)
+    if hasattr(attention, "alpha"):
+        attention.alpha.fill_(alpha)
 
 
 @torch.no_grad()
@@ -145,6 +154,12 @@ def init_value_skipinit_attention_(attention: nn.Module, *, generator: Generator
     nn.init.zeros_(attention.residual)
 
 
+def _zero_biases(attention: nn.Module) -> None:
+    for linear in (attention.query, attention.key, attention.value, attention.out):
+        if linear.bias is not None:
+            nn.init.zeros_(linear.bias)
+
+
 def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
     for linear in linears:
         scaled_uniform_orthogonal_(linear.weight, generator=generator)
@@ -167,6 +182,62 @@ def init_suo_mlp_(
             linear.weight.mul_(max(1.0, math.sqrt(fan_in / fan_out)) / max(1.0, math.sqrt(fan_out / fan_in)))
         nn.init.zeros_(linear.bias)
     mlp.fc2.weight.mul_(gain)
+
+
+@torch.no_grad()
+def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
+    """Both layers of an MLP from one orthogonal frame, with zero biases, so that a nearly linear MLP is nearly a rotation.
+
+    For fc1 [H, d] and fc2 [d, H], U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
+
+        W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E φ² − κ₁²) d/H),
+
+    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
+
+    Why this g: let |x|² = d. Then z = W₁ x = s U x has |z|² = H, and its entries are N(0, 1) in the limit of wide layers.
+    Split φ(z) = κ₁ z + r with r ⟂ z and |r|² = H (E φ² − κ₁²). Here Uᵀz = s x whatever U is, and Uᵀr ⟂ x. Given z, the rest
+    of the frame is uniform in the complement of z, so that E |Uᵀr|² = |r|² (d − 1)/(H − 1). Hence, with d/H for that ratio,
+    E |W₂ φ(z)|² = g² (κ₁² + (E φ² − κ₁²) d/H) d, which is to be d. A mean E φ ≠ 0 is a part of r like any other. H = d gives
+    g = 1/√E φ², the gain that independent draws need too.
+
+    What it keeps: the mean square of tokens, and, where φ is nearly linear, their angles: W₂ κ₁ W₁ = g κ₁ R has condition 1
+    at any width. Of two independent draws this product is a corner of an orthogonal H×H matrix and ill-conditioned. Each
+    weight alone is distributed as before: U and U Rᵀ are both uniform on V_d(ℝ^H), whose uniform distribution no R changes,
+    and U Rᵀ is independent of R. Only the dependence of W₁ and W₂ is new.
+
+    What remains: of independent draws, |W₂ W₁ x|²/|x|² has the variance 2 (1 − d/H)/d in each MLP, and log |x|² wanders by L
+    times as much over L of them. Here only the share 1 − κ² of φ fluctuates, κ² = κ₁²/E φ²: κ₁, as a mean over H entries,
+    with a variance of the order (1 − κ²)/H, and |Uᵀr|² with one of the order (1 − κ²)² d/H². For a smooth φ, whose r is
+    nearly quadratic, log |x|² has the variance 20 (1 − κ²)/H in an MLP. An activation shaped for the depth has 1 − κ² of the
+    order 1/L (ln 5/L for `dks_gelu`), so that the sum over L MLPs is of the order 1/H at any depth.
+
+    Sources: orthogonal weights keep products well-conditioned (Saxe et al. 2014), for activations that are nearly linear
+    (Pennington et al. 2017); log-normal fluctuations of the order L/width in products of independent layers (Hanin and Nica
+    2018, 2020), less in orthogonal ones (Day, Kahn and Roberts 2023, arXiv:2310.07765). The nearest relative is the "looks
+    linear" initialisation of Balduzzi et al. (2017), W₁ = [A; −A] and W₂ = [B, −B], which makes the MLP of a ReLU linear.
+    The joint draw with g is ours.
+
+    Args:
+        mlp: with linear layers fc1 and fc2.
+        gain: 1/√E φ(z)².
+        kappa: κ = E φ(z) z/√E φ(z)², so that g = gain/√(κ² + (1 − κ²) d/H).
+
+    Raises:
+        ValueError: H < d, so that no frame fits.
+    """
+    hidden_dim, embed_dim = mlp.fc1.weight.shape
+    if hidden_dim < embed_dim:
+        raise ValueError(
+            f"isometric MLPs need a hidden width of embed_dim {embed_dim} or more, not {hidden_dim}: raise mlp_ratio"
+        )
+    ratio = embed_dim / hidden_dim
+    gain /= math.sqrt(kappa**2 + (1 - kappa**2) * ratio)
+    frame = stiefel_uniform(hidden_dim, embed_dim, generator=generator, dtype=torch.float64)
+    rotation = stiefel_uniform(embed_dim, embed_dim, generator=generator, dtype=torch.float64)
+    mlp.fc1.weight.copy_(frame / math.sqrt(ratio))
+    mlp.fc2.weight.copy_(gain * math.sqrt(ratio) * rotation @ frame.mT)
+    nn.init.zeros_(mlp.fc1.bias)
+    nn.init.zeros_(mlp.fc2.bias)
 
 
 def init_xavier_mlp_(mlp: nn.Module, *, generator: Generator | None = None) -> None:

@@ -12,15 +12,20 @@ import torch.nn.functional as F
 from torch import Generator, nn
 
 from osa.deep.shaped import (
+    ShapedGELU,
+    ShapedLeakyReLU,
     SignalPreservingSelfAttention,
     ValueSkipInitSelfAttention,
     alpha_of_depth,
     dks_gelu,
+    gelu,
     gelu_gain,
+    linear_share,
     signal_preserving_attention,
     tat_leaky_relu,
 )
 from osa.init import (
+    init_isometric_mlp_,
     init_orthogonal_attention_,
     init_signal_preserving_attention_,
     init_softmax_attention_,
@@ -41,6 +46,7 @@ _VIT = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"
 # He et al. 2023 (H.1): q = 1 from the tokens on, an activation that keeps it, V and O orthogonal
 _SHAPED = {"skip": False, "norm": False, "mlp_init": "shaped", "joint_value_output": True, "normalise_tokens": True}
 _DKS = _SHAPED | {"activation": "dks_gelu"}
+_ISO = {"mlp_init": "isometric"}
 _SKIP = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
 _UNIFORM = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
 _EXPONENTIAL = {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.05, "repeated": 0.04}
@@ -67,6 +73,19 @@ MODELS: dict[str, dict] = {
     "espa_skip": _SKIP | {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.6},
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
+}
+# The same with both layers of an MLP drawn together, which 72 blocks need at this width
+MODELS |= {
+    "osa_iso": MODELS["osa_shaped"] | _ISO,
+    "softmax_iso": MODELS["softmax_shaped"] | _ISO,
+    "espa_iso": MODELS["espa"] | _ISO,
+    "uspa_iso": MODELS["uspa"] | _ISO,
+    "vskipinit_iso": MODELS["vskipinit"] | _ISO,
+}
+# Attention or initialisation? Softmax that starts by Section 4 alone, and OSA that starts by Xavier
+MODELS |= {
+    "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
+    "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
 
 
@@ -102,6 +121,7 @@ def build_vit(
     repeated: float | None = None,
     query_key_init: str | None = None,
     value_out_init: str | None = None,
+    attention_init: str | None = None,
     joint_value_output: bool = False,
     activation: str = "gelu",
     normalise_tokens: bool = False,
@@ -130,20 +150,22 @@ def build_vit(
             `SignalPreservingSelfAttention` and `ValueSkipInitSelfAttention`.
         skip, norm, image_size, patch_size, num_classes, embed_dim, depth, mlp_ratio, in_channels, normalise_tokens: see
             `VisionTransformer`.
-        mlp_init: "suo" (Section 4.4), "xavier" (Appendix D), or "shaped": SUO with a second layer that makes good what the
-            activation takes from the mean square.
+        mlp_init: "suo" (Section 4.4), "xavier" (Appendix D), "shaped": SUO with a second layer that makes good what the
+            activation takes from the mean square, or "isometric": both layers from one frame; see `init_isometric_mlp_`.
         method, num_iterations, epsilon: of orthogonal attention alone; see `orthogonal_attention`. None: its defaults.
         alpha_times_depth: of orthogonal attention alone: initial α times depth, instead of `alpha`; see `alpha_of_depth`.
         kernel, kernel_last, causal, cls_index, repeated: of signal-preserving attention alone, which needs the first two;
             see `signal_preserving_attention`. None: its defaults.
         query_key_init, value_out_init: of signal-preserving attention alone; see `init_signal_preserving_attention_`.
+        attention_init: of orthogonal and softmax attention: "section_4" or "xavier" (Appendix D). None: Section 4 for
+            orthogonal attention and Xavier for softmax, as in the paper.
         joint_value_output: W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others are so.
         activation: "gelu", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there for the least depth.
         normalised_skip: L (1 − α²) for skips α x + √(1 − α²) f(x); None: x + f(x).
         num_heads: h, 2 or more for orthogonal attention.
         alpha, alpha_per_head: initial α of orthogonal attention, and whether every head has its own.
         embedding_std: σ of positions and [cls].
-        xavier_fused_qkv: draw the query, key and value of softmax attention as one matrix.
+        xavier_fused_qkv: draw query, key and value by Xavier as one matrix.
         suo_transposed: SUO of the weights read as [in, out].
         patch_embedding: "xavier" or "torch", PyTorch's default.
         head: "xavier", "zeros" or "torch".
@@ -161,15 +183,15 @@ def build_vit(
     shortcut = _shortcut(skip, normalised_skip, depth)
     own = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha_times_depth": alpha_times_depth}
     own |= {"kernel": kernel, "kernel_last": kernel_last, "causal": causal, "cls_index": cls_index, "repeated": repeated}
-    own |= {"query_key_init": query_key_init, "value_out_init": value_out_init}
+    own |= {"query_key_init": query_key_init, "value_out_init": value_out_init, "attention_init": attention_init}
     _check_own(attention, own)
     num_tokens = (image_size // patch_size) ** 2 + 1
     options = own | {"embed_dim": embed_dim, "num_heads": num_heads, "num_tokens": num_tokens, "depth": depth}
     options |= {"alpha": alpha, "alpha_per_head": alpha_per_head, "shortcut": shortcut or 0.0}
     options |= {"joint_value_output": joint_value_output, "xavier_fused_qkv": xavier_fused_qkv}
     make_attention, init_attention_ = _entry("attention", attention, ATTENTION)(**options)
-    activate, gain = _entry("activation", activation, ACTIVATION)(depth)
-    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(suo_transposed=suo_transposed, gain=gain)
+    activate, gain, kappa = _entry("activation", activation, ACTIVATION)(depth)
+    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(suo_transposed=suo_transposed, gain=gain, kappa=kappa)
     init_patch_embedding_ = _entry("patch_embedding", patch_embedding, PATCH_EMBEDDING_INIT)
     init_head_ = _entry("head", head, HEAD_INIT)
 
@@ -235,18 +257,29 @@ def _orthogonal_attention(
     alpha: float,
     alpha_times_depth: float | None,
     alpha_per_head: bool,
-    joint_value_output: bool,
-    **_,
+    attention_init: str | None,
+    **options,
 ) -> Parts:
     given = _given(method=method, num_iterations=num_iterations, epsilon=epsilon)
     make = partial(OrthogonalSelfAttention, embed_dim, num_heads, alpha_per_head=alpha_per_head, **given)
     initial = alpha if alpha_times_depth is None else alpha_of_depth(alpha_times_depth, depth)
-    return lambda _: make(), partial(init_orthogonal_attention_, alpha=initial, joint_value_output=joint_value_output)
+    return lambda _: make(), partial(_attention_init(attention_init or "section_4", **options), alpha=initial)
 
 
-def _softmax_attention(*, embed_dim: int, num_heads: int, xavier_fused_qkv: bool, joint_value_output: bool, **_) -> Parts:
-    initialise = partial(init_softmax_attention_, fused_qkv=xavier_fused_qkv, joint_value_output=joint_value_output)
-    return lambda _: SoftmaxSelfAttention(embed_dim, num_heads), initialise
+def _softmax_attention(*, embed_dim: int, num_heads: int, attention_init: str | None, **options) -> Parts:
+    return lambda _: SoftmaxSelfAttention(embed_dim, num_heads), _attention_init(attention_init or "xavier", **options)
+
+
+def _attention_init(name: str, **options) -> Callable[..., None]:
+    return _entry("attention_init", name, ATTENTION_INIT)(**options)
+
+
+def _section_4(*, joint_value_output: bool, **_) -> Callable[..., None]:
+    return partial(init_orthogonal_attention_, joint_value_output=joint_value_output)
+
+
+def _xavier_attention(*, xavier_fused_qkv: bool, joint_value_output: bool, **_) -> Callable[..., None]:
+    return partial(init_softmax_attention_, fused_qkv=xavier_fused_qkv, joint_value_output=joint_value_output)
 
 
 def _signal_preserving_attention(
@@ -281,8 +314,12 @@ def _suo_mlp(*, suo_transposed: bool, **_) -> Callable[..., None]:
     return partial(init_suo_mlp_, transposed=suo_transposed)
 
 
-def _shaped_mlp(*, suo_transposed: bool, gain: float) -> Callable[..., None]:
+def _shaped_mlp(*, suo_transposed: bool, gain: float, **_) -> Callable[..., None]:
     return partial(init_suo_mlp_, transposed=suo_transposed, gain=gain)
+
+
+def _isometric_mlp(*, gain: float, kappa: float, **_) -> Callable[..., None]:
+    return partial(init_isometric_mlp_, gain=gain, kappa=kappa)
 
 
 def _xavier_mlp(**_) -> Callable[..., None]:
@@ -295,17 +332,25 @@ ATTENTION = {
     "signal_preserving": _signal_preserving_attention,
     "value_skipinit": _value_skipinit_attention,
 }
-OWN = dict.fromkeys(("method", "num_iterations", "epsilon", "alpha_times_depth"), "orthogonal") | dict.fromkeys(
-    ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"), "signal_preserving"
-)  # the attention that an option belongs to
-ACTIVATION = {  # φ for a network of so many blocks, and 1/√E φ(z)² for z ~ N(0, 1)
-    "gelu": lambda depth: (F.gelu, gelu_gain()),
-    "dks_gelu": lambda depth: (dks_gelu(depth), 1.0),
-    "tat_leaky_relu": lambda depth: (tat_leaky_relu(depth), 1.0),
+ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention}
+_KERNEL = ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init")
+OWN = {  # the attentions that an option belongs to
+    **dict.fromkeys(("method", "num_iterations", "epsilon", "alpha_times_depth"), ("orthogonal",)),
+    **dict.fromkeys(_KERNEL, ("signal_preserving",)),
+    "attention_init": ("orthogonal", "softmax"),
 }
-MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp}
+ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
+    "gelu": lambda depth: (F.gelu, gelu_gain(), linear_share(gelu)),
+    "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
+    "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
+}
+MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp, "isometric": _isometric_mlp}
 PATCH_EMBEDDING_INIT = {"xavier": xavier_linear_, "torch": torch_linear_}
 HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
+
+
+def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> tuple[Callable, float, float]:
+    return activation, 1.0, linear_share(activation.of_number)
 
 
 def _entry(option: str, name: str, entries: dict):
@@ -321,8 +366,9 @@ def _given(**options) -> dict:
 
 def _check_own(attention: str, options: dict) -> None:
     for name in _given(**options):
-        if attention in ATTENTION and attention != OWN[name]:
-            raise ValueError(f"{name} belongs to {OWN[name]} attention; leave it out, or None, for {attention} attention")
+        if attention in ATTENTION and attention not in OWN[name]:
+            owners = " or ".join(OWN[name])
+            raise ValueError(f"{name} belongs to {owners} attention; leave it out, or None, for {attention} attention")
 
 
 def _shortcut(skip: bool, normalised_skip: float | None, depth: int) -> float | None:

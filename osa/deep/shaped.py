@@ -299,6 +299,9 @@ class ShapedGELU:
     def __call__(self, x: Tensor) -> Tensor:
         return self.output_scale * (F.gelu(self.input_scale * x + self.input_shift) + self.output_shift)
 
+    def of_number(self, x: float) -> float:
+        return self.output_scale * (gelu(self.input_scale * x + self.input_shift) + self.output_shift)
+
 
 @dataclass(frozen=True)
 class ShapedLeakyReLU:
@@ -309,6 +312,9 @@ class ShapedLeakyReLU:
     def __call__(self, x: Tensor) -> Tensor:
         return math.sqrt(2 / (1 + self.negative_slope**2)) * F.leaky_relu(x, self.negative_slope)
 
+    def of_number(self, x: float) -> float:
+        return math.sqrt(2 / (1 + self.negative_slope**2)) * (x if x > 0 else self.negative_slope * x)
+
 
 @functools.cache
 def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
@@ -318,8 +324,11 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
         E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}:
 
-    q = 1 is kept and stable, tokens without correlation stay without, and the cosine map of the whole network has `slope`
-    at 1. He et al. 2023 (H.1) take 5, and the attention to be no part of the network.
+    in the limit of wide layers q = 1 is kept, tokens without correlation stay without, and the cosine map of the whole
+    network has `slope` at 1. He et al. 2023 (H.1) take 5, and the attention to be no part of the network.
+
+    q = 1 is no stable point, as Q(q) = E φ(√q z)² has Q'(1) = 1 and Q(q) > q on both sides: what finite width throws off
+    q = 1 does not come back, and from above it grows on. `osa.init.init_isometric_mlp_` makes those throws small.
 
     Raises:
         ValueError: no GELU is as curved as so few nonlinearities need: for a slope of 5 their number is 5 or more.
@@ -369,13 +378,19 @@ def tat_leaky_relu(depth: int, cosine: float = 0.9) -> ShapedLeakyReLU:
     return ShapedLeakyReLU(low)
 
 
+def linear_share(activation: Callable[[float], float]) -> float:
+    """κ = E φ(z) z/√E φ(z)² for z ~ N(0, 1), of an activation of numbers: the cosine between it and a linear one."""
+    return _mean(lambda z: activation(z) * z) / math.sqrt(_mean(lambda z: activation(z) ** 2))
+
+
 def gelu_gain() -> float:
     """1/√E GELU(z)²: what a weight behind a GELU has to be multiplied by for q = 1 to be kept (He et al. 2023, H.1)."""
     mean, variance = _gelu_moments(1.0, 0.0)
     return 1 / math.sqrt(mean**2 + variance)
 
 
-# The trapezoidal rule on [−12, 12] integrates what is as smooth as a Gaussian to the last bit.
+# The trapezoidal rule on [−12, 12] integrates what is as smooth as a Gaussian to the last bit, and z φ(z) and φ(z)² of leaky
+# ReLUs too, whose kink at 0 is a node.
 GRID = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]  # z and its weight
 
 
@@ -383,7 +398,8 @@ def _mean(function: Callable[[float], float]) -> float:
     return math.fsum(weight * function(z) for z, weight in GRID)
 
 
-def _gelu(x: float) -> float:
+def gelu(x: float) -> float:
+    """x Φ(x), as `F.gelu`, of a number."""
     return x * (1 + math.erf(x / math.sqrt(2))) / 2
 
 
@@ -393,15 +409,15 @@ def _gelu_slope(x: float) -> float:
 
 def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
     """Mean and variance of GELU(a z + b)."""
-    mean = _mean(lambda z: _gelu(scale * z + shift))
-    return mean, _mean(lambda z: (_gelu(scale * z + shift) - mean) ** 2)
+    mean = _mean(lambda z: gelu(scale * z + shift))
+    return mean, _mean(lambda z: (gelu(scale * z + shift) - mean) ** 2)
 
 
 def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
     """E φ φ' z and E φ'² of the φ that has E φ = 0 and E φ² = 1."""
     scale = math.exp(log_scale)
     mean, variance = _gelu_moments(scale, shift)
-    of_norms = _mean(lambda z: (_gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)
+    of_norms = _mean(lambda z: (gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)
     of_cosines = _mean(lambda z: (scale * _gelu_slope(scale * z + shift)) ** 2)
     return of_norms / variance, of_cosines / variance
 

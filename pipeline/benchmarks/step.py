@@ -128,7 +128,7 @@ def with_whole_batches(config: RunConfig) -> RunConfig:
 
 def our_step(training: Training) -> Step:
     """One step of a training after the other, through the epochs."""
-    keep_weights(training.optimizer)
+    keep_weights(*training.optimizers)
     batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
     return in_mode(True, lambda: training.step(*next(batches)))
 
@@ -162,9 +162,9 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
     return in_mode(False, step)
 
 
-def keep_weights(optimizer: torch.optim.Optimizer) -> None:
+def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
     """Learning rate 0: the same arithmetic, and after any number of steps still the weights that the row names."""
-    for group in optimizer.param_groups:
+    for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = 0.0
 
 

@@ -61,6 +61,13 @@ LABELS = {  # of the models made for depth, which stand in the library
     "espa_skip": "E-SPA (normalised skip)",
     "softmax_skip": "Softmax (normalised skip, LN)",
     "softmax_skip_nonorm": "Softmax (normalised skip)",
+    "osa_iso": "OSA (isometric)",
+    "softmax_iso": "Softmax (isometric)",
+    "espa_iso": "E-SPA (isometric)",
+    "uspa_iso": "U-SPA (isometric)",
+    "vskipinit_iso": "V-SkipInit (isometric)",
+    "vit_section_4": "ViT (no skip, no LN, Section 4)",
+    "osa_xavier": "OSA (Xavier)",
 }
 SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
 SHARED = get_args(SharedSection)
@@ -130,11 +137,15 @@ class Train(Section):
     clip_grad_norm: PositiveFloat
     drop_last: bool
     points_per_epoch: Annotated[int, Field(gt=0, le=1000)]
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    schedule: Literal["constant", "cosine"] = "constant"
 
 
 OWN_KEYS = {
-    "orthogonal": ("method", "alpha_times_depth"),
-    "signal_preserving": ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"),
+    ("orthogonal",): ("method", "alpha_times_depth"),
+    ("orthogonal", "softmax"): ("attention_init",),
+    ("signal_preserving",): ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"),
 }  # of a variant, by its attention
 
 
@@ -144,7 +155,10 @@ class Variant(Section):
     attention: Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
     skip: bool
     norm: bool
-    init: Literal["osa", "xavier", "shaped"]  # of the MLPs: SUO (Section 4.4), Xavier (Appendix D), SUO that keeps q = 1
+    init: Literal[
+        "osa", "xavier", "shaped", "isometric"
+    ]  # of the MLPs; "osa" is SUO (Section 4.4); osa.build_vit's mlp_init
+    attention_init: Literal["section_4", "xavier"] | None = None
     method: Literal["qr", "qr_literal", "newton_schulz", "exact", "polar_express"] | None = None
     num_iterations: PositiveInt | None = None
     epsilon: NonNegativeFloat | None = None
@@ -185,10 +199,10 @@ class Variant(Section):
             raise ValueError("method is missing; write qr, qr_literal, newton_schulz, exact or polar_express")
         if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):
             raise ValueError("kernel or kernel_last is missing; signal_preserving attention needs both")
-        for attention, keys in OWN_KEYS.items():
+        for attentions, keys in OWN_KEYS.items():
             for key in keys:
-                if self.attention != attention and getattr(self, key) is not None:
-                    raise ValueError(f"{key} belongs to attention: {attention}")
+                if self.attention not in attentions and getattr(self, key) is not None:
+                    raise ValueError(f"{key} belongs to attention: {' or '.join(attentions)}")
         if self.normalised_skip and not self.skip:
             raise ValueError("normalised_skip needs skip: true")
         iterates = self.method in ("newton_schulz", "polar_express")
@@ -230,11 +244,15 @@ class RunConfig(Shared):
 
 
 def written_config(config: dict) -> dict:
-    """A record's configuration as one writes it: without keys that are None, which do not apply, and without those that
-    params.yaml no longer has, which follow from others now."""
+    """A record's configuration without keys at their default, which older records lack, and without keys that params.yaml
+    no longer has, which follow from others now."""
     known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
     return {
-        section: {key: value for key, value in values.items() if value is not None and key in known[section]}
+        section: {
+            key: value
+            for key, value in values.items()
+            if key in known[section] and value not in (None, known[section][key].default)
+        }
         for section, values in config.items()
     }
 

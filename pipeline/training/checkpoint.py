@@ -30,10 +30,10 @@ class Times:
 
 
 def save(path: Path, training: Training, times: Times) -> None:
-    """Writes model, optimiser, progress and times, behind the SHA-256 of their bytes: torch.load checks none."""
+    """Writes model, optimisers, progress and times, behind the SHA-256 of their bytes: torch.load checks none."""
     state = {
         "model": training.model.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in training.optimizers],
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
@@ -53,7 +53,8 @@ def restore(path: Path, training: Training) -> Times | None:
             raise ValueError("not the bytes that were written")
         state = torch.load(io.BytesIO(content), map_location=training.device, weights_only=True)
         training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         training.progress = Progress(**state["progress"])
         return Times(**state["times"])
     except (FileNotFoundError, NotADirectoryError):

@@ -14,22 +14,22 @@ class GraphedStep:
     """`step(images, labels)` for batches of one size, with the same numbers: this is checked before anything else.
 
     A graph is bound to addresses. So a batch is copied to where the recorded one lay, and the outputs are overwritten by
-    the next step. Recording takes steps; the model and the optimiser are then put back, in place, to where they were.
+    the next step. Recording takes steps; the model and the optimisers are then put back, in place, to where they were.
 
     Raises:
-        RuntimeError: the step cannot be recorded, or its replay has other numbers. Model and optimiser are as before.
+        RuntimeError: the step cannot be recorded, or its replay has other numbers. Model and optimisers are as before.
     """
 
     def __init__(
-        self, step: Step, model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor
+        self, step: Step, model: nn.Module, optimizers: list[torch.optim.Optimizer], images: Tensor, labels: Tensor
     ) -> None:
         self.images, self.labels = images.clone(), labels.clone()
-        before = _State(model, optimizer)
+        before = _State(model, optimizers)
         try:
             self.replay, self.outputs = record(lambda: step(self.images, self.labels))
             before.restore()
             step(self.images, self.labels)
-            expected = _State(model, optimizer)
+            expected = _State(model, optimizers)
             before.restore()
             self.replay()
             if not expected.is_current():
@@ -59,21 +59,22 @@ def record(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], Non
 
 
 class _State:
-    """A copy of what a step changes: the model's parameters and buffers, and the optimiser's moments and counts."""
+    """A copy of what a step changes: the model's parameters and buffers, and the optimisers' moments and counts."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.model, self.optimizers = model, optimizers
         self.copies = {key: tensor.clone() for key, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[tuple, Tensor]:
         tensors = {("model", name): tensor for name, tensor in self.model.state_dict().items()}
-        for index, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {(index, name): tensor for name, tensor in state.items()}
+        for which, optimizer in enumerate(self.optimizers):
+            for index, state in optimizer.state_dict()["state"].items():
+                tensors |= {(which, index, name): tensor for name, tensor in state.items()}
         return tensors
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back in place; what the optimiser did not have yet becomes the zero that it begins with."""
+        """Puts everything back in place; what an optimiser did not have yet becomes the zero that it begins with."""
         for key, tensor in self._tensors().items():
             tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
 

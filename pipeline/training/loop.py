@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -69,33 +69,63 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW with its decay on every parameter, or on weight matrices alone; gradient descent where `keep_rate` asks for it.
+    """AdamW, and beside it Muon (`train.optimizer`) and gradient descent (`keep_rate`) where the configuration has them.
 
-    What parametrises a weight never decays: it would draw an orthogonal weight back to where it began.
+    Muon takes the weight matrices of the blocks, and AdamW the embeddings, the head, biases, norms and alpha. Muon's update
+    has a root mean square of 0.2 times the rate, as AdamW's tends to have (Liu et al. 2025, "Muon is scalable for LLM
+    training", Section 2.2), so that both share a learning rate and a decay.
+
+    The decay is on every parameter, or on weight matrices alone. What parametrises a weight never decays: it would draw an
+    orthogonal weight back to where it began.
     """
     train, variant = config.train, config.variant
     descended = orthogonal.kept_parameters(model, variant.keep) if variant.keep_rate else []
     elsewhere = set(descended)
     spared = set(orthogonal.kept_parameters(model, "attention")) if variant.decay_attention is False else set()
-    named = [(name, p) for name, p in model.named_parameters() if p not in elsewhere]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if ".parametrizations." in name or parameter in spared:
             return False
         return train.decay_all or parameter.ndim == 2
 
-    decayed, others = ([p for name, p in named if decays(name, p) is wanted] for wanted in (True, False))
-    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    def for_muon(name: str, parameter: nn.Parameter) -> bool:
+        is_matrix = name.startswith("blocks.") and name.endswith(".weight") and parameter.ndim == 2
+        return train.optimizer == "muon" and is_matrix
+
+    def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
+        decayed, others = ([p for name, p in named if decays(name, p) is wanted] for wanted in (True, False))
+        both = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in both if group["params"]]
+
+    named = [(name, p) for name, p in model.named_parameters() if p not in elsewhere]
+    matrices = [each for each in named if for_muon(*each)]
     adamw = torch.optim.AdamW(
-        groups,
+        groups([each for each in named if not for_muon(*each)]),
         lr=train.learning_rate,
         betas=tuple(train.betas),
         eps=train.eps,
         fused=True,
         capturable=device.type == "cuda",  # its step count lives on the device, where a graph can raise it
     )
-    return [adamw, torch.optim.SGD(descended, lr=variant.keep_rate)] if descended else [adamw]
+    optimizers = [adamw]
+    if matrices:
+        optimizers.append(torch.optim.Muon(groups(matrices), lr=train.learning_rate, adjust_lr_fn="match_rms_adamw"))
+    if descended:
+        optimizers.append(torch.optim.SGD(descended, lr=variant.keep_rate))
+    return optimizers
+
+
+def rate_factor(train: Train, step: int, steps: int) -> float:
+    """What multiplies the learning rate in a step, by its number from 1 to `steps`.
+
+    It rises linearly from 0 before the first step to 1 at step `warmup_steps`, and then stays there or falls along a half
+    cosine to 0 at the last step.
+    """
+    if step <= train.warmup_steps:
+        return step / train.warmup_steps
+    if train.schedule == "constant":
+        return 1.0
+    return (1 + math.cos(math.pi * (step - train.warmup_steps) / (steps - train.warmup_steps))) / 2
 
 
 @torch.no_grad()
@@ -138,7 +168,7 @@ class Observer:
 
 
 class Training:
-    """One run: the model, its optimiser, the data and the progress."""
+    """One run: the model, its optimisers, the data and the progress."""
 
     def __init__(self, config: RunConfig, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = config, seed, device
@@ -146,10 +176,17 @@ class Training:
         self.model = build_model(config, seed).to(device)
         retracted = config.variant.keep_by == orthogonal.RETRACTION
         self.kept = orthogonal.Kept(self.model, config.variant.keep) if retracted else None
-        self.optimizer, *self.descent = make_optimizers(self.model, config, device)  # of which AdamW alone has a state
+        self.optimizers = make_optimizers(self.model, config, device)
         self.with_graph = device.type == "cuda"
         self.graphed: GraphedStep | None = None  # recorded at the first step
         self.sampler = Batches(len(self.data.train_labels), config.train)
+        self.steps = config.train.epochs * self.sampler.steps
+        if config.train.warmup_steps >= self.steps:
+            raise UserError(
+                f"train.warmup_steps {config.train.warmup_steps} must be less than the {self.steps} steps of the run."
+            )
+        has_schedule = config.train.warmup_steps > 0 or config.train.schedule != "constant"
+        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # on the device, for the graph
         self.progress = Progress()
 
     def run(self, observer: Observer, *, points: int | None = None) -> None:
@@ -169,7 +206,6 @@ class Training:
         progress, total = self.progress, _Total(self.device)
         for i, (images, labels) in enumerate(self.batches(progress.epoch), 1):
             total.add(*self.step(images, labels), len(labels))
-            progress.step += 1
             observer.stepped(len(labels))
             if i in self.sampler.points:
                 train = total.take()  # reads the device, which has done the step then
@@ -193,10 +229,13 @@ class Training:
             yield self.data.train_images[batch], self.data.train_labels[batch]
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the optimiser. Returns the loss and the number of correct predictions before it, on the device.
+        """One step of the optimisers. Returns the loss and the number of correct predictions before it, on the device.
 
         With a graph the next step overwrites both.
         """
+        self.progress.step += 1
+        if self.rate_factor is not None:
+            self.rate_factor.fill_(rate_factor(self.config.train, self.progress.step, self.steps))
         if self.with_graph and not self.graphed and len(labels) == self.config.train.batch_size:
             self._record_graph(images, labels)
         if self.graphed and self.graphed.images.shape == images.shape:
@@ -205,7 +244,7 @@ class Training:
 
     def _record_graph(self, images: Tensor, labels: Tensor) -> None:
         try:
-            self.graphed = GraphedStep(self.eager_step, self.model, self.optimizer, images, labels)
+            self.graphed = GraphedStep(self.eager_step, self.model, self.optimizers, images, labels)
         except RuntimeError as error:
             self.with_graph = False
             reason = str(error).partition("\n")[0]
@@ -222,10 +261,26 @@ class Training:
         self.model.zero_grad()
         (loss + variant.penalty_weight * penalty if variant.penalty else loss).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_grad_norm)
-        with self.kept.held() if self.kept else nullcontext():
-            for optimizer in (self.optimizer, *self.descent):
+        with self.kept.held() if self.kept else nullcontext(), self._scheduled():
+            for optimizer in self.optimizers:
                 optimizer.step()
         return loss.detach(), (logits.detach().argmax(1) == labels).sum()
+
+    @contextmanager
+    def _scheduled(self) -> Iterator[None]:
+        """Multiplies the learning rate of the steps inside by the schedule's factor.
+
+        The updates of AdamW, Muon and gradient descent are linear in the rate, decay included, so the factor can act on the
+        update. That serves every optimiser in a CUDA graph, which freezes a rate that is a number: Muon takes no other.
+        """
+        if self.rate_factor is None:
+            yield
+            return
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        before = [parameter.clone() for parameter in parameters]
+        yield
+        for parameter, old in zip(parameters, before, strict=True):
+            parameter.copy_(old.lerp(parameter, self.rate_factor))
 
 
 class Batches:

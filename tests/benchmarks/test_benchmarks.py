@@ -184,7 +184,7 @@ def test_a_step_is_taken_apart(project):
 def test_the_parts_have_all_operations_of_the_step(project, variant):
     config = step.with_whole_batches(params.resolve(params.load(), variant))
     training = step.load(variant, step.INITIALISED, config, {}, torch.device("cpu"))
-    step.keep_weights(training.optimizer)
+    step.keep_weights(*training.optimizers)
     batch = next(training.batches(0))  # one and the same: how many terms a series takes depends on the data
 
     def call():

@@ -7,6 +7,7 @@ import torch
 
 from osa import MLP, SoftmaxSelfAttention
 from osa.init import (
+    init_isometric_mlp_,
     init_softmax_attention_,
     init_suo_mlp_,
     scaled_uniform_orthogonal_,
@@ -177,6 +178,59 @@ def test_mlp_is_suo_with_zero_biases(transposed, wide, narrow):
     torch.testing.assert_close(mlp.fc1.weight.mT @ mlp.fc1.weight, wide * identity, rtol=0, atol=1e-5)
     torch.testing.assert_close(mlp.fc2.weight @ mlp.fc2.weight.mT, narrow * identity, rtol=0, atol=1e-5)
     assert not mlp.fc1.bias.any() and not mlp.fc2.bias.any()
+
+
+@pytest.mark.parametrize("d, hidden", [(7, 7), (7, 13), (1, 3), (53, 211)])
+def test_isometric_mlp_is_a_scaled_rotation_between_scaled_frames(d, hidden):
+    """W₁ᵀW₁ = H/d, W₂W₂ᵀ = g² d/H and W₂W₁ = g R, g = gain/√(κ² + (1 − κ²) d/H); gain 1.7 and κ 0.6 here."""
+    mlp = MLP(d, hidden).double()
+    for parameter in mlp.parameters():
+        torch.nn.init.ones_(parameter)
+    init_isometric_mlp_(mlp, gain=1.7, kappa=0.6, generator=generator())
+    w1, w2 = mlp.fc1.weight.detach(), mlp.fc2.weight.detach()
+    g = 1.7 / math.sqrt(0.36 + 0.64 * d / hidden)
+    identity = torch.eye(d, dtype=torch.float64)
+    torch.testing.assert_close(w1.mT @ w1, hidden / d * identity, rtol=0, atol=1e-12)
+    torch.testing.assert_close(w2 @ w2.mT, g**2 * d / hidden * identity, rtol=0, atol=1e-12)
+    rotation = w2 @ w1 / g
+    torch.testing.assert_close(rotation @ rotation.mT, identity, rtol=0, atol=1e-12)
+    assert not mlp.fc1.bias.any() and not mlp.fc2.bias.any()
+
+
+def test_each_weight_of_an_isometric_mlp_is_uniform():
+    """The moments of V_2(ℝ^5), once the scales are out, and of O(2) for the rotation between both."""
+    mlp, stream, draws = MLP(2, 5).double(), generator(4), []
+    for _ in range(DRAWS):
+        init_isometric_mlp_(mlp, gain=1.0, kappa=1.0, generator=stream)
+        draws.append((mlp.fc1.weight.detach().mT.clone(), mlp.fc2.weight.detach().clone()))
+    first, second = (
+        torch.stack(each) * scale for each, scale in zip(zip(*draws, strict=True), (0.4**0.5, 2.5**0.5), strict=True)
+    )
+    for weight in (first, second):
+        assert_mean(weight, 0)
+        assert_mean(weight.square(), 1 / 5)
+        assert_mean(weight.pow(4), 3 / (5 * 7))
+    rotation = second @ first.mT
+    assert_mean(torch.linalg.det(rotation), 0)
+    assert_mean(rotation.square(), 1 / 2)
+    assert_mean(rotation * first[:, :, :2], 0)  # independent of the first weight
+
+
+def test_an_isometric_mlp_fluctuates_less_than_independent_draws():
+    """The variance of |W₂ W₁ x|²/|x|² is 2 (1 − d/H)/d for independent draws and zero here."""
+    mlp, x, stream = MLP(16, 64), torch.ones(16), generator(5)
+    ratios = {init_isometric_mlp_: [], init_suo_mlp_: []}
+    for init, options in ((init_isometric_mlp_, {"gain": 1.0, "kappa": 1.0}), (init_suo_mlp_, {})):
+        for _ in range(1000):
+            init(mlp, **options, generator=stream)
+            ratios[init].append((mlp.fc2.weight @ (mlp.fc1.weight @ x)).square().mean().item())
+    assert torch.tensor(ratios[init_isometric_mlp_]).std() < 1e-5
+    assert torch.tensor(ratios[init_suo_mlp_]).var().item() == pytest.approx(2 * 0.75 / 16, rel=0.25)
+
+
+def test_isometric_mlps_need_a_hidden_layer_as_wide_as_the_tokens():
+    with pytest.raises(ValueError, match="7.*5"):
+        init_isometric_mlp_(MLP(7, 5), gain=1.0, kappa=1.0)
 
 
 def test_plain_linear_layers():

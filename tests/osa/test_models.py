@@ -32,7 +32,9 @@ def test_names():
     paper = ["osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"]
     assert PLAIN == [*paper, "osa_exact", "osa_qr_literal"]
     shaped = ["osa_shaped", "softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "uspa_causal"]
-    assert SHAPED == [*shaped, "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm"]
+    shaped += ["espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm"]
+    isometric = ["osa_iso", "softmax_iso", "espa_iso", "uspa_iso", "vskipinit_iso"]
+    assert SHAPED == [*shaped, *isometric, "vit_section_4", "osa_xavier"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,6 +129,42 @@ def test_suo_transposed_moves_the_factor_to_the_layer_that_narrows():
     for block in create("osa_qr", suo_transposed=True).blocks:
         assert gain(block.mlp.fc1) == pytest.approx(1 / 4, abs=1e-5)
         assert gain(block.mlp.fc2) == pytest.approx(4, abs=0.08)
+
+
+@pytest.mark.parametrize("name", ["osa_iso", "softmax_iso", "espa_iso", "uspa_iso", "vskipinit_iso"])
+def test_isometric_models_differ_from_the_shaped_ones_in_their_mlps_alone(name):
+    shaped = {"osa_iso": "osa_shaped", "softmax_iso": "softmax_shaped"}.get(name, name.removesuffix("_iso"))
+    assert MODELS[name] == MODELS[shaped] | {"mlp_init": "isometric"}
+    for block in create(name).blocks:
+        product = block.mlp.fc2.weight @ block.mlp.fc1.weight
+        scale = product.square().sum().div(64).sqrt().item()
+        torch.testing.assert_close(product @ product.mT, scale**2 * torch.eye(64), rtol=0, atol=1e-5)
+        assert 1 < scale < 1.3  # g: six blocks' DKS takes more than the linear part
+
+
+@pytest.mark.parametrize("activation, depth", [("gelu", 1), ("dks_gelu", 5), ("tat_leaky_relu", 13)])
+@pytest.mark.parametrize("mlp_ratio", [1, 4])
+def test_isometric_mlps_keep_the_mean_square_on_average(activation, depth, mlp_ratio):
+    """Of tokens with q = 1, over draws of the weights; the limit of wide layers differs by the order of 1/width."""
+    options = dict(depth=depth, embed_dim=96, mlp_ratio=mlp_ratio, activation=activation, mlp_init="isometric")
+    x = nn.functional.rms_norm(torch.randn(200, 96), (96,))
+    ratios = [block.mlp(x).square().mean().item() for seed in range(30) for block in create("vit", seed, **options).blocks]
+    deviation = torch.tensor(ratios).std().item() / math.sqrt(len(ratios))
+    assert abs(sum(ratios) / len(ratios) - 1) < 5 * deviation + 0.02
+
+
+def test_softmax_attention_by_section_4():
+    """The draws of orthogonal attention, in their order, and zero biases."""
+    softmax, orthogonal = create("vit_section_4").state_dict(), create("osa_exact").state_dict()
+    assert all(torch.equal(softmax[key], value) for key, value in orthogonal.items() if not key.endswith("alpha"))
+    assert not any(value.any() for key, value in softmax.items() if key.endswith("bias"))
+
+
+def test_orthogonal_attention_by_xavier():
+    """The draws of softmax attention, in their order, and alpha as ever."""
+    softmax, orthogonal = create("vit_noskip_nonorm").state_dict(), create("osa_xavier", alpha=0.3).state_dict()
+    for key, value in orthogonal.items():
+        assert torch.equal(value, torch.full((4,), 0.3) if key.endswith("alpha") else softmax[key])
 
 
 def assert_xavier(*linears):
@@ -258,6 +296,9 @@ def test_an_unknown_model_is_refused_with_the_known_ones():
 REFUSED = {
     "attention": ("vit", dict(attention="linear"), "attention 'linear'.*orthogonal, softmax"),
     "mlp_init": ("vit", dict(mlp_init="he"), "mlp_init 'he'.*suo, xavier"),
+    "narrow isometric MLP": ("osa_iso", dict(mlp_ratio=0.5), "mlp_ratio"),
+    "attention_init": ("vit", dict(attention_init="he"), "attention_init 'he'.*section_4, xavier"),
+    "attention_init of E-SPA": ("espa", dict(attention_init="xavier"), "attention_init belongs to orthogonal or softmax"),
     "activation": ("vit", dict(activation="relu"), "activation 'relu'.*dks_gelu"),
     "few blocks for DKS": ("osa_shaped", dict(depth=4), "slope 5 over 4 layers"),
     "few blocks for TAT": ("vskipinit", dict(activation="tat_leaky_relu"), "6 leaky ReLUs take a cosine of 0 to 0.777"),

@@ -13,8 +13,14 @@ from osa import reference
 from tests.osa.helpers import relative_error
 
 ORTHOGONAL = [name for name in osa.MODELS if name.startswith("osa")]
-KNOWS_PLACES = ["espa", "uspa_causal", "espa_causal", "espa_skip"]  # whose attention is not blind to the order of tokens
-SEES_NO_PATCH = ["vskipinit"]  # as initialised
+KNOWS_PLACES = [
+    "espa",
+    "espa_iso",
+    "uspa_causal",
+    "espa_causal",
+    "espa_skip",
+]  # whose attention is not blind to the order of tokens
+SEES_NO_PATCH = ["vskipinit", "vskipinit_iso"]  # as initialised
 
 
 def build(name):
@@ -85,7 +91,7 @@ def reference_logits(model, batch, attention):
 def test_orthogonal_models_match_the_reference_end_to_end(name):
     model = build(name).double()
     for block in model.blocks:  # as far from the identity as a trained model is
-        nn.init.uniform_(block.attention.alpha, *((0.3, 0.6) if name != "osa_shaped" else (0.03, 0.1)))
+        nn.init.uniform_(block.attention.alpha, *((0.3, 0.6) if name not in ("osa_shaped", "osa_iso") else (0.03, 0.1)))
     for bias in [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]:
         nn.init.normal_(bias, std=0.1)
     batch = images(torch.float64)

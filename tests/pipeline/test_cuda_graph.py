@@ -71,20 +71,31 @@ def test_penalties_and_weights_that_stay_orthogonal_are_recorded_with_the_step()
         assert_same(actual, result(training(variant, with_graph=False)))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_schedule_goes_on_in_the_graph(optimizer):
+    descent = {"keep": "value_out", "keep_by": "retraction", "keep_rate": 0.1}
+    schedule = {"optimizer": optimizer, "warmup_steps": 3, "schedule": "cosine"}
+    write_params(train=schedule, variants={"osa_exact": descent})
+    graphed = training()
+    actual = result(graphed)
+    assert graphed.graphed is not None
+    assert_same(actual, result(training(with_graph=False)))
+
+
 def test_a_graph_recorded_in_the_middle_of_a_training_leaves_it_as_it_was():
     """As after a resumption: the optimiser has moments and counts already."""
     expected = result(training(with_graph=False))
     run = training(with_graph=False)
     images, labels = next(run.batches(0))
     run.step(images, labels)
-    count = next(iter(run.optimizer.state.values()))["step"].item()
+    count = next(iter(run.optimizers[0].state.values()))["step"].item()
     before = [tensor.clone() for tensor in run.model.state_dict().values()]
-    graphed = cuda_graph.GraphedStep(run.eager_step, run.model, run.optimizer, images, labels)
+    graphed = cuda_graph.GraphedStep(run.eager_step, run.model, run.optimizers, images, labels)
     assert all(map(torch.equal, run.model.state_dict().values(), before))
-    assert {state["step"].item() for state in run.optimizer.state.values()} == {count}
+    assert {state["step"].item() for state in run.optimizers[0].state.values()} == {count}
     loss, correct = graphed(images, labels)
     assert loss.isfinite() and 0 <= correct <= len(labels)
-    assert {state["step"].item() for state in run.optimizer.state.values()} == {count + 1}
+    assert {state["step"].item() for state in run.optimizers[0].state.values()} == {count + 1}
     assert_same(result(training()), expected)
 
 
@@ -110,4 +121,4 @@ def test_where_the_recording_does_not_serve_the_training_goes_on_without(monkeyp
 
 def test_no_graph_is_asked_for_without_a_device():
     run = Training(config("osa_exact"), 0, CPU)
-    assert not run.with_graph and not run.optimizer.param_groups[0]["capturable"]
+    assert not run.with_graph and not run.optimizers[0].param_groups[0]["capturable"]

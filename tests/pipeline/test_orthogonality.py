@@ -82,7 +82,7 @@ def test_what_is_kept_can_descend_by_itself_along_the_manifold(keep):
         assert (new - old).norm() > 1e-4
         torch.testing.assert_close(new, retract(old, -0.3 * gradient))
     free = {name: p for name, p in run.model.named_parameters() if all(p is not weight for weight in held)}
-    assert set(run.optimizer.state) == set(free.values())
+    assert set(run.optimizers[0].state) == set(free.values())
     assert all(torch.equal(p, dict(adamw.model.named_parameters())[name]) for name, p in free.items())
 
 
@@ -92,7 +92,7 @@ def test_the_attention_can_be_spared_the_decay():
         for parameter in run.model.parameters():
             parameter.fill_(1.0)
             parameter.grad = torch.zeros_like(parameter)
-    run.optimizer.step()
+    run.optimizers[0].step()
     still = {name for name, p in run.model.named_parameters() if torch.equal(p, torch.ones_like(p))}
     parts = ("query", "key", "value", "out")
     assert still == {f"blocks.{i}.attention.{part}.weight" for i in range(2) for part in parts}
@@ -104,7 +104,7 @@ def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
     run = trained(options("osa_exact", {"learning_rate": 0.01}, keep=keep, keep_by=by))
     start, model = training("osa_exact"), run.load_model(config("osa_exact"))
     parameters = {id(p): name for name, p in start.model.named_parameters()}
-    decayed, others = start.optimizer.param_groups
+    decayed, others = start.optimizers[0].param_groups
     assert {parameters[id(p)].split(".parametrizations")[0] for p in others["params"]} == {
         f"blocks.{i}.attention.{part}" for i in range(2) for part in KEPT_WHOLE[keep]
     }

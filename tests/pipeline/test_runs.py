@@ -191,7 +191,9 @@ def test_a_key_that_does_not_apply_makes_no_other_configuration():
     setting = config("vit")
     without = setting.model_dump()
     del without["variant"]["epsilon"]
+    del without["train"]["warmup_steps"], without["train"]["schedule"], without["train"]["optimizer"]  # of an older record
     assert runs.same_config(without, setting)
+    assert not runs.same_config(without | {"train": without["train"] | {"optimizer": "muon"}}, setting)
     assert not runs.same_config(without | {"variant": without["variant"] | {"epsilon": 0.1}}, setting)
 
 
@@ -353,7 +355,9 @@ def test_without_a_kill_there_are_that_many_writes(monkeypatch):
     assert len(writes) == WRITES
 
 
-def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "warmup_steps": 6, "schedule": "cosine"}])
+def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch, options):
+    write_params(train=options)
     expected = outputs(trained())
     for _ in range(SHORT["epochs"]):
         interrupted("osa_exact", monkeypatch, after="epoch_ended")
@@ -422,12 +426,12 @@ DAMAGES = [
     lambda content: flipped(content),
     lambda content: content[checkpoint.DIGEST_BYTES :],
     lambda content: sealed([1, 2]),
-    lambda content: sealed({"model": {}, "optimizer": {}, "progress": {}}),
+    lambda content: sealed({"model": {}, "optimizers": [], "progress": {}}),
     lambda content: sealed({"model": None}),
     lambda content: sealed(None),
     lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
     lambda content: sealed(load(content) | {"progress": None}),
-    lambda content: sealed(load(content) | {"optimizer": {"state": {}, "param_groups": []}}),
+    lambda content: sealed(load(content) | {"optimizers": [{"state": {}, "param_groups": []}]}),
     lambda content: sealed(load(content) | {"times": None}),
     lambda content: sealed(load(content) | {"times": {"hours": 1}}),
 ]

@@ -185,15 +185,58 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
 def test_the_gradient_is_clipped():
     write_params(train={"clip_grad_norm": 0.01})
     run = training("vit")
-    norms, step = [], run.optimizer.step
+    norms, step = [], run.optimizers[0].step
 
     def spy():
         norms.append(math.sqrt(sum((p.grad**2).sum().item() for p in run.model.parameters())))
         return step()
 
-    run.optimizer.step = spy
+    run.optimizers[0].step = spy
     run.run(Observer())
     assert norms == pytest.approx([0.01] * 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "warmup_steps, schedule, expected",
+    [
+        (0, "constant", [1] * 8),
+        (4, "constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        (0, "cosine", [0.9619398, 0.8535534, 0.6913417, 0.5, 0.3086583, 0.1464466, 0.0380602, 0]),
+        (4, "cosine", [0.25, 0.5, 0.75, 1, 0.8535534, 0.5, 0.1464466, 0]),
+    ],
+)
+def test_the_rate_of_each_step(warmup_steps, schedule, expected):
+    """As a training whose rates are set by hand, through both epochs."""
+    write_params(train={"warmup_steps": warmup_steps, "schedule": schedule})
+    run = training("osa_exact")
+    assert [loop.rate_factor(run.config.train, step, 8) for step in range(1, 9)] == pytest.approx(expected)
+    run.run(Observer())
+    write_params()
+    by_hand = training("osa_exact")
+    for factor, (images, labels) in zip(
+        expected, (batch for epoch in range(2) for batch in by_hand.batches(epoch)), strict=True
+    ):
+        for group in by_hand.optimizers[0].param_groups:
+            group["lr"] = by_hand.config.train.learning_rate * factor
+        by_hand.step(images, labels)
+    for (name, parameter), other in zip(run.model.named_parameters(), by_hand.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, msg=name, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_takes_the_weight_matrices_of_the_blocks():
+    write_params(train={"optimizer": "muon"})
+    run = training("vit")
+    adamw, muon = run.optimizers
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    held = [{names[p] for group in each.param_groups for p in group["params"]} for each in (adamw, muon)]
+    parts = ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.fc1", "mlp.fc2")
+    assert held[1] == {f"blocks.{i}.{part}.weight" for i in range(2) for part in parts}
+    assert held[0] == set(names.values()) - held[1]
+    before = {name: parameter.detach().clone() for parameter, name in names.items()}
+    run.step(*next(run.batches(0)))
+    for name, parameter in run.model.named_parameters():
+        change = (parameter - before[name]).square().mean().sqrt().item() / run.config.train.learning_rate
+        assert name not in held[1] or change == pytest.approx(0.2, abs=0.07), name
 
 
 @pytest.mark.parametrize("decay_all", [True, False])
@@ -205,7 +248,7 @@ def test_decay_of_all_parameters_or_of_matrices_alone(variant, decay_all):
         for parameter in run.model.parameters():
             parameter.fill_(1.0)
             parameter.grad = torch.zeros_like(parameter)
-    run.optimizer.step()
+    run.optimizers[0].step()
     for name, parameter in run.model.named_parameters():
         decayed = decay_all or (name.endswith("weight") and "norm" not in name)
         torch.testing.assert_close(parameter, torch.full_like(parameter, 0.95 if decayed else 1.0), msg=name)
@@ -344,6 +387,7 @@ def test_pixel_scaling_reaches_the_model():
             ("vit", "0"),
             "train.batch_size 64 is more than the 43 images: write a smaller one.",
         ),
+        ({"train": {"warmup_steps": 8}}, ("vit", "0"), "train.warmup_steps 8 must be less than the 8 steps of the run."),
         ({}, ("vti", "0"), "params.yaml has no variants.vti; did you mean 'vit'?"),
         ({"train": {"learning_rate": "fast"}}, ("vit", "0"), "params.yaml: train.learning_rate should be a number, not 'fa"),
         ({}, ("vit", "0", "--set", "train.lr=1"), "vit+train.lr=1: train.lr is not a known key; known: epochs, "),

@@ -19,6 +19,7 @@ from osa.deep.shaped import (
     exponential_kernel,
     exponential_schedule,
     gelu_gain,
+    linear_share,
     residual_schedule,
     signal_preserving_attention,
     tat_leaky_relu,
@@ -398,3 +399,14 @@ def test_a_shaped_mlp_keeps_the_mean_square_of_1(activation, gain):
     init_suo_mlp_(mlp, gain=gain)
     x = F.rms_norm(torch.randn(499, 509), (509,))
     assert mlp(x).square().mean().item() == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("activation", [dks_gelu(5), dks_gelu(72), tat_leaky_relu(13), tat_leaky_relu(100)])
+def test_linear_share_is_the_cosine_with_the_identity(activation):
+    """By a finer sum over the activation of tensors."""
+    z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
+    weight = torch.exp(-z.square() / 2)
+    phi = activation(z)
+    expected = (weight * phi * z).sum() / (weight * phi.square()).sum().sqrt() / weight.sum().sqrt()
+    assert linear_share(activation.of_number) == pytest.approx(expected.item(), abs=1e-9)
+    assert 0.7 < linear_share(activation.of_number) < 1

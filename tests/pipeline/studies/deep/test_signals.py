@@ -48,7 +48,8 @@ def test_what_is_found(lab, monkeypatch):
 
 
 def test_every_model_is_there_but_for_other_routes_to_the_same_function():
-    assert set(MODELS) - signals.SHAPED.keys() == set(osa.MODELS) - {"osa_qr", "osa_ns", "osa_qr_literal"}
+    later = {"osa_iso", "softmax_iso", "espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier"}
+    assert set(MODELS) - signals.SHAPED.keys() == set(osa.MODELS) - later - {"osa_qr", "osa_ns", "osa_qr_literal"}
 
 
 def test_value_and_output_drawn_per_head_are_noticed(lab, monkeypatch):

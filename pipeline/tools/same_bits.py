@@ -1,0 +1,85 @@
+"""Whether two commits give the same bits on this machine: `python -m pipeline.tools.same_bits COMMIT` compares the working
+tree with a commit, by the weights of every model after its first steps on the sample.
+
+An edit that keeps them needs nothing; one that does not raises `osa.NUMERICS`, and DVC trains again.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+STEPS, BATCH = 20, 16
+
+
+def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
+    """The losses of a model's first steps on the sample, with seed 0, and the SHA-256 of its weights after them."""
+    import torch
+
+    from pipeline.core import params
+    from pipeline.training.loop import Training
+
+    config = params.resolve_recipe(params.load(), params.load_paper(), name, {"train": {"batch_size": BATCH}})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"source": "sample"})})
+    training, losses = Training(config, 0, torch.device("cpu")), []
+    for images, labels in training.batches(0):
+        losses.append(training.step(images, labels)[0].item())
+        if len(losses) == steps:
+            break
+    digest = hashlib.sha256()
+    for tensor in training.model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return losses, digest.hexdigest()
+
+
+def print_digests() -> None:
+    """The digest of each model, as JSON: what runs in either tree."""
+    import osa.models
+    from pipeline.training.loop import make_deterministic
+
+    make_deterministic()
+    print(json.dumps({name: first_steps(name)[1] for name in osa.models.MODELS}))
+
+
+def digests(tree: Path) -> dict[str, str]:
+    """What `print_digests` says with the code and the parameters of another tree."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--print"]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    return json.loads(subprocess.run(command, cwd=tree, env=environment, check=True, text=True, stdout=subprocess.PIPE).stdout)
+
+
+def main() -> None:
+    from pipeline.core.errors import UserError, entry_point
+    from pipeline.core.files import ROOT
+    from pipeline.training import data
+
+    @entry_point
+    def compare() -> None:
+        parser = argparse.ArgumentParser(prog="python -m pipeline.tools.same_bits", description=__doc__.splitlines()[0])
+        parser.add_argument("commit")
+        commit = parser.parse_args().commit
+        if not data.folder("sample").exists():
+            raise UserError("data/sample is missing: run `python -m pipeline.fetch sample`.")
+        with tempfile.TemporaryDirectory() as folder:
+            tree = Path(folder, "tree")
+            made = subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, capture_output=True)
+            if made.returncode:
+                raise UserError(f"{commit} is no commit of this repository: name one as `git log` lists it.")
+            try:
+                (tree / "data").symlink_to(Path("data").resolve())
+                here, there = digests(ROOT), digests(tree)
+            finally:
+                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
+        other = [name for name in here if name in there and here[name] != there[name]]
+        print(f"{len(here.keys() & there.keys())} models of {commit} compared after {STEPS} steps; with other bits: {other or 'none'}")
+        sys.exit(bool(other))
+
+    compare()
+
+
+if __name__ == "__main__":
+    print_digests() if sys.argv[1:] == ["--print"] else main()

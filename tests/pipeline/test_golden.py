@@ -1,0 +1,50 @@
+"""The numbers of trainings, as osa.NUMERICS stands for them: the losses of every model's first steps on the sample.
+
+An edit that changes them on purpose raises osa.NUMERICS and writes tests/golden.json again:
+`python -m tests.pipeline.test_golden`.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import osa
+from pipeline import fetch
+from pipeline.core import files
+from pipeline.tools.same_bits import first_steps
+from pipeline.training.loop import make_deterministic
+
+GOLDEN = Path(__file__).parents[1] / "golden.json"
+STEPS = 20
+EXPECTED = json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("golden")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        fetch.main(["sample"])
+        files.write_text("params.yaml", (files.ROOT / "params.yaml").read_text(encoding="utf-8"))
+        yield
+
+
+def test_every_model_has_its_losses_and_the_file_is_of_these_numerics():
+    assert EXPECTED["numerics"] == osa.NUMERICS
+    assert EXPECTED["losses"].keys() == osa.MODELS.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED["losses"])
+def test_the_first_steps_have_the_losses_that_they_had(name):
+    """Within rounding, which differs by machine and grows from step to step."""
+    losses, _ = first_steps(name, STEPS)
+    assert losses[:2] == pytest.approx(EXPECTED["losses"][name][:2], rel=1e-5)
+    assert losses == pytest.approx(EXPECTED["losses"][name], rel=2e-3)
+
+
+if __name__ == "__main__":
+    make_deterministic()
+    losses = {name: [round(loss, 6) for loss in first_steps(name, STEPS)[0]] for name in osa.MODELS}
+    text = json.dumps({"numerics": osa.NUMERICS, "losses": losses})
+    GOLDEN.write_text(text.replace("], ", "],\n") + "\n", encoding="utf-8")

@@ -11,9 +11,9 @@ from osa.vit import VisionTransformer
 NUMERICS = 1  # raised by an edit that changes the numbers of a training: runs of another one are trained again
 
 __all__ = [
-    "NUMERICS",
     "MLP",
     "MODELS",
+    "NUMERICS",
     "Block",
     "OrthogonalSelfAttention",
     "SoftmaxSelfAttention",

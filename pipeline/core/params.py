@@ -1,7 +1,8 @@
 """The typed schema of params.yaml and of pipeline/paper.yaml, and their only reader.
 
 params.yaml holds what one edits: the sections below, and one for each of the paper's studies, which is checked when that
-study runs, by the schema beside its code. paper.yaml holds what the paper says: its numbers, its recipe, and what it leaves open.
+study runs, by the schema beside its code. paper.yaml holds what the paper says: its numbers, its recipe, and what it leaves
+open.
 """
 
 import argparse

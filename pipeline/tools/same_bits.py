@@ -49,7 +49,9 @@ def digests(tree: Path) -> dict[str, str]:
     """What `print_digests` says with the code and the parameters of another tree."""
     command = [sys.executable, str(Path(__file__).resolve()), "--print"]
     environment = os.environ | {"PYTHONPATH": str(tree)}
-    return json.loads(subprocess.run(command, cwd=tree, env=environment, check=True, text=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(
+        subprocess.run(command, cwd=tree, env=environment, check=True, text=True, stdout=subprocess.PIPE).stdout
+    )
 
 
 def main() -> None:
@@ -75,7 +77,9 @@ def main() -> None:
             finally:
                 subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
         other = [name for name in here if name in there and here[name] != there[name]]
-        print(f"{len(here.keys() & there.keys())} models of {commit} compared after {STEPS} steps; with other bits: {other or 'none'}")
+        print(
+            f"{len(here.keys() & there.keys())} models of {commit} compared after {STEPS} steps; with other bits: {other or 'none'}"
+        )
         sys.exit(bool(other))
 
     compare()

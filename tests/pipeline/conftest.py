@@ -2,14 +2,7 @@
 
 import pytest
 
-from pipeline.core import record
 from tests.pipeline.trainings import write_data, write_params
-
-
-@pytest.fixture(autouse=True)
-def process():
-    """Each test is a process of its own as far as its code is concerned."""
-    record.imported_code_sha256.cache_clear()
 
 
 @pytest.fixture

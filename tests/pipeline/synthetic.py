@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 import yaml
 
-from pipeline import evaluate, runs, studies, tables
+import osa
+from pipeline import evaluate, tables
 from pipeline.core import files, params
 from pipeline.core.params import Params, RunConfig
 from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import COLUMNS, build_model, evaluate_split
+from pipeline.training.recorder import history_csv
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -20,40 +22,15 @@ SMALL = {
     "model": {"patch_size": 7, "embed_dim": 12, "depth": 3, "num_heads": 2},  # N = 17, d_v = 6
     "train": {"batch_size": 8},  # so that an epoch of 23 images has steps to leave out
 }
-STUDIES = {  # sizes at which each takes seconds
-    "theorem_2_1": {"sizes": [[7, 2]], "norms": [0.01, 1, 20], "conditions": [1, 1e3]},
-    "theorem_2_2": {"depths": [0, 1, 4], "alphas": [0.5]},
-    "theorem_3_1": {"sizes": [[7, 2]], "iterations": 7, "norms": [0.1, 3], "conditions": [1, 10]},
-    "trainability": {"depths": [2, 4, 6], "gradient_images": 2, "samples": 4, "power_iterations": 3},
-    "kernels_with_depth": {"depths": [1, 6], "tokens": 23, "types": 10, "vision_depths": [6]},
-    "orthogonality": {"images": 2},
-    "perturbation": {"images": 1},
-    "first_steps": {"depths": [6], "rates": [1e-5, 1e-2], "steps": 2},
-    "signals": {"depths": [6], "alpha_seeds": [0], "alpha_depths": [6, 7], "alpha_patches": [14, 7]},
-    "complexity": {"largest_tokens": 512, "width": 2, "widths": [2, 4, 8], "tokens": 64, "joint": [2, 4, 8]}
-    | {"tokens_per_width": 16, "most_tokens_matrix": 512, "most_tokens_exponential": 128}
-    | {"repeats": 2, "sample_seconds": 1e-4},
-    "verdicts": {"repetitions": 20},
-    "depth": {"models": []},  # none to train
-    "six_blocks": {"models": []},
-    "long_sequences": {"models": [], "patches": [14, 7], "initial_seeds": [0], "power_iterations": 3},
-}
-EVERY_STUDY = {"seeds": [0], "images": 1}
 EPOCHS, POINTS = 10, 4
 
 Edit = Callable[[dict], object]
 
 
 def write_params(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[int] = (0, 1, 2)) -> None:
-    """The repository's params.yaml with small models and studies, after `edit`, and its paper.yaml with the same models."""
+    """The repository's params.yaml with small models, after `edit`, and its paper.yaml with the same models."""
     raw = _small(_read_yaml(ROOT / "params.yaml"))
-    raw = {
-        key: value for key, value in raw.items() if key in {*Params.model_fields, *studies.names()}
-    }  # a test may replace them
     raw["run"]["seeds"] = list(seeds)
-    for study in raw.keys() & studies.names():
-        changes = EVERY_STUDY | STUDIES.get(study, {})
-        raw[study] |= {key: changes[key] for key in changes.keys() & studies.module(study).Settings.model_fields}
     edit(raw)
     _write_yaml(folder / "params.yaml", raw)
     paper = _read_yaml(ROOT / "pipeline/paper.yaml")
@@ -91,7 +68,7 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
     if not diverged:
         curve[-1] |= dict(zip(COLUMNS[-2:], evaluate_split(model, mnist.test_images, mnist.test_labels), strict=True))
     path = folder / run.folder
-    files.write_text(path / "history.csv", runs.history_csv(curve))
+    files.write_text(path / "history.csv", history_csv(curve))
     (folder / run.weights).parent.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), folder / run.weights)
     steps, parameters = curve[-1]["step"], sum(parameter.numel() for parameter in model.parameters())
@@ -133,7 +110,7 @@ def record(config: RunConfig, run: Run, data_sha256: str, diverged: bool = False
         "status": "diverged" if diverged else "finished",
         "config": config.model_dump(mode="json"),
         "data_sha256": data_sha256,
-        "code_sha256": "c0de" * 16,
+        "numerics": osa.NUMERICS,
         "environment": {
             "git_commit": "c0ffee" * 6 + "c0ff",
             "git_dirty": False,

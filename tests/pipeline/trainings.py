@@ -6,16 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from pipeline import runs, train
 from pipeline.core import params
-from pipeline.lab import Lab
 from pipeline.runs import Run
-from pipeline.studies import Tables
 from pipeline.training.loop import Observer, Training
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
@@ -59,15 +56,8 @@ def finished(variant: str = "osa_exact", seed: int = 0) -> Training:
 
 def trained(variant: str = "osa_exact", seed: int = 0) -> Run:
     run = Run(variant, seed)
-    runs.train(run, config(variant), track=False)
+    runs.train(run, config(variant))
     return run
-
-
-def measured(study: ModuleType, settings, lab: Lab) -> Tables:
-    """What a study's stage measures, after its trainings."""
-    for each in study.trainings(settings, lab):
-        lab.train(*each)
-    return study.measure(settings, lab)
 
 
 def outputs(run: Run) -> dict[str, bytes]:
@@ -83,7 +73,7 @@ def read_json(path: Path) -> dict:
 
 
 def command(variant: str = "osa_exact", *options: str) -> list[str]:
-    return [sys.executable, "-m", "pipeline.train", variant, "0", "--no-tracking", *options]
+    return [sys.executable, "-m", "pipeline.train", variant, "0", *options]
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

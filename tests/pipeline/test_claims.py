@@ -1,0 +1,128 @@
+"""Each kind of claim, on made-up runs: what it compares, and that failure counts as failure."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from pipeline.claims import GUESS_LOSS, Results, epochs_to_reach, largest_rise, read_claims, speed
+from pipeline.core import files
+from pipeline.core.errors import UserError
+from pipeline.verdicts import CONTRADICTED, NOT_TRAINED, REPRODUCED
+
+BASICS = {"sentence": "It is so.", "place": "Section 5"}
+
+
+def runs(**accuracies: list[float | None]) -> Results:
+    """Runs of each name with these accuracies; None diverged. Their last train loss is 1 − accuracy."""
+    rows, histories = [], []
+    for name, values in accuracies.items():
+        for seed, value in enumerate(values):
+            status = "diverged" if value is None else "finished"
+            loss = None if value is None else 1 - value
+            rows.append({"name": name, "seed": seed, "status": status, "test_accuracy": value, "train_loss": loss})
+            losses = [2.0, 1.0, math.nan if value is None else loss]
+            histories.append(
+                pd.DataFrame({"epoch": [0, 1, 2], "train_loss": losses, "test_loss": losses}).assign(name=name, seed=seed)
+            )
+    return Results({"runs": pd.DataFrame(rows), "histories": pd.concat(histories)})
+
+
+def claim(tmp_path, **fields):
+    files.write_json(tmp_path / "claims.yaml", {"it": BASICS | fields})  # JSON is YAML
+    return read_claims(tmp_path / "claims.yaml")["it"]
+
+
+def test_accuracy_with_its_margin_and_the_papers_effect(tmp_path):
+    accuracy = claim(tmp_path, kind="accuracy", compare=[["a", "b"], ["c", "b"]], margin_points=0.5)
+    verdicts = accuracy.judge(runs(a=[0.97, 0.971], b=[0.97, 0.972], c=[0.9, 0.91]), {"a": 97.0, "b": 97.0})
+    assert list(verdicts) == ["a_vs_b", "c_vs_b"]
+    assert verdicts["a_vs_b"].estimate == pytest.approx(-0.05) and verdicts["a_vs_b"].limit == -0.5
+    assert verdicts["a_vs_b"].power > 0 and math.isnan(verdicts["c_vs_b"].power)
+    assert verdicts["c_vs_b"].word == CONTRADICTED
+
+
+def test_a_diverged_run_is_as_good_as_a_guess(tmp_path):
+    results = runs(a=[0.97, None], b=[0.5, 0.51])
+    assert results.accuracies("a") == pytest.approx([97.0, 10.0]) and results.losses("a") == pytest.approx(
+        [0.03, GUESS_LOSS]
+    )
+    assert results.counts("a") == {"finished": 1, "diverged": 1, "missing": 0}
+    trains = claim(tmp_path, kind="trains", models=["a"]).judge(results)["a"]
+    assert (trains.estimate, trains.n) == (0.5, 2)
+
+
+def test_what_has_no_run_is_not_trained(tmp_path):
+    for fields in ({"kind": "accuracy"}, {"kind": "loss"}, {"kind": "speed", "of_training": 0.5, "at_most_factor": 1.5}):
+        assert claim(tmp_path, compare=[["a", "none"]], **fields).judge(runs(a=[0.9, 0.91]))["a_vs_none"].word == NOT_TRAINED
+
+
+def test_trains_may_ask_for_failure(tmp_path):
+    fails = claim(tmp_path, kind="trains", models=["a"], side="below")
+    assert fails.judge(runs(a=[None] * 5))["a"].word == REPRODUCED
+    assert fails.judge(runs(a=[0.9] * 5))["a"].word == CONTRADICTED
+
+
+def test_drops_compares_two_steps(tmp_path):
+    drops = claim(tmp_path, kind="drops", models=["a", "b", "c"])
+    verdict = drops.judge(runs(a=[0.97, 0.971], b=[0.95, 0.951], c=[0.7, 0.71]))["drops"]
+    assert verdict.estimate == pytest.approx((95.05 - 70.5) - (97.05 - 95.05)) and verdict.word == REPRODUCED
+
+
+def curve(rate: float) -> pd.DataFrame:
+    epochs = [0.0, 1.0, 2.0, 3.0, 4.0]
+    return pd.DataFrame({"epoch": epochs, "train_loss": [2 * rate**e for e in epochs], "test_loss": 1.0, "seed": 0})
+
+
+def test_speed_is_the_ratio_of_epochs_to_a_loss():
+    verdict = speed([curve(0.25), curve(0.26)], [curve(0.5), curve(0.51)], 0.5, 1.5)
+    assert verdict.estimate == pytest.approx(0.5, abs=0.02) and verdict.word == REPRODUCED
+
+
+def test_a_run_that_never_gets_there_is_too_slow():
+    verdict = speed([curve(0.25), curve(0.99)], [curve(0.5), curve(0.51)], 0.5, 1.5)
+    assert verdict.estimate == 0.5 and verdict.side == "above"  # the share of runs that are fast enough
+
+
+def test_epochs_are_log_linear_between_points():
+    assert epochs_to_reach(curve(0.25), 2 * 0.25**1.5) == pytest.approx(1.5)
+    assert epochs_to_reach(curve(0.25), 1e-9) == math.inf
+
+
+def test_stability_counts_rises_and_divergence(tmp_path):
+    assert largest_rise(pd.DataFrame({"train_loss": [2.0, 1.0, 3.0, 0.5], "test_loss": 1.0})) == 3
+    stable = claim(tmp_path, kind="stability", models=["a"], at_most_rise=2, share=0.5)
+    verdict = stable.judge(runs(a=[0.9, None, 0.9]))["a"]
+    assert (verdict.estimate, verdict.n) == (pytest.approx(2 / 3), 3)
+
+
+def test_measured_compares_what_was_seen_at_the_end(tmp_path):
+    results = runs(a=[0.9, 0.91], b=[0.9, 0.91])
+    seen = [
+        {"name": n, "seed": s, "epoch": e, "size": v * (1 + 0.01 * s)}
+        for n, v in (("a", 1.0), ("b", 2.0))
+        for s in (0, 1)
+        for e in (0, 1)
+    ]
+    results.watched = pd.DataFrame(seen)
+    verdict = claim(tmp_path, kind="measured", compare=[["a", "b"]], columns=["size"], at_most_factor=0.9).judge(results)[
+        "a_vs_b_size"
+    ]
+    assert verdict.estimate == pytest.approx(0.5) and verdict.word == REPRODUCED
+
+
+@pytest.mark.parametrize(
+    "fields, key",
+    [
+        ({"kind": "speed", "compare": [["a", "b"]], "of_training": 0.5, "at_most_factor": 2}, "at_most_factor"),
+        ({"kind": "guess"}, "kind"),
+    ],
+)
+def test_a_claim_that_no_rule_can_judge_is_named(tmp_path, fields, key):
+    with pytest.raises(UserError, match=key):
+        claim(tmp_path, **fields)
+
+
+@pytest.mark.parametrize("wing", ["paper", "deep", "orthogonal"])
+def test_the_committed_claims_are_read(wing):
+    assert read_claims(f"pipeline/studies/{wing}/claims.yaml")

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Generator, Tensor, nn
 
+LECUN = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
 QUERY_KEY, VALUE_OUT = ("zero_query", "zero_key", "small"), ("orthogonal", "gaussian")  # of signal-preserving attention
 SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
 
@@ -104,6 +105,51 @@ def init_softmax_attention_(
     nn.init.xavier_uniform_(attention.out.weight, generator=generator)
     if joint_value_output:
         _orthogonal(attention.value, attention.out, generator=generator)
+    _zero_biases(attention)
+    if hasattr(attention, "alpha"):
+        attention.alpha.fill_(alpha)
+
+
+@torch.no_grad()
+def init_ji_attention_(
+    attention: nn.Module,
+    *,
+    identity: float = 0.6,
+    noise: float = 2.0,
+    scale: float = 3.0,
+    alpha: float = 0.1,
+    generator: Generator | None = None,
+) -> None:
+    """Orthogonal values, attention that leans on the token itself, and zero biases (Ji et al. 2025, arXiv:2510.00345).
+
+        W^V = c U,        W^O = c V,        W^Q_i W^K_iᵀ ≈ a Z_i + b I,
+
+    U and V Haar on O(d), the entries of Z_i independent N(0, 1/d), and in the place of a Z_i + b I the nearest matrix of
+    rank d_v: from the singular value decomposition P Σ Rᵀ, W^Q_i = P Σ^½ and W^K_i = R Σ^½, cut to d_v columns.
+
+    Of the paper, as read in summaries of it: W^V W^O is orthonormal up to a scale, from the singular vectors of one random
+    matrix; W^Q W^Kᵀ = a Z + b I; a = 2, b = 0.6 and c = 3 for a ViT-B with labels; MLPs are orthogonal (`init_suo_mlp_`);
+    but for the skips the architecture is the usual one. Its best results need the optimiser SOAP. Our reading: U and V hold
+    all heads, Z_i is drawn for each head and cut to its rank, and the logits are divided by √d_v as ever. c² goes out in the
+    next LayerNorm, so that c changes only how far a step turns the weights; without LayerNorm c = 1 keeps the tokens' size.
+
+    Args:
+        attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
+        identity, noise, scale: b, a and c.
+        alpha: of orthogonal attention alone.
+    """
+    d, num_heads = attention.embed_dim, attention.num_heads
+    d_v = d // num_heads
+    for i in range(num_heads):
+        rows = slice(i * d_v, (i + 1) * d_v)  # nn.Linear keeps Wᵀ
+        product = noise / math.sqrt(d) * torch.randn(d, d, generator=generator, dtype=torch.float64)
+        left, values, right = torch.linalg.svd(product + identity * torch.eye(d, dtype=torch.float64))
+        roots = values[:d_v, None].sqrt()
+        attention.query.weight[rows] = (roots * left[:, :d_v].mT).to(attention.query.weight.dtype)
+        attention.key.weight[rows] = (roots * right[:d_v]).to(attention.key.weight.dtype)
+    _orthogonal(attention.value, attention.out, generator=generator)
+    attention.value.weight.mul_(scale)
+    attention.out.weight.mul_(scale)
     _zero_biases(attention)
     if hasattr(attention, "alpha"):
         attention.alpha.fill_(alpha)
@@ -257,6 +303,21 @@ def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
     bound = 1 / math.sqrt(linear.in_features)
     nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
     nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
+
+
+def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
+    """A normal weight that is truncated at two of its standard deviations and has the variance 1/in, and a zero bias.
+
+    Flax's default of convolutions and dense layers, `lecun_normal`, which corrects σ for the truncation.
+    """
+    truncated_normal_(linear.weight, 1 / (LECUN * math.sqrt(linear.in_features)), generator=generator)
+    nn.init.zeros_(linear.bias)
+
+
+def trunc_normal_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
+    """The weight as positions and [cls], N(0, 0.02²) on two standard deviations, and a zero bias."""
+    truncated_normal_(linear.weight, 0.02, generator=generator)
+    nn.init.zeros_(linear.bias)
 
 
 def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:

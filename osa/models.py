@@ -4,6 +4,7 @@ An option of `build_vit` that picks a part does so in one of the dicts below; a 
 """
 
 import math
+import numbers
 from collections.abc import Callable
 from functools import partial
 
@@ -18,27 +19,31 @@ from osa.deep.shaped import (
     ValueSkipInitSelfAttention,
     alpha_of_depth,
     dks_gelu,
+    gain,
     gelu,
-    gelu_gain,
+    gelu_tanh,
     linear_share,
     signal_preserving_attention,
     tat_leaky_relu,
 )
 from osa.init import (
     init_isometric_mlp_,
+    init_ji_attention_,
     init_orthogonal_attention_,
     init_signal_preserving_attention_,
     init_softmax_attention_,
     init_suo_mlp_,
     init_value_skipinit_attention_,
     init_xavier_mlp_,
+    lecun_linear_,
     torch_linear_,
+    trunc_normal_linear_,
     truncated_normal_,
     xavier_linear_,
     zeros_linear_,
 )
 from osa.linalg import EPSILON
-from osa.modules import OrthogonalSelfAttention, SoftmaxSelfAttention
+from osa.modules import NORM_EPS, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.vit import VisionTransformer
 
 _OSA = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
@@ -87,6 +92,9 @@ MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
+# Of Ji et al. 2025, who keep LayerNorm
+_JI = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
+MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
 
 def create_model(name: str, *, generator: Generator | None = None, **changes) -> VisionTransformer:
@@ -122,6 +130,7 @@ def build_vit(
     query_key_init: str | None = None,
     value_out_init: str | None = None,
     attention_init: str | None = None,
+    qkv_bias: bool | None = None,
     joint_value_output: bool = False,
     activation: str = "gelu",
     normalise_tokens: bool = False,
@@ -139,8 +148,10 @@ def build_vit(
     alpha_per_head: bool = True,
     xavier_fused_qkv: bool = False,
     suo_transposed: bool = False,
+    mlp_bias_std: float = 0.0,
     patch_embedding: str = "xavier",
     head: str = "xavier",
+    norm_eps: float = NORM_EPS,
     generator: Generator | None = None,
 ) -> VisionTransformer:
     """A Vision Transformer of Appendix D from its options, initialised. The defaults are the paper's.
@@ -148,8 +159,9 @@ def build_vit(
     Args:
         attention: "orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"; see
             `SignalPreservingSelfAttention` and `ValueSkipInitSelfAttention`.
-        skip, norm, image_size, patch_size, num_classes, embed_dim, depth, mlp_ratio, in_channels, normalise_tokens: see
+        skip, norm, norm_eps, image_size, patch_size, num_classes, embed_dim, depth, mlp_ratio, in_channels: see
             `VisionTransformer`.
+        normalise_tokens, embedding_std: see there, too.
         mlp_init: "suo" (Section 4.4), "xavier" (Appendix D), "shaped": SUO with a second layer that makes good what the
             activation takes from the mean square, or "isometric": both layers from one frame; see `init_isometric_mlp_`.
         method, num_iterations, epsilon: of orthogonal attention alone; see `orthogonal_attention`. None: its defaults.
@@ -157,41 +169,48 @@ def build_vit(
         kernel, kernel_last, causal, cls_index, repeated: of signal-preserving attention alone, which needs the first two;
             see `signal_preserving_attention`. None: its defaults.
         query_key_init, value_out_init: of signal-preserving attention alone; see `init_signal_preserving_attention_`.
-        attention_init: of orthogonal and softmax attention: "section_4" or "xavier" (Appendix D). None: Section 4 for
-            orthogonal attention and Xavier for softmax, as in the paper.
-        joint_value_output: W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others are so.
-        activation: "gelu", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there for the least depth.
+        attention_init: of orthogonal and softmax attention: "section_4", "xavier" (Appendix D) or "ji"; see
+            `init_ji_attention_`. None: Section 4 for orthogonal attention and Xavier for softmax, as in the paper.
+        qkv_bias: of softmax attention alone: whether query, key and value have biases. None: yes.
+        joint_value_output: W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and
+            those by "ji", are so in any case.
+        activation: "gelu", its approximation "gelu_tanh", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there
+            for the least depth.
         normalised_skip: L (1 − α²) for skips α x + √(1 − α²) f(x); None: x + f(x).
         num_heads: h, 2 or more for orthogonal attention.
         alpha, alpha_per_head: initial α of orthogonal attention, and whether every head has its own.
-        embedding_std: σ of positions and [cls].
         xavier_fused_qkv: draw query, key and value by Xavier as one matrix.
         suo_transposed: SUO of the weights read as [in, out].
-        patch_embedding: "xavier" or "torch", PyTorch's default.
-        head: "xavier", "zeros" or "torch".
+        mlp_bias_std: σ of the MLPs' biases; 0 for none to be drawn.
+        patch_embedding: "xavier", "torch" (PyTorch's default), "lecun" (Flax's) or "trunc_normal" (as positions).
+        head: one of these or "zeros".
         generator: of the default device, for every draw. Default: torch's global one, of which nothing is drawn otherwise.
 
     Raises:
         ValueError: an option has an impossible value.
     """
-    _check_positive(image_size=image_size, patch_size=patch_size, num_classes=num_classes, in_channels=in_channels)
-    _check_positive(embed_dim=embed_dim, depth=depth, num_heads=num_heads, embedding_std=embedding_std)
-    if not math.isfinite(alpha) or not (epsilon or 0) >= 0:
-        raise ValueError(f"alpha must be finite and epsilon 0 or more, not {alpha} and {epsilon}")
+    _check_sizes(image_size=image_size, patch_size=patch_size, num_classes=num_classes, in_channels=in_channels)
+    _check_sizes(embed_dim=embed_dim, depth=depth, num_heads=num_heads)
+    _check_finite(alpha=alpha)
+    _check_finite(above=0, embedding_std=embedding_std, mlp_ratio=mlp_ratio, norm_eps=norm_eps)
+    _check_finite(above=0, **_given(alpha_times_depth=alpha_times_depth))
+    _check_finite(least=0, mlp_bias_std=mlp_bias_std, epsilon=epsilon or 0)
     if int(embed_dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio {mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
     shortcut = _shortcut(skip, normalised_skip, depth)
     own = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha_times_depth": alpha_times_depth}
     own |= {"kernel": kernel, "kernel_last": kernel_last, "causal": causal, "cls_index": cls_index, "repeated": repeated}
     own |= {"query_key_init": query_key_init, "value_out_init": value_out_init, "attention_init": attention_init}
+    own |= {"qkv_bias": qkv_bias}
     _check_own(attention, own)
     num_tokens = (image_size // patch_size) ** 2 + 1
     options = own | {"embed_dim": embed_dim, "num_heads": num_heads, "num_tokens": num_tokens, "depth": depth}
     options |= {"alpha": alpha, "alpha_per_head": alpha_per_head, "shortcut": shortcut or 0.0}
     options |= {"joint_value_output": joint_value_output, "xavier_fused_qkv": xavier_fused_qkv}
+    options |= {"norm": norm}
     make_attention, init_attention_ = _entry("attention", attention, ATTENTION)(**options)
-    activate, gain, kappa = _entry("activation", activation, ACTIVATION)(depth)
-    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(suo_transposed=suo_transposed, gain=gain, kappa=kappa)
+    activate, mlp_gain, kappa = _entry("activation", activation, ACTIVATION)(depth)
+    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(suo_transposed=suo_transposed, gain=mlp_gain, kappa=kappa)
     init_patch_embedding_ = _entry("patch_embedding", patch_embedding, PATCH_EMBEDDING_INIT)
     init_head_ = _entry("head", head, HEAD_INIT)
 
@@ -206,6 +225,7 @@ def build_vit(
             attention=make_attention,
             skip=skip,
             norm=norm,
+            norm_eps=norm_eps,
             shortcut=shortcut,
             activation=activate,
             normalise_tokens=normalise_tokens,
@@ -221,6 +241,9 @@ def build_vit(
     for block in vit.blocks:
         init_attention_(block.attention, generator=generator)
         init_mlp_(block.mlp, generator=generator)
+        if mlp_bias_std:
+            for linear in (block.mlp.fc1, block.mlp.fc2):
+                nn.init.normal_(linear.bias, std=mlp_bias_std, generator=generator)
     for module in vit.modules():
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
@@ -266,8 +289,11 @@ def _orthogonal_attention(
     return lambda _: make(), partial(_attention_init(attention_init or "section_4", **options), alpha=initial)
 
 
-def _softmax_attention(*, embed_dim: int, num_heads: int, attention_init: str | None, **options) -> Parts:
-    return lambda _: SoftmaxSelfAttention(embed_dim, num_heads), _attention_init(attention_init or "xavier", **options)
+def _softmax_attention(
+    *, embed_dim: int, num_heads: int, attention_init: str | None, qkv_bias: bool | None, **options
+) -> Parts:
+    make = partial(SoftmaxSelfAttention, embed_dim, num_heads, **_given(qkv_bias=qkv_bias))
+    return lambda _: make(), _attention_init(attention_init or "xavier", **options)
 
 
 def _attention_init(name: str, **options) -> Callable[..., None]:
@@ -276,6 +302,10 @@ def _attention_init(name: str, **options) -> Callable[..., None]:
 
 def _section_4(*, joint_value_output: bool, **_) -> Callable[..., None]:
     return partial(init_orthogonal_attention_, joint_value_output=joint_value_output)
+
+
+def _ji(*, norm: bool, **_) -> Callable[..., None]:
+    return partial(init_ji_attention_, **({} if norm else {"scale": 1.0}))
 
 
 def _xavier_attention(*, xavier_fused_qkv: bool, joint_value_output: bool, **_) -> Callable[..., None]:
@@ -332,20 +362,27 @@ ATTENTION = {
     "signal_preserving": _signal_preserving_attention,
     "value_skipinit": _value_skipinit_attention,
 }
-ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention}
+ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention, "ji": _ji}
 _KERNEL = ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init")
 OWN = {  # the attentions that an option belongs to
     **dict.fromkeys(("method", "num_iterations", "epsilon", "alpha_times_depth"), ("orthogonal",)),
     **dict.fromkeys(_KERNEL, ("signal_preserving",)),
     "attention_init": ("orthogonal", "softmax"),
+    "qkv_bias": ("softmax",),
 }
 ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
-    "gelu": lambda depth: (F.gelu, gelu_gain(), linear_share(gelu)),
+    "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
+    "gelu_tanh": lambda depth: (partial(F.gelu, approximate="tanh"), gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
     "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
 }
 MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp, "isometric": _isometric_mlp}
-PATCH_EMBEDDING_INIT = {"xavier": xavier_linear_, "torch": torch_linear_}
+PATCH_EMBEDDING_INIT = {
+    "xavier": xavier_linear_,
+    "torch": torch_linear_,
+    "lecun": lecun_linear_,
+    "trunc_normal": trunc_normal_linear_,
+}
 HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 
 
@@ -380,7 +417,14 @@ def _shortcut(skip: bool, normalised_skip: float | None, depth: int) -> float | 
     return math.sqrt(1 - normalised_skip / depth)
 
 
-def _check_positive(**values: float) -> None:
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, numbers.Integral) or size < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more, not {size!r}")
+
+
+def _check_finite(*, above: float = -math.inf, least: float = -math.inf, **values: float) -> None:
     for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, not {value}")
+        if not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= above or value < least:
+            bound = f" and above {above}" if above == 0 else f" and {least} or more" if least == 0 else ""
+            raise ValueError(f"{name} must be finite{bound}, not {value!r}")

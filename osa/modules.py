@@ -11,6 +11,8 @@ from osa.functional import check_method, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.linalg import EPSILON
 
+NORM_EPS = 1e-6  # of LayerNorm in the original ViT
+
 
 class SelfAttention(nn.Module):
     """Query, key, value and output projections of multi-head self-attention; subclasses say how tokens are mixed.
@@ -19,14 +21,14 @@ class SelfAttention(nn.Module):
     that the sum over heads of A_i X W^V_i W^O_i (Eq. 4) is one product with the concatenated heads.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool, qkv_bias: bool = True) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads {num_heads} must divide embed_dim {embed_dim}")
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.query = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.key = nn.Linear(embed_dim, embed_dim, bias=bias)
-        self.value = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.query = nn.Linear(embed_dim, embed_dim, bias=bias and qkv_bias)
+        self.key = nn.Linear(embed_dim, embed_dim, bias=bias and qkv_bias)
+        self.value = nn.Linear(embed_dim, embed_dim, bias=bias and qkv_bias)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,12 +106,17 @@ class SoftmaxSelfAttention(SelfAttention):
 
     Xavier uniform weights and zero biases (Appendix D).
 
+    Args:
+        embed_dim: d.
+        num_heads: h.
+        qkv_bias: whether query, key and value have biases; the output projection has one in any case.
+
     Raises:
         ValueError: num_heads does not divide embed_dim.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__(embed_dim, num_heads, bias=True)
+    def __init__(self, embed_dim: int, num_heads: int, *, qkv_bias: bool = True) -> None:
+        super().__init__(embed_dim, num_heads, bias=True, qkv_bias=qkv_bias)
         init_softmax_attention_(self)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
@@ -137,6 +144,7 @@ class Block(nn.Module):
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
+        norm_eps: its ε.
         shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which keeps q where both terms have it.
             None: x + f(x).
     """
@@ -149,12 +157,13 @@ class Block(nn.Module):
         embed_dim: int,
         skip: bool,
         norm: bool,
+        norm_eps: float = NORM_EPS,
         shortcut: float | None = None,
     ) -> None:
         super().__init__()
-        self.norm1 = layer_norm(embed_dim) if norm else nn.Identity()
+        self.norm1 = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
         self.attention = attention
-        self.norm2 = layer_norm(embed_dim) if norm else nn.Identity()
+        self.norm2 = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
         self.mlp = mlp
         self.skip, self.shortcut = skip, shortcut
 
@@ -168,8 +177,3 @@ class Block(nn.Module):
         if not self.skip:
             return y
         return x + y if self.shortcut is None else self.shortcut * x + math.sqrt(1 - self.shortcut**2) * y
-
-
-def layer_norm(embed_dim: int) -> nn.LayerNorm:
-    """LayerNorm with the ε = 1e-6 of the original ViT."""
-    return nn.LayerNorm(embed_dim, eps=1e-6)

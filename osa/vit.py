@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osa.init import truncated_normal_, xavier_linear_
-from osa.modules import MLP, Block, layer_norm
+from osa.modules import MLP, NORM_EPS, Block
 
 
 class VisionTransformer(nn.Module):
@@ -22,7 +22,7 @@ class VisionTransformer(nn.Module):
         depth: number of blocks, 1 or more.
         mlp_ratio: hidden width of the MLPs over d.
         attention: makes the attention module of a block from its number, 0 to depth − 1.
-        skip, norm, shortcut: see `Block`; with norm there is a final LayerNorm too.
+        skip, norm, norm_eps, shortcut: see `Block`; with norm there is a final LayerNorm too.
         activation: of the MLPs.
         normalise_tokens: divide each token by its root mean square before the first block, once and without a parameter.
         in_channels: channels of the image.
@@ -44,6 +44,7 @@ class VisionTransformer(nn.Module):
         attention: Callable[[int], nn.Module],
         skip: bool,
         norm: bool,
+        norm_eps: float = NORM_EPS,
         shortcut: float | None = None,
         activation: Callable[[Tensor], Tensor] = F.gelu,
         normalise_tokens: bool = False,
@@ -62,9 +63,9 @@ class VisionTransformer(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
         self.position_embedding = nn.Parameter(torch.empty(1, num_tokens, embed_dim))
         mlp = partial(MLP, embed_dim, int(embed_dim * mlp_ratio), activation)
-        block = partial(Block, embed_dim=embed_dim, skip=skip, norm=norm, shortcut=shortcut)
+        block = partial(Block, embed_dim=embed_dim, skip=skip, norm=norm, norm_eps=norm_eps, shortcut=shortcut)
         self.blocks = nn.ModuleList(block(attention(i), mlp()) for i in range(depth))
-        self.norm = layer_norm(embed_dim) if norm else nn.Identity()
+        self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
         self.head = nn.Linear(embed_dim, num_classes)
         truncated_normal_(self.cls_token, embedding_std)
         truncated_normal_(self.position_embedding, embedding_std)

@@ -378,15 +378,19 @@ def tat_leaky_relu(depth: int, cosine: float = 0.9) -> ShapedLeakyReLU:
     return ShapedLeakyReLU(low)
 
 
+def gain(activation: Callable[[float], float]) -> float:
+    """1/√E φ(z)² for z ~ N(0, 1): the factor of a weight behind φ that keeps q = 1 (He et al. 2023, H.1)."""
+    return 1 / math.sqrt(_mean(lambda z: activation(z) ** 2))
+
+
 def linear_share(activation: Callable[[float], float]) -> float:
     """κ = E φ(z) z/√E φ(z)² for z ~ N(0, 1), of an activation of numbers: the cosine between it and a linear one."""
     return _mean(lambda z: activation(z) * z) / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 
-def gelu_gain() -> float:
-    """1/√E GELU(z)²: what a weight behind a GELU has to be multiplied by for q = 1 to be kept (He et al. 2023, H.1)."""
-    mean, variance = _gelu_moments(1.0, 0.0)
-    return 1 / math.sqrt(mean**2 + variance)
+def gelu_tanh(x: float) -> float:
+    """x (1 + tanh(√(2/π) (x + 0.044715 x³)))/2, `F.gelu` by its approximation, of a number."""
+    return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
 # The trapezoidal rule on [−12, 12] integrates what is as smooth as a Gaussian to the last bit, and z φ(z) and φ(z)² of leaky

@@ -69,6 +69,8 @@ LABELS = {  # of the models made for depth, which stand in the library
     "vskipinit_iso": "V-SkipInit (isometric)",
     "vit_section_4": "ViT (no skip, no LN, Section 4)",
     "osa_xavier": "OSA (Xavier)",
+    "vit_noskip_ji": "ViT (no skip, Ji et al.)",
+    "vit_noskip_ji_nonorm": "ViT (no skip, no LN, Ji et al.)",
 }
 SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
 SHARED = get_args(SharedSection)
@@ -88,7 +90,7 @@ class Run(Section):
 
 class Data(Section):
     source: Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
-    pixel_scaling: Literal["unit", "standard"]
+    pixel_scaling: Literal["unit", "half", "standard"]
 
     @property
     def in_channels(self) -> int:
@@ -107,6 +109,7 @@ class Model(Section):
     depth: Annotated[int, Field(gt=0, le=1000)]
     num_heads: Size
     mlp_ratio: Annotated[float, Field(gt=0, le=1000)]
+    norm_eps: PositiveFloat | None = None  # 1e-6
 
     @model_validator(mode="after")
     def _divides(self):
@@ -123,8 +126,9 @@ class Init(Section):
     alpha_per_head: bool
     xavier_fused_qkv: bool
     suo_transposed: bool
-    patch_embedding: Literal["xavier", "torch"]
-    head: Literal["xavier", "zeros", "torch"]
+    patch_embedding: Literal["xavier", "torch", "lecun", "trunc_normal"]
+    head: Literal["xavier", "zeros", "torch", "lecun", "trunc_normal"]
+    mlp_bias_std: NonNegativeFloat | None = None  # 0
 
 
 class Train(Section):
@@ -146,6 +150,7 @@ class Train(Section):
 OWN_KEYS = {
     ("orthogonal",): ("method", "alpha_times_depth"),
     ("orthogonal", "softmax"): ("attention_init",),
+    ("softmax",): ("qkv_bias",),
     ("signal_preserving",): ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"),
 }  # of a variant, by its attention
 
@@ -159,7 +164,8 @@ class Variant(Section):
     init: Literal[
         "osa", "xavier", "shaped", "isometric"
     ]  # of the MLPs; "osa" is SUO (Section 4.4); osa.build_vit's mlp_init
-    attention_init: Literal["section_4", "xavier"] | None = None
+    attention_init: Literal["section_4", "xavier", "ji"] | None = None
+    qkv_bias: bool | None = None
     method: Literal["qr", "qr_literal", "newton_schulz", "exact", "polar_express"] | None = None
     num_iterations: PositiveInt | None = None
     epsilon: NonNegativeFloat | None = None
@@ -172,7 +178,7 @@ class Variant(Section):
     query_key_init: Literal[*QUERY_KEY] | None = None
     value_out_init: Literal[*VALUE_OUT] | None = None
     joint_value_output: bool | None = None
-    activation: Literal["gelu", "dks_gelu", "tat_leaky_relu"] | None = None
+    activation: Literal["gelu", "gelu_tanh", "dks_gelu", "tat_leaky_relu"] | None = None
     normalise_tokens: bool | None = None
     normalised_skip: PositiveFloat | None = None
     penalty: Literal[*PENALTIES] | None = None

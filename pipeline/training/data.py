@@ -39,8 +39,8 @@ def folder(source: str) -> Path:
 def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> Data:
     """Reads the data set onto `device`.
 
-    `pixel_scaling` maps a level x of 0…255 to x / 255 ("unit") or to (x - mean) / std over all pixels of all
-    training images ("standard"); test images get the same map.
+    `pixel_scaling` maps a level x of 0…255 to x / 255 ("unit"), to 2 x / 255 - 1 ("half") or to (x - mean) / std over
+    all pixels of all training images ("standard"); test images get the same map.
 
     Raises:
         UserError: a file is missing or corrupted, or the scaling is unknown.
@@ -75,10 +75,12 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
     levels = np.arange(256, dtype=np.float64)
     if pixel_scaling == "unit":
         levels /= 255
+    elif pixel_scaling == "half":
+        levels = 2 * levels / 255 - 1
     elif pixel_scaling == "standard":
         levels = (levels - train_images.mean(dtype=np.float64)) / train_images.std(dtype=np.float64)
     else:
-        raise UserError(f"data.pixel_scaling is {pixel_scaling!r}; write unit or standard in params.yaml.")
+        raise UserError(f"data.pixel_scaling is {pixel_scaling!r}; write unit, half or standard in params.yaml.")
     return levels.astype(np.float32)
 
 

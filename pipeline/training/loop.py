@@ -56,8 +56,8 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
             **variant,
             image_size=config.data.image_size,
             in_channels=config.data.in_channels,
-            **config.model.model_dump(),
-            **config.init.model_dump(),
+            **config.model.model_dump(exclude_none=True),
+            **config.init.model_dump(exclude_none=True),
             mlp_init={"osa": "suo"}.get(config.variant.init, config.variant.init),
             generator=random_stream(seed, "init"),
         )

@@ -8,11 +8,14 @@ import torch
 from osa import MLP, SoftmaxSelfAttention
 from osa.init import (
     init_isometric_mlp_,
+    init_ji_attention_,
     init_softmax_attention_,
     init_suo_mlp_,
+    lecun_linear_,
     scaled_uniform_orthogonal_,
     stiefel_uniform,
     torch_linear_,
+    trunc_normal_linear_,
     truncated_normal_,
     xavier_linear_,
 )
@@ -169,6 +172,33 @@ def test_softmax_attention_is_xavier_uniform_with_zero_biases(fused_qkv, fan_out
     assert not torch.equal(layer.query.weight, layer.key.weight)
 
 
+def test_jis_values_and_outputs_are_orthogonal_up_to_a_scale():
+    layer = SoftmaxSelfAttention(15, 3)
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
+    init_ji_attention_(layer, scale=1.5, generator=generator())
+    for weight in (layer.value.weight, layer.out.weight):
+        torch.testing.assert_close(weight @ weight.mT, 2.25 * torch.eye(15), rtol=0, atol=1e-5)
+    assert not torch.equal(layer.value.weight, layer.out.weight.mT)
+    assert not any(linear.bias.any() for linear in (layer.query, layer.key, layer.value, layer.out))
+
+
+@pytest.mark.parametrize("d, num_heads", [(15, 3), (7, 1)])
+def test_jis_query_key_product_is_the_nearest_of_its_rank(d, num_heads):
+    """To a Z + b I with Z of N(0, 1/d) from the same stream: the error is what the singular values cut off make."""
+    layer, stream = SoftmaxSelfAttention(d, num_heads).double(), generator(1)
+    init_ji_attention_(layer, identity=0.7, noise=1.3, generator=generator(1))
+    d_v = d // num_heads
+    for i in range(num_heads):
+        rows = slice(i * d_v, (i + 1) * d_v)
+        z = torch.randn(d, d, dtype=torch.float64, generator=stream) / math.sqrt(d)
+        target = 1.3 * z + 0.7 * torch.eye(d, dtype=torch.float64)
+        query, key = layer.query.weight.detach()[rows], layer.key.weight.detach()[rows]
+        error, values = torch.linalg.matrix_norm(query.mT @ key - target), torch.linalg.svdvals(target)
+        assert error.item() == pytest.approx(values[d_v:].norm().item(), abs=1e-12)
+        torch.testing.assert_close(query @ query.mT, key @ key.mT, rtol=0, atol=1e-12)  # evenly shared
+
+
 @pytest.mark.parametrize("transposed, wide, narrow", [(False, 4, 1), (True, 1, 4)])
 def test_mlp_is_suo_with_zero_biases(transposed, wide, narrow):
     """The other reading of [out, in] puts the factor √4 on the layer that narrows instead of on the one that widens."""
@@ -244,6 +274,18 @@ def test_plain_linear_layers():
     for actual, expected in ((linear.weight, default.weight), (linear.bias, default.bias)):
         assert 0.9 < actual.abs().max() / expected.abs().max() < 1.1
     assert_uniform(linear.weight, 1 / math.sqrt(53))
+
+
+@pytest.mark.parametrize(
+    "init, variance, bound", [(lecun_linear_, 1 / 53, 2.2737), (trunc_normal_linear_, 0.7737 * 4e-4, 2.2737)]
+)
+def test_linear_layers_by_a_truncated_normal(init, variance, bound):
+    """No entry beyond two standard deviations before the truncation, which are 2.2737 after it; zero bias."""
+    linear = torch.nn.Linear(53, 997)
+    init(linear, generator=generator())
+    assert_mean(linear.weight.detach().flatten().square(), variance)
+    assert 0.995 < linear.weight.abs().max() / (bound * math.sqrt(variance)) < 1.0005
+    assert not linear.bias.any()
 
 
 def test_truncated_normal():

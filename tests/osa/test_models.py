@@ -34,7 +34,7 @@ def test_names():
     shaped = ["osa_shaped", "softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "uspa_causal"]
     shaped += ["espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm"]
     isometric = ["osa_iso", "softmax_iso", "espa_iso", "uspa_iso", "vskipinit_iso"]
-    assert SHAPED == [*shaped, *isometric, "vit_section_4", "osa_xavier"]
+    assert SHAPED == [*shaped, *isometric, "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm"]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,7 +60,7 @@ def test_logits_gradients_and_state_dict(name):
 def test_layer_norm_is_where_the_paper_has_it(name):
     norms = {key: module for key, module in create(name).named_modules() if isinstance(module, nn.LayerNorm)}
     expected = [f"blocks.{i}.norm{k}" for i in range(6) for k in (1, 2)] + ["norm"]
-    assert list(norms) == (expected if name in ("vit", "vit_noskip", "softmax_shaped_norm", "softmax_skip") else [])
+    assert list(norms) == (expected if MODELS[name]["norm"] else [])
     for norm in norms.values():
         assert torch.equal(norm.weight, torch.ones(64)) and torch.equal(norm.bias, torch.zeros(64))
 
@@ -160,6 +160,14 @@ def test_softmax_attention_by_section_4():
     assert not any(value.any() for key, value in softmax.items() if key.endswith("bias"))
 
 
+@pytest.mark.parametrize("name, scale", [("vit_noskip_ji", 9.0), ("vit_noskip_ji_nonorm", 1.0)])
+def test_jis_attention_is_scaled_where_a_norm_follows_alone(name, scale):
+    model = create(name)
+    for block in model.blocks:
+        product = block.attention.out.weight @ block.attention.value.weight
+        torch.testing.assert_close(product @ product.mT, scale**2 * torch.eye(64), rtol=0, atol=1e-3)
+
+
 def test_orthogonal_attention_by_xavier():
     """The draws of softmax attention, in their order, and alpha as ever."""
     softmax, orthogonal = create("vit_noskip_nonorm").state_dict(), create("osa_xavier", alpha=0.3).state_dict()
@@ -216,6 +224,32 @@ def test_a_projection_by_pytorchs_default(part):
     assert_uniform(linear.weight, bound)
     assert 0 < linear.bias.abs().max() <= bound
     assert_xavier(model.head if part == "patch_embedding" else model.patch_embedding)
+
+
+def test_softmax_attention_without_biases_of_query_key_and_value():
+    model = create("vit", qkv_bias=False)
+    for block in model.blocks:
+        attention = block.attention
+        assert attention.query.bias is attention.key.bias is attention.value.bias is None
+        assert attention.out.bias is not None
+    expected = create("vit")  # whose biases are zero and take no draw
+    assert torch.equal(model(images().fill_(0.3)), expected(images().fill_(0.3)))
+    model(images()).sum().backward()
+
+
+def test_biases_of_the_mlps_are_drawn():
+    model = create("vit", mlp_bias_std=0.3)
+    biases = torch.cat([linear.bias for block in model.blocks for linear in (block.mlp.fc1, block.mlp.fc2)])
+    assert biases.std().item() == pytest.approx(0.3, rel=0.1)
+    assert abs(biases.mean()) < 5 * 0.3 / math.sqrt(len(biases))
+
+
+def test_norm_eps_and_the_approximate_gelu_reach_every_layer():
+    model = create("vit", norm_eps=0.5, activation="gelu_tanh")
+    assert {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)} == {0.5}
+    x = torch.linspace(-3, 3, 31)
+    for block in model.blocks:
+        assert torch.equal(block.mlp.activation(x), nn.functional.gelu(x, approximate="tanh"))
 
 
 def test_a_head_of_zeros_tells_no_class_from_another():
@@ -314,8 +348,8 @@ REFUSED = {
     "repeated tokens beside a skip": ("espa_skip", dict(repeated=0.04), "repeated 0"),
     "too heavy a skip for E-SPA": ("espa_skip", dict(kernel_last=0.1), "skip of weight 0.873.*larger rate"),
     "too heavy a skip for U-SPA": ("espa_skip", dict(kernel="uniform", kernel_last=0.8), "cosines above 1"),
-    "patch_embedding": ("vit", dict(patch_embedding="zeros"), "patch_embedding 'zeros'.*xavier, torch$"),
-    "head": ("vit", dict(head="ones"), "head 'ones'.*xavier, torch, zeros"),
+    "patch_embedding": ("vit", dict(patch_embedding="zeros"), "patch_embedding 'zeros'.*xavier, torch, lecun"),
+    "head": ("vit", dict(head="ones"), "head 'ones'.*xavier, torch.*zeros"),
     "method": ("osa_qr", dict(method="cayley"), "method 'cayley'.*exact"),
     "method of softmax": ("osa_qr", dict(attention="softmax"), "method belongs to orthogonal"),
     "iterations of softmax": ("vit", dict(num_iterations=6), "num_iterations belongs to orthogonal"),
@@ -323,17 +357,26 @@ REFUSED = {
     "no iterations": ("osa_ns", dict(num_iterations=0), "num_iterations must be 1 or more"),
     "epsilon of softmax": ("vit", dict(epsilon=1e-7), "epsilon belongs to orthogonal"),
     "heads": ("vit", dict(num_heads=5), "num_heads 5 must divide embed_dim 64"),
-    "no heads": ("vit", dict(num_heads=0), "num_heads must be positive"),
+    "no heads": ("vit", dict(num_heads=0), "num_heads must be a whole number, 1"),
     "one head": ("osa_qr", dict(num_heads=1), "2 or more heads"),
     "patches": ("vit", dict(patch_size=5), "patch_size 5 must divide image_size 28"),
-    "no patches": ("vit", dict(patch_size=0), "patch_size must be positive"),
-    "no classes": ("vit", dict(num_classes=0), "num_classes must be positive"),
-    "depth": ("vit", dict(depth=0), "depth must be positive"),
-    "depth, on which shapes depend": ("espa", dict(depth=0), "depth must be positive"),
+    "no patches": ("vit", dict(patch_size=0), "patch_size must be a whole number, 1"),
+    "no classes": ("vit", dict(num_classes=0), "num_classes must be a whole number, 1"),
+    "depth": ("vit", dict(depth=0), "depth must be a whole number, 1"),
+    "depth, on which shapes depend": ("espa", dict(depth=0), "depth must be a whole number, 1"),
     "no hidden unit": ("vit", dict(mlp_ratio=0.01), "mlp_ratio 0.01"),
-    "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std must be positive"),
+    "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std must be finite and above 0"),
+    "image_size of two sides": ("vit", dict(image_size=(28, 56)), "image_size"),
+    "image_size of a float": ("vit", dict(image_size=28.0), "image_size"),
+    "depth of a float": ("vit", dict(depth=6.0), "depth"),
+    "infinite mlp_ratio": ("vit", dict(mlp_ratio=math.inf), "mlp_ratio"),
+    "infinite embedding_std": ("vit", dict(embedding_std=math.inf), "embedding_std"),
+    "no alpha_times_depth": ("osa_shaped", dict(alpha_times_depth=math.nan), "alpha_times_depth"),
+    "norm_eps": ("vit", dict(norm_eps=0.0), "norm_eps"),
+    "mlp_bias_std": ("vit", dict(mlp_bias_std=-1e-6), "mlp_bias_std"),
+    "qkv_bias of orthogonal attention": ("osa_qr", dict(qkv_bias=True), "qkv_bias belongs to softmax"),
     "alpha": ("osa_qr", dict(alpha=math.nan), "alpha must be finite"),
-    "epsilon": ("osa_ns", dict(epsilon=-1.0), "epsilon 0 or more, not 0.1 and -1.0"),
+    "epsilon": ("osa_ns", dict(epsilon=-1.0), "epsilon must be finite and 0 or more"),
     "tokens repeated more often than there are": ("espa", dict(repeated=1.5), r"in \[0, 1\), not 1.5"),
     "gamma that leaves no cosine": ("espa", dict(kernel_last=19.0), "12 at most, not 19.0"),
 }

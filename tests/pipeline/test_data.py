@@ -54,8 +54,14 @@ def test_standard_scaling_uses_the_training_pixels_for_both_splits(folder):
     assert abs(loaded.train_images.double().std(correction=0) - 1) < 1e-6
 
 
+def test_half_scaling_takes_the_levels_to_minus_one_and_one(folder):
+    loaded, unit = data.load(folder, "half"), data.load(folder, "unit")
+    torch.testing.assert_close(loaded.test_images, 2 * unit.test_images - 1, rtol=0, atol=1e-6)
+    assert loaded.train_images.min() == -1 and loaded.train_images.max() == 1
+
+
 def test_unknown_scaling_is_named(folder):
-    with pytest.raises(UserError, match="data.pixel_scaling is 'unitt'; write unit or standard"):
+    with pytest.raises(UserError, match="data.pixel_scaling is 'unitt'; write unit, half or standard"):
         data.load(folder, "unitt")
 
 

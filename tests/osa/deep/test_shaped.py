@@ -18,7 +18,9 @@ from osa.deep.shaped import (
     dks_gelu,
     exponential_kernel,
     exponential_schedule,
-    gelu_gain,
+    gain,
+    gelu,
+    gelu_tanh,
     linear_share,
     residual_schedule,
     signal_preserving_attention,
@@ -392,11 +394,11 @@ def test_tat_refuses_too_few_layers():
         tat_leaky_relu(12)
 
 
-@pytest.mark.parametrize("activation, gain", [(F.gelu, gelu_gain()), (dks_gelu(6), 1.0), (tat_leaky_relu(36), 1.0)])
-def test_a_shaped_mlp_keeps_the_mean_square_of_1(activation, gain):
-    assert gelu_gain() == pytest.approx(1.533530, abs=5e-7)
+@pytest.mark.parametrize("activation, factor", [(F.gelu, gain(gelu)), (dks_gelu(6), 1.0), (tat_leaky_relu(36), 1.0)])
+def test_a_shaped_mlp_keeps_the_mean_square_of_1(activation, factor):
+    assert gain(gelu) == pytest.approx(1.533530, abs=5e-7)
     mlp = MLP(509, 4 * 509, activation)
-    init_suo_mlp_(mlp, gain=gain)
+    init_suo_mlp_(mlp, gain=factor)
     x = F.rms_norm(torch.randn(499, 509), (509,))
     assert mlp(x).square().mean().item() == pytest.approx(1, abs=0.01)
 
@@ -410,3 +412,13 @@ def test_linear_share_is_the_cosine_with_the_identity(activation):
     expected = (weight * phi * z).sum() / (weight * phi.square()).sum().sqrt() / weight.sum().sqrt()
     assert linear_share(activation.of_number) == pytest.approx(expected.item(), abs=1e-9)
     assert 0.7 < linear_share(activation.of_number) < 1
+
+
+def test_activations_of_numbers_are_those_of_tensors():
+    z = torch.linspace(-5, 5, 41, dtype=torch.float64)
+    shaped = [dks_gelu(6), tat_leaky_relu(36)]
+    pairs = {gelu: F.gelu, gelu_tanh: lambda x: F.gelu(x, approximate="tanh")} | {each.of_number: each for each in shaped}
+    for of_number, of_tensor in pairs.items():
+        torch.testing.assert_close(
+            torch.tensor([of_number(x) for x in z.tolist()]).double(), of_tensor(z), rtol=0, atol=1e-6
+        )

@@ -11,13 +11,13 @@ from tqdm import tqdm
 
 from pipeline import cost
 from pipeline.benchmarks import results
+from pipeline.benchmarks.results import INITIALISED
 from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_whole_batches
 from pipeline.core import params, record
 from pipeline.core.errors import entry_point
 from pipeline.core.params import RunConfig
 from pipeline.lab import Lab
 from pipeline.studies.deep.depth import MODELS, training
-from pipeline.studies.paper.benchmarks import INITIALISED
 from pipeline.tools.pilot import DEPTH, FIRST_ALPHA
 from pipeline.training.loop import make_deterministic
 

@@ -27,12 +27,12 @@ from tqdm import tqdm
 import osa
 from pipeline import cost
 from pipeline.benchmarks import results, straightforward
+from pipeline.benchmarks.results import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
 from pipeline.core import params, record
 from pipeline.core.errors import entry_point
 from pipeline.core.files import rounded
 from pipeline.core.params import Params, RunConfig
 from pipeline.runs import Run
-from pipeline.studies.paper.benchmarks import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
 from pipeline.training import data
 from pipeline.training.loop import Training, make_deterministic
 

@@ -25,7 +25,7 @@ from pipeline.studies import Study
 
 PAGES = {"paper": "report", "research": "research"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
-NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"
+NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
 
 
@@ -56,15 +56,15 @@ def write(name: str, only: str | None = None) -> None:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
     context = common(lab)
     for each in on_page(name):
-        path = NUMBERS / f"{each}.json"
+        path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
-            summary = summarise(each, lab)
+            summary = summarise(each, lab, FIGURES / name)
             files.write_json(path, summary)
         context[each] = files.read_json(path)
     if name == "paper" and only is None:
         files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
         files.write_json(
-            NUMBERS / "table_2.json", {key: context[key] for key in ("table_2", "cost", "compute", "provenance")}
+            NUMBERS / name / "table_2.json", {key: context[key] for key in ("table_2", "cost", "compute", "provenance")}
         )
         figure_1 = figures.figure_1(lab.tables["curves"], lab.params)
         files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, sources=["paper_outputs/tables/curves.csv"]))
@@ -84,7 +84,7 @@ def common(lab: Lab) -> dict[str, Any]:
     return page.plain(content)
 
 
-def summarise(name: str, lab: Lab) -> dict[str, Any]:
+def summarise(name: str, lab: Lab, folder: Path) -> dict[str, Any]:
     """A study's numbers, after its figures are drawn and written; {} where nothing of it is measured."""
     one = studies.get(name)
     settings = studies.settings(name)
@@ -95,7 +95,7 @@ def summarise(name: str, lab: Lab) -> dict[str, Any]:
     for figure, draw in one.figures.items():
         drawing = draw(settings, tables, lab)
         if drawing is not None:
-            files.write_text(FIGURES / f"{figure}.svg", figures.svg(drawing, sources=sources))
+            files.write_text(folder / f"{figure}.svg", figures.svg(drawing, sources=sources))
     return page.plain(one.summarise(settings, tables, lab))
 
 
@@ -110,9 +110,10 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
     """Renders a page as Markdown and as HTML."""
     environment = page.environment(lab.label)
     markdown = re.sub(r"\n{3,}", "\n\n", environment.get_template(f"{name}.md.j2").render(context))
+    markdown = markdown.replace("](figures/", f"](figures/{name}/")
     files.write_text(FOLDER / f"{PAGES[name]}.md", markdown)
     drawings = {}
-    for path in set(re.findall(r"\]\(((?:figures/)?\w+\.svg)\)", markdown)):
+    for path in set(re.findall(r"\]\(((?:figures/\w+/)?\w+\.svg)\)", markdown)):
         if (FOLDER / path).exists():
             drawing = (FOLDER / path).read_text(encoding="utf-8")
             drawings[path] = figures.inline(drawing, Path(path).stem.replace("_", "-"), "")
@@ -121,6 +122,16 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
         context | {"body": Markup(body), "sections": sections, "page": name}
     )
     files.write_text(FOLDER / f"{PAGES[name]}.html", whole)
+
+
+def curves(lab: Lab) -> dict[str, dict[str, list]]:
+    """Epoch and mean loss of each point of Figure 1, by curve and model."""
+    table = lab.tables["curves"]
+    drawn = table[table["curve"].isin(figures.PANELS)]
+    points = {curve: {} for curve in figures.PANELS}
+    for (curve, variant), own in drawn.groupby(["curve", "variant"], sort=False):
+        points[curve][variant] = own[["epoch", "mean"]].to_numpy().tolist()
+    return points
 
 
 def source_line(path: str, of_page: str) -> str:
@@ -137,7 +148,7 @@ def source_line(path: str, of_page: str) -> str:
 def write_readme() -> None:
     """The blocks of README.md between markers, each from the template of its name."""
     lab = Lab("report", params.load(), params.load_paper())
-    context = common(lab) | {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*.json"))} | common(lab)
+    context = common(lab) | {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))} | common(lab)
     environment = page.environment(lab.label)
     readme = README.read_text(encoding="utf-8")
 

@@ -1,0 +1,55 @@
+// Figure 1 answers the pointer: the nearest line names its model, epoch and loss; a click in the legend hides a model.
+const figure = document.querySelector("#figure_1 svg");
+if (figure) {
+  const { labels, curves } = JSON.parse(document.getElementById("figure-1-data").textContent);
+  const lines = [];
+  for (const [curve, models] of Object.entries(curves)) {
+    for (const [variant, points] of Object.entries(models)) {
+      const group = document.getElementById(`figure-1-${curve}.${variant}`);
+      const path = group?.querySelector("path");
+      if (!path) continue;
+      const places = [...path.getAttribute("d").matchAll(/(-?[\d.]+) (-?[\d.]+)/g)].map(([, x, y]) => [+x, +y]);
+      lines.push({ group, variant, points, places, path });
+    }
+  }
+  const tip = document.createElement("output");
+  tip.className = "tip";
+  tip.hidden = true;
+  figure.parentElement.parentElement.append(tip);
+  const hide = () => {
+    tip.hidden = true;
+    for (const line of lines) line.group.style.opacity = "";
+  };
+  figure.addEventListener("pointermove", (event) => {
+    let best = null;
+    for (const line of lines) {
+      if (line.group.style.display === "none") continue;
+      const matrix = line.path.getScreenCTM();
+      line.places.forEach(([x, y], i) => {
+        const at = new DOMPoint(x, y).matrixTransform(matrix);
+        const distance = Math.hypot(at.x - event.clientX, at.y - event.clientY);
+        if (distance < (best?.distance ?? 28)) best = { line, i, at, distance };
+      });
+    }
+    if (!best) return hide();
+    const [epoch, loss] = best.line.points[best.i];
+    tip.textContent = `${labels[best.line.variant]}: ${loss.toPrecision(3)} at epoch ${epoch}`;
+    const box = tip.parentElement.getBoundingClientRect();
+    tip.style.left = `${Math.min(best.at.x - box.left + 10, box.width - 190)}px`;
+    tip.style.top = `${best.at.y - box.top - 34}px`;
+    tip.hidden = false;
+    for (const line of lines) line.group.style.opacity = line.variant === best.line.variant ? "" : "0.25";
+  });
+  figure.addEventListener("pointerleave", hide);
+  for (const text of figure.querySelectorAll("[id$='legend_1'] text")) {
+    const variant = Object.keys(labels).find((name) => labels[name] === text.textContent);
+    if (!variant) continue;
+    text.style.cursor = "pointer";
+    text.addEventListener("click", () => {
+      const own = lines.filter((line) => line.variant === variant);
+      const hidden = own[0]?.group.style.display === "none";
+      for (const line of own) line.group.style.display = hidden ? "" : "none";
+      text.style.opacity = hidden ? "" : "0.4";
+    });
+  }
+}

@@ -9,6 +9,7 @@ transforms the exponential alone.
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 
 import torch
@@ -70,7 +71,7 @@ class _Givens(torch.autograd.Function):
             exchanged = block.flip(1)
             block.mul_(cos[:, t, touched]).addcmul_(sin[:, t, touched], exchanged)
         ctx.save_for_backward(rows, cos, sin, i, j)
-        return rows.mT
+        return rows.clone().mT  # no alias of what the loop wrote to: see `_Householder`
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -162,7 +163,7 @@ class _Householder(torch.autograd.Function):
         triangle = _upper(v.mT @ v)
         right = torch.linalg.solve_triangular(triangle, v.mT @ base, upper=True)  # M
         ctx.save_for_backward(v, triangle, right, base)
-        return (v @ right).sub_(base)
+        return v @ right - base  # out of place: torch.compile loses the gradient of an output that is written to
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -314,80 +315,90 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
     return 1.5 * weight - 0.5 * weight @ (weight.mT @ weight)
 
 
-# What a training can hold orthogonal
+# Constraints on the weights of a model
 
 RETRACTION = "retraction"
-Views = tuple[Tensor, ...]  # matrices (count, rows, d) inside weights, which one below the other have orthonormal rows
+Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that, stacked, have orthonormal rows
 
 
-KEPT: dict[str, tuple[tuple[str, ...], ...]] = {  # what is orthonormal together, head by head
-    "value_out": (("value",), ("out",)),  # W^V and W^Oᵀ, in V_{d_v}(R^d), as Section 4.1 draws them
-    "query_key": (("query", "key"),),  # [W^Q, W^K], in V_{2d_v}(R^d), as Section 4.2 draws it
-    "attention": (("value",), ("out",), ("query", "key")),
+@dataclass(frozen=True)
+class Constraint:
+    """Which projections of an attention are orthonormal: each group of them stacked, head by head or as whole matrices."""
+
+    groups: tuple[tuple[str, ...], ...]
+    per_head: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(itertools.chain(*self.groups))
+
+    def views(self, attention: nn.Module) -> list[Views]:
+        """Each group's rows in the weights, one batch entry for each head; of W^O, head by head, the columns."""
+        return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
+
+    def _rows(self, attention: nn.Module, part: str) -> Tensor:
+        weight = getattr(attention, part).weight.detach()
+        if not self.per_head:
+            return weight[None]
+        return (weight.mT if part == "out" else weight).unflatten(0, (attention.num_heads, -1))  # (num_heads, d_v, d)
+
+
+CONSTRAINTS = {
+    "value_out": Constraint((("value",), ("out",))),  # W^V and W^Oᵀ in V_{d_v}(R^d), as Section 4.1 draws them
+    "query_key": Constraint((("query", "key"),)),  # [W^Q, W^K] in V_{2d_v}(R^d), as Section 4.2 draws it
+    "attention": Constraint((("value",), ("out",), ("query", "key"))),
+    "whole_value_out": Constraint((("value",), ("out",)), per_head=False),  # in O(d)
+    "whole_key_value": Constraint((("key",), ("value",)), per_head=False),
 }
-KEPT_WHOLE: dict[str, tuple[str, ...]] = {  # whole matrices, in O(d)
-    "whole_value_out": ("value", "out"),
-    "whole_key_value": ("key", "value"),
-}
 
 
-def constrain_(model: nn.Module, kept: str, by: str) -> None:
-    """Makes the weights of that name in `KEPT` or `KEPT_WHOLE` orthonormal in every block, each the nearest one.
+def constrain_(model: nn.Module, name: str, by: str) -> None:
+    """Replaces the weights of a constraint, in every block, by the nearest orthonormal ones.
 
     Args:
         model: with `blocks`, each of an `attention`.
-        kept: the name.
-        by: the map of `MAPS` that then parametrises whole matrices, or "retraction", where `Kept` is to hold them.
+        name: one of `CONSTRAINTS`.
+        by: one of `MAPS`, which then parametrises the weights, or "retraction", where `StiefelConstraint` has to keep them.
 
     Raises:
         ValueError: the map is to parametrise matrices of heads.
     """
-    if by != RETRACTION and kept not in KEPT_WHOLE:
-        raise ValueError(f"{by} parametrises whole matrices, {' or '.join(KEPT_WHOLE)}, and not {kept}")
+    constraint = CONSTRAINTS[name]
+    if by != RETRACTION and constraint.per_head:
+        whole = " or ".join(name for name, other in CONSTRAINTS.items() if not other.per_head)
+        raise ValueError(f"{by} parametrises whole matrices, {whole}, and not {name}")
     for block in model.blocks:
-        for views in _views(block.attention, kept):
+        for views in constraint.views(block.attention):
             _write(views, orthonormal_(torch.cat(views, dim=-2)))
         if by != RETRACTION:
-            for part in KEPT_WHOLE[kept]:
+            for part in constraint.parts:
                 orthogonal_(getattr(block.attention, part), by)
 
 
-def kept_parameters(model: nn.Module, kept: str) -> list[nn.Parameter]:
-    """The weights of every block that hold what is kept under that name."""
-    parts = KEPT_WHOLE.get(kept) or itertools.chain(*KEPT[kept])
-    return [getattr(block.attention, part).weight for part in parts for block in model.blocks]
+def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
+    """The weights that a constraint is on, of every block."""
+    return [getattr(block.attention, part).weight for part in CONSTRAINTS[name].parts for block in model.blocks]
 
 
-class Kept:
-    """Weights of a model that `constrain_` made orthonormal, and that stay so through the steps of any optimiser."""
+class StiefelConstraint:
+    """Keeps the weights that `constrain_` made orthonormal on their manifolds through the steps of any optimiser."""
 
-    def __init__(self, model: nn.Module, kept: str) -> None:
-        self.groups = list(zip(*(_views(block.attention, kept) for block in model.blocks), strict=True))
+    def __init__(self, model: nn.Module, name: str) -> None:
+        views = (CONSTRAINTS[name].views(block.attention) for block in model.blocks)
+        self.groups = list(zip(*views, strict=True))
 
-    def read(self) -> list[Tensor]:
-        """The weights by kind, (depth, count, rows, d) each."""
+    def weights(self) -> list[Tensor]:
+        """A copy of each group's weights, (depth, count, rows, d)."""
         return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self.groups]
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """What moves the weights inside, an optimiser's step, moves them along their manifolds."""
-        before = self.read()
+    def project_step(self) -> Iterator[None]:
+        """Replaces the step that an optimiser takes inside by its `retract`."""
+        before = self.weights()
         yield
-        for group, old, new in zip(self.groups, before, self.read(), strict=True):
+        for group, old, new in zip(self.groups, before, self.weights(), strict=True):
             for views, weight in zip(group, retract(old, new - old), strict=True):
                 _write(views, weight)
-
-
-def _views(attention: nn.Module, kept: str) -> list[Views]:
-    if kept in KEPT_WHOLE:
-        return [(getattr(attention, part).weight.detach()[None],) for part in KEPT_WHOLE[kept]]
-    return [tuple(_heads(attention, part) for part in together) for together in KEPT[kept]]
-
-
-def _heads(attention: nn.Module, part: str) -> Tensor:
-    """The rows of each head in a weight, and of W^O the columns, (num_heads, d_v, d)."""
-    weight = getattr(attention, part).weight.detach()
-    return (weight.mT if part == "out" else weight).unflatten(0, (attention.num_heads, -1))
 
 
 def _write(views: Views, weight: Tensor) -> None:

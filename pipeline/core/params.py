@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ruamel.yaml import YAML, YAMLError
 
-from osa.constrained.orthogonal import MAPS
+from osa.constrained.orthogonal import CONSTRAINTS, MAPS, RETRACTION
 from osa.constrained.penalties import PENALTIES
 from osa.init import QUERY_KEY, VALUE_OUT
 from pipeline.core.errors import UserError
@@ -183,8 +183,8 @@ class Variant(Section):
     normalised_skip: PositiveFloat | None = None
     penalty: Literal[*PENALTIES] | None = None
     penalty_weight: NonNegativeFloat | None = None
-    keep: Literal["value_out", "query_key", "attention", "whole_value_out", "whole_key_value"] | None = None
-    keep_by: Literal["retraction", *MAPS] | None = None
+    keep: Literal[*CONSTRAINTS] | None = None
+    keep_by: Literal[RETRACTION, *MAPS] | None = None
     keep_rate: PositiveFloat | None = None
     decay_attention: bool | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
@@ -194,9 +194,9 @@ class Variant(Section):
         for key, other in (("penalty", "penalty_weight"), ("keep", "keep_by")):
             if (getattr(self, key) is None) != (getattr(self, other) is None):
                 raise ValueError(f"{key} and {other} go together; write both or none")
-        if self.keep and self.keep_by != "retraction" and not self.keep.startswith("whole_"):
+        if self.keep and self.keep_by != RETRACTION and CONSTRAINTS[self.keep].per_head:
             raise ValueError(f"keep_by {self.keep_by} is for whole matrices; write retraction to keep {self.keep}")
-        if self.keep_rate and self.keep_by != "retraction":
+        if self.keep_rate and self.keep_by != RETRACTION:
             raise ValueError("keep_rate is of gradient steps that are retracted; write it beside keep_by: retraction")
         return self
 

@@ -79,9 +79,9 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
     orthogonal weight back to where it began.
     """
     train, variant = config.train, config.variant
-    descended = orthogonal.kept_parameters(model, variant.keep) if variant.keep_rate else []
+    descended = orthogonal.constrained_parameters(model, variant.keep) if variant.keep_rate else []
     elsewhere = set(descended)
-    spared = set(orthogonal.kept_parameters(model, "attention")) if variant.decay_attention is False else set()
+    spared = set(orthogonal.constrained_parameters(model, "attention")) if variant.decay_attention is False else set()
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if ".parametrizations." in name or parameter in spared:
@@ -175,7 +175,7 @@ class Training:
         self.data = data.load(data.folder(config.data.source), config.data.pixel_scaling, device)
         self.model = build_model(config, seed).to(device)
         retracted = config.variant.keep_by == orthogonal.RETRACTION
-        self.kept = orthogonal.Kept(self.model, config.variant.keep) if retracted else None
+        self.constraint = orthogonal.StiefelConstraint(self.model, config.variant.keep) if retracted else None
         self.optimizers = make_optimizers(self.model, config, device)
         self.with_graph = device.type == "cuda"
         self.graphed: GraphedStep | None = None  # recorded at the first step
@@ -261,7 +261,7 @@ class Training:
         self.model.zero_grad()
         (loss + variant.penalty_weight * penalty if variant.penalty else loss).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_grad_norm)
-        with self.kept.held() if self.kept else nullcontext(), self._scheduled():
+        with self.constraint.project_step() if self.constraint else nullcontext(), self._scheduled():
             for optimizer in self.optimizers:
                 optimizer.step()
         return loss.detach(), (logits.detach().argmax(1) == labels).sum()

@@ -6,21 +6,19 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.parametrizations import orthogonal as torch_orthogonal
 
 from osa import create_model
 from osa.constrained.orthogonal import (
+    CONSTRAINTS,
     FRAME_MAPS,
-    KEPT,
-    KEPT_WHOLE,
     MAPS,
     RETRACTION,
-    Kept,
     Orthogonal,
+    StiefelConstraint,
     _inverse_by_cholesky,
     _inverse_by_lu,
     constrain_,
-    kept_parameters,
+    constrained_parameters,
     orthogonal_,
     orthogonality_error,
     orthonormal_,
@@ -89,6 +87,19 @@ def test_gradients(name):
     torch.autograd.gradcheck(MAPS[name], numbers(2, 5, 5).requires_grad_())
     torch.autograd.gradcheck(MAPS[name], (numbers(2, 5, 5).requires_grad_(), numbers(2, 5, 5).requires_grad_()))
     torch.autograd.gradcheck(MAPS[name], (numbers(5, 5), numbers(5, 5).requires_grad_()))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which torch.compile itself does
+@pytest.mark.parametrize("function, inputs", [(f, n) for f in MAPS.values() for n in (1, 2)])
+def test_compiled_values_and_gradients_are_the_eager_ones(function, inputs):
+    """Of every autograd function here: one that writes to what it returns loses its gradient, without a word."""
+    x, weight = [numbers(2, 5, 5).requires_grad_() for _ in range(inputs)], numbers(2, 5, 5)
+    results = []
+    for each in (function, torch.compile(function, backend="aot_eager")):
+        value = each(*x)
+        results.append((value, *torch.autograd.grad(value, x, weight)))
+    torch.testing.assert_close(*results)
+    torch.compiler.reset()
 
 
 @every_map
@@ -199,7 +210,7 @@ def drawn(out_features, in_features, dtype=torch.float64):
 @pytest.mark.parametrize("name, shape", [(name, shape) for shape in FRAMES for name in MAPS])
 def test_a_parametrised_weight_begins_as_it_was_and_stays_orthogonal(name, shape):
     if shape[0] != shape[1] and name not in FRAME_MAPS:
-        with pytest.raises(ValueError, match=f"^{name} is for square weights; exponential, cayley take"):
+        with pytest.raises(ValueError, match=f"{name} is for square weights"):
             orthogonal_(drawn(*shape), name)
         return
     linear = drawn(*shape)
@@ -217,43 +228,14 @@ def test_a_parametrised_weight_begins_as_it_was_and_stays_orthogonal(name, shape
     assert torch.equal(other.weight, linear.weight)
 
 
-def test_weight_decay_spares_our_weights_and_makes_torchs_householder_zero():
-    """torch truncates the diagonal of ±1 that it keeps to whole numbers, which decay has made 0.99998 and so 0."""
-    ours, theirs = drawn(7, 7), torch_orthogonal(drawn(7, 7), orthogonal_map="householder")
-    assert orthogonality_error(trained(orthogonal_(ours, "householder"), decay=0.05).weight) < 10 * ROUNDING
-    assert orthogonality_error(theirs.weight) < 10 * ROUNDING
-    assert torch.equal(trained(theirs, decay=0.05, steps=1).weight, torch.zeros(7, 7, dtype=torch.float64))
-    without = torch_orthogonal(drawn(7, 7), orthogonal_map="householder")
-    assert orthogonality_error(trained(without, decay=0.0, steps=1).weight) < 10 * ROUNDING
-
-
-@pytest.mark.parametrize("name", ["exponential", "cayley", "householder"])
-def test_torchs_parametrisations_are_the_same_functions(name):
-    """At its own parameters, whose conventions differ."""
-    n, x = 5, numbers(5, 5)
-    theirs = torch_orthogonal(
-        nn.Linear(n, n, dtype=torch.float64),
-        orthogonal_map=name.replace("exponential", "matrix_exp"),
-        use_trivialization=False,
-    )
-    if name == "householder":
-        theirs.parametrizations.weight.original.data.copy_(x.tril(-1) / 2 + torch.eye(5))  # its diagonal holds signs
-        expected = -theirs.weight
-    else:
-        theirs.parametrizations.weight.original.data.copy_(x)
-        expected = theirs.weight
-    torch.testing.assert_close(MAPS[name](x), expected)
-
-
 def test_what_cannot_be_parametrised_is_refused():
-    with pytest.raises(ValueError, match=r"^map 'qr' is unknown; choose one of givens, exponential, cayley, householder$"):
+    with pytest.raises(ValueError, match="qr.*givens"):
         Orthogonal("qr")
-    with pytest.raises(ValueError, match=r"^the weight is not orthonormal: begin with"):
-        orthogonal_(nn.Linear(5, 5), "cayley")
     unknown = nn.Linear(5, 5)
     nn.init.constant_(unknown.weight, math.nan)
-    with pytest.raises(ValueError, match=r"^the weight is not orthonormal: begin with"):
-        orthogonal_(unknown, "cayley")
+    for linear in (nn.Linear(5, 5), unknown):
+        with pytest.raises(ValueError, match="not orthonormal"):
+            orthogonal_(linear, "cayley")
 
 
 # Steps along the manifold
@@ -312,50 +294,54 @@ def test_the_nearest_orthonormal_matrix():
 # Models
 
 
-@pytest.mark.parametrize("name, kept", [(name, kept) for kept in (*KEPT, *KEPT_WHOLE) for name in ("osa_exact", "vit")])
-def test_what_is_kept_stays_orthonormal_under_adamw_and_the_rest_is_free(name, kept):
-    model = create_model(name, image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
+def small(name="vit"):
+    return create_model(name, image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+@pytest.mark.parametrize("name", ["osa_exact", "vit"])
+def test_a_constraint_holds_under_adamw_and_leaves_the_rest_free(name, constraint):
+    model = small(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    constrain_(model, kept, RETRACTION)
-    held = Kept(model, kept)
-    if name == "osa_exact" and kept in KEPT:  # as Section 4 draws them
+    constrain_(model, constraint, RETRACTION)
+    stiefel = StiefelConstraint(model, constraint)
+    if name == "osa_exact" and CONSTRAINTS[constraint].per_head:  # as Section 4 draws them
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    begun, free = held.read(), model.blocks[0].mlp.fc1.weight.clone()
+    start, free = stiefel.weights(), model.blocks[0].mlp.fc1.weight.clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
     for _ in range(5):
         model(torch.randn(7, 1, 4, 4)).square().sum().backward()
-        with held.held():
+        with stiefel.project_step():
             optimizer.step()
-    for old, new in zip(begun, held.read(), strict=True):
+    for old, new in zip(start, stiefel.weights(), strict=True):
         assert orthogonality_error(new) < float32_rounding(12) < 1e-3 < (new - old).norm()
     assert (free - model.blocks[0].mlp.fc1.weight).norm() > 1e-3
 
 
-@pytest.mark.parametrize("kept", [*KEPT, *KEPT_WHOLE])
-def test_the_parameters_of_what_is_kept_are_those_that_a_retraction_moves(kept):
-    model = create_model("osa_exact", image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
-    constrain_(model, kept, RETRACTION)
-    parameters, held = kept_parameters(model, kept), Kept(model, kept)
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_the_constrained_parameters_are_those_that_a_projected_step_writes(constraint):
+    model = small("osa_exact")
+    constrain_(model, constraint, RETRACTION)
+    parameters, stiefel = constrained_parameters(model, constraint), StiefelConstraint(model, constraint)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with held.held(), torch.no_grad():
+    with stiefel.project_step(), torch.no_grad():
         for parameter in parameters:
             parameter.add_(torch.randn_like(parameter))
-    assert all(orthogonality_error(weight) < float32_rounding(12) for weight in held.read())
+    assert all(orthogonality_error(weight) < float32_rounding(12) for weight in stiefel.weights())
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, p in model.named_parameters() if any(p is other for other in parameters)}
-    assert len(moved) == len(parameters) == 2 * (4 if kept == "attention" else 2)
+    assert len(moved) == len(parameters) == 2 * (4 if constraint == "attention" else 2)
 
 
 @every_map
 def test_whole_matrices_of_a_model_can_be_parametrised(name):
-    model = create_model("vit", image_size=4, patch_size=2, embed_dim=12, depth=2, num_heads=3, mlp_ratio=1)
-    with pytest.raises(ValueError, match=f"^{name} parametrises whole matrices, whole_value_out or"):
+    model = small()
+    with pytest.raises(ValueError, match="whole matrices"):
         constrain_(model, "value_out", name)
     constrain_(model, "whole_key_value", name)
     for block in model.blocks:
-        assert (
-            orthogonality_error(block.attention.key.weight) < 1e-5 < 0.1 < orthogonality_error(block.attention.query.weight)
-        )
+        key, query = block.attention.key.weight, block.attention.query.weight
+        assert orthogonality_error(key) < 1e-5 < 0.1 < orthogonality_error(query)
         assert block.attention.value.parametrizations.weight.original.shape == (66,)
     assert model(torch.randn(2, 1, 4, 4)).shape == (2, 10)
 

@@ -19,12 +19,11 @@ import pandas as pd
 import torch
 
 from osa import NUMERICS
-from pipeline.core import files, params, record
+from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.params import Overrides, RunConfig
 from pipeline.training import checkpoint
-from pipeline.training.loop import Training, build_model
-from pipeline.training.recorder import Recorder, Watch
+from pipeline.training.loop import build_model
 
 TABLE_2, TRIES = "table_2", "tries"
 FOLDER, WEIGHTS = Path("paper_outputs/runs"), Path("paper_outputs/weights")
@@ -174,15 +173,3 @@ def seconds_of(run: Run, made: list[dict]) -> float | None:
     """How long the run will take by these records, their median; None where none is alike."""
     seconds = [each["seconds"] for each in alike(run, made)]
     return median(seconds) if seconds else None
-
-
-def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False) -> None:
-    """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device."""
-    training = Training(config, run.seed, record.default_device())
-    training.with_graph &= not eager
-    recorder = Recorder(run, training, watch)
-    recorder.restore()
-    with recorder.bar:
-        training.run(recorder)
-    recorder.write_outputs()
-    recorder.clear()

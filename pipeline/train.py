@@ -12,6 +12,7 @@ from pipeline import runs, studies
 from pipeline.core import params
 from pipeline.core.errors import entry_point
 from pipeline.training.loop import make_deterministic
+from pipeline.training.recorder import train
 
 
 @entry_point
@@ -21,7 +22,6 @@ def main() -> None:
     parser.add_argument("seed", type=params.seed)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")
     parser.add_argument("--study", help="as this study trains it: by the paper's recipe, among that study's runs")
-    parser.add_argument("--no-tracking", action="store_true", help="do not follow the run in MLflow")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     arguments = parser.parse_args()
     make_deterministic()
@@ -34,7 +34,7 @@ def main() -> None:
     else:
         config = params.resolve(settings, arguments.variant, overrides)
     run = runs.Run(arguments.variant, arguments.seed, study, overrides)
-    runs.train(run, config, watch=watch, eager=arguments.eager)
+    train(run, config, watch=watch, eager=arguments.eager)
     if study == runs.TRIES:
         print(f"The run is in {run.folder}.")
 

@@ -423,7 +423,7 @@ def resolve_recipe(params: Params, paper: Paper, name: str, overrides: Overrides
 
 def _configure(shared: Shared, params: Params, name: str, overrides: Overrides | None) -> RunConfig:
     if name not in params.variants:
-        raise UserError(_ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
+        raise UserError(ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
     variant = params.variants[name]
     where = f"params.yaml: variants.{name}" + (".overrides" if variant.overrides else "")
     where = run_name(name, overrides) if overrides else where
@@ -435,7 +435,7 @@ def _configure(shared: Shared, params: Params, name: str, overrides: Overrides |
     for layer in filter(None, (variant.overrides, overrides)):
         for section, values in layer.items():
             if section not in merged:
-                raise UserError(_ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
+                raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
     return validate(RunConfig, merged, where)
 
@@ -511,7 +511,7 @@ def validate(schema: type[Section], raw: Any, where: str):
     except ValidationError as error:
         # A mistyped key is unknown and leaves another one missing: the first of the two says what happened.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise UserError(_ended(f"{where}: {_sentence(first, schema, raw)}")) from None
+        raise UserError(ended(f"{where}: {_sentence(first, schema, raw)}")) from None
 
 
 EXPECTATIONS = {  # where pydantic speaks of Python
@@ -588,7 +588,7 @@ def hint(name: object, known) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
 
 
-def _ended(sentence: str) -> str:
+def ended(sentence: str) -> str:
     return sentence if sentence.endswith("?") else f"{sentence}."
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -41,9 +42,11 @@ def machine(environment: dict) -> str:
 
 
 def describe_commit() -> dict:
-    """The commit, and whether anything that it could have changed in a run differs from it; None without git."""
-    dirty = _git("status", "--porcelain", "--", *MAKES_NUMBERS)
-    return {"git_commit": _git("rev-parse", "HEAD"), "git_dirty": None if dirty is None else bool(dirty)}
+    """The commit, and whether anything that could have changed a run's numbers differs from it. None without git, and where
+    the folder lies in the repository of something else."""
+    if (top := _git("rev-parse", "--show-toplevel")) is None or Path(top).resolve() != ROOT:
+        return {"git_commit": None, "git_dirty": None}
+    return {"git_commit": _git("rev-parse", "HEAD"), "git_dirty": bool(_git("status", "--porcelain", "--", *MAKES_NUMBERS))}
 
 
 def now() -> str:
@@ -70,8 +73,10 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", *arguments]  # a training must not get in the way of a commit
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        command = ["git", "--no-optional-locks", *arguments]  # a training must not get in the way of a commit
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -50,7 +50,7 @@ def on_page(name: str) -> list[str]:
 def write(name: str, only: str | None = None) -> None:
     """Writes the numbers, figures and files of a page."""
     if only is not None and only not in on_page(name):
-        raise UserError(f"--only {only}: no study of this page{params.hint(only, on_page(name))}.")
+        raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first

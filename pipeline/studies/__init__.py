@@ -53,7 +53,7 @@ def names(wing: str | None = None) -> list[str]:
 def wing(name: str) -> str:
     """The wing of a study. Raises UserError if there is no such study."""
     if name not in _wings():
-        raise UserError(f"{name} is no study{params.hint(name, names())}.")
+        raise UserError(params.ended(f"{name} is no study{params.hint(name, names())}"))
     return _wings()[name]
 
 

@@ -152,18 +152,18 @@ class Progress:
 
 
 class Observer:
-    """What watches a training. It is told of every step, point and epoch, and cannot change a number."""
+    """What watches a training. It cannot change a number."""
 
-    def stepped(self, num_images: int) -> None:
+    def on_step(self, num_images: int) -> None:
         """A step over so many images was given to the device."""
 
-    def interval_ended(self) -> None:
+    def on_interval(self) -> None:
         """The device has done all steps up to the point that is evaluated next."""
 
-    def pointed(self) -> None:
+    def on_evaluation(self) -> None:
         """A point was added to the history."""
 
-    def epoch_ended(self) -> None:
+    def on_epoch(self) -> None:
         """An epoch is over, or the training diverged in it: the moment for a checkpoint."""
 
 
@@ -189,30 +189,28 @@ class Training:
         self.rate_factor = torch.ones((), device=device) if has_schedule else None  # on the device, for the graph
         self.progress = Progress()
 
-    def run(self, observer: Observer, *, points: int | None = None) -> None:
-        """Trains on from the present progress to the last epoch or to divergence, or until there are so many points."""
+    def run(self, observer: Observer) -> None:
+        """Trains on from the present progress to the last epoch or to divergence."""
         progress = self.progress
         if not progress.history:
             few = slice(len(self.data.test_labels))  # as many training images as there are test images
             self._add_point(0.0, evaluate_split(self.model, self.data.train_images[few], self.data.train_labels[few]))
-            observer.pointed()
+            observer.on_evaluation()
         while progress.epoch < self.config.train.epochs and not progress.diverged:
-            if points is not None and len(progress.history) >= points:
-                return
-            self._run_epoch(observer, points)
-            observer.epoch_ended()
+            self._run_epoch(observer)
+            observer.on_epoch()
 
-    def _run_epoch(self, observer: Observer, points: int | None) -> None:
+    def _run_epoch(self, observer: Observer) -> None:
         progress, total = self.progress, _Total(self.device)
         for i, (images, labels) in enumerate(self.batches(progress.epoch), 1):
             total.add(*self.step(images, labels), len(labels))
-            observer.stepped(len(labels))
+            observer.on_step(len(labels))
             if i in self.sampler.points:
                 train = total.take()  # reads the device, which has done the step then
-                observer.interval_ended()
+                observer.on_interval()
                 self._add_point(progress.epoch + i / self.sampler.steps, train)
-                observer.pointed()
-                if progress.diverged or len(progress.history) == points:
+                observer.on_evaluation()
+                if progress.diverged:
                     return
         progress.epoch += 1
 

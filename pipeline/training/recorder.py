@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +17,8 @@ from tqdm import tqdm
 
 from osa import NUMERICS
 from pipeline.core import files, record
+from pipeline.core.params import RunConfig
+from pipeline.runs import Run
 from pipeline.training import checkpoint
 from pipeline.training.loop import COLUMNS, Observer, Training
 
@@ -25,10 +26,22 @@ FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, inter
 Watch = Callable[[Training], list[dict[str, float]]]
 
 
-class Recorder(Observer):
-    """Writes the files of one run, `pipeline.runs.Run`. `watch` adds rows of numbers of its own at every point."""
+def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False) -> None:
+    """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device."""
+    training = Training(config, run.seed, record.default_device())
+    training.with_graph &= not eager
+    recorder = Recorder(run, training, watch)
+    recorder.restore()
+    with recorder.bar:
+        training.run(recorder)
+    recorder.write_outputs()
+    recorder.clear()
 
-    def __init__(self, run: Any, training: Training, watch: Watch | None = None) -> None:
+
+class Recorder(Observer):
+    """Writes the files of one run. `watch` adds rows of numbers of its own at every point."""
+
+    def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
         self.environment = record.describe_environment(training.device) | record.describe_commit()
         config = training.config.model_dump()
@@ -58,14 +71,14 @@ class Recorder(Observer):
         self._start, self._before = time.perf_counter(), self.times.seconds
         self._interval_start = self._start
 
-    def stepped(self, num_images: int) -> None:
+    def on_step(self, num_images: int) -> None:
         self.times.images += num_images
         self.bar.update(num_images)
 
-    def interval_ended(self) -> None:
+    def on_interval(self) -> None:
         self.times.training_seconds += time.perf_counter() - self._interval_start
 
-    def pointed(self) -> None:
+    def on_evaluation(self) -> None:
         self.times.timestamps.append(time.time_ns() // 1_000_000)
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
@@ -75,7 +88,7 @@ class Recorder(Observer):
         files.write_json(self.scratch / "record.json", self.record("running"))
         self._interval_start = time.perf_counter()
 
-    def epoch_ended(self) -> None:
+    def on_epoch(self) -> None:
         self._clock()
         checkpoint.save(self.scratch / "checkpoint.pt", self.training, self.times)
 

@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 import types
@@ -21,18 +20,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import runs, studies
+import osa
+from pipeline import runs
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
-from pipeline.runs import Recorder, Run
-from pipeline.studies._runs import collect_runs
-from pipeline.tracking import watcher
-from pipeline.training import checkpoint, data, loop
-from pipeline.training.loop import Training, build_model, evaluate_split
+from pipeline.runs import Run
+from pipeline.studies import comparison
+from pipeline.training import checkpoint, data, loop, recorder
+from pipeline.training.loop import build_model, evaluate_split
+from pipeline.training.recorder import Recorder
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
     ENVIRONMENT,
-    OUTPUTS,
     SHORT,
     VARIANTS,
     command,
@@ -65,8 +64,8 @@ def test_a_run_is_where_its_identity_says():
         Path("paper_outputs/runs/table_2/vit/3"),
         Path("paper_outputs/weights/table_2/vit/3.pt"),
     )
-    assert Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts[:2] == ("runs", "table_2")
-    assert len(Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts) == 4
+    assert Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts[:3] == ("paper_outputs", "runs", "table_2")
+    assert len(Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts) == 5
 
 
 # the outputs
@@ -107,7 +106,7 @@ def test_outputs_and_record():
     assert found.items() >= (identity | {"status": "finished", "resumptions": 0}).items()
     assert found["config"] == json.loads(json.dumps(setting.model_dump()))
     assert found["data_sha256"] == data.digest("data/mnist")
-    assert found["code_sha256"] == record.code_sha256()
+    assert found["numerics"] == osa.NUMERICS
     assert found["weights_sha256"] == files.sha256(run.weights)
     assert found["seconds"] > 0
     assert found["images_per_second"] > 0
@@ -121,13 +120,11 @@ def test_outputs_and_record():
     assert not list(Path(".checkpoints").rglob("*.*"))
 
 
-@pytest.mark.parametrize(
-    "blocked, options", [(".checkpoints", []), (".checkpoints", ["--no-tracking"]), ("runs", ["--no-tracking"])]
-)
-def test_a_file_in_the_place_of_a_folder_is_told_on_a_line_of_its_own(monkeypatch, capfd, blocked, options):
+@pytest.mark.parametrize("blocked", [".checkpoints", "paper_outputs"])
+def test_a_file_in_the_place_of_a_folder_is_named(monkeypatch, capfd, blocked):
     Path(blocked).write_text("")
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, "osa_exact", "0", *options)
+        run_main(monkeypatch, "osa_exact", "0")
     *_, line = capfd.readouterr().err.replace("\r", "\n").splitlines()
     assert line.startswith(f"error: {blocked}") and "cannot be " in line
 
@@ -141,7 +138,7 @@ def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
 
 def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch, capsys):
     expected = outputs(trained("vit"))
-    run_main(monkeypatch, "vit", "0", "--set", "train.learning_rate=1e-3", "--set", "init.head=zeros", "--no-tracking")
+    run_main(monkeypatch, "vit", "0", "--set", "train.learning_rate=1e-3", "--set", "init.head=zeros")
     folder = Path("paper_outputs/runs/tries/vit+init.head=zeros+train.learning_rate=0.001/0")
     assert f"The run is in {folder}." in capsys.readouterr().out
     found = read_json(folder / "record.json")
@@ -154,16 +151,16 @@ def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch, capsys):
 
 
 def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
-    seen, pointed = [], Recorder.pointed
+    seen, on_evaluation = [], Recorder.on_evaluation
 
     def spy(self):
-        pointed(self)
+        on_evaluation(self)
         seen.append(read_history((self.scratch / "history.csv").read_bytes()))
         found = read_json(self.scratch / "record.json")
         assert (found["status"], found["finished_at"], found["run_key"]) == ("running", None, self.run_key)
         assert len(found["timestamps"]) == len(seen[-1])
 
-    monkeypatch.setattr(Recorder, "pointed", spy)
+    monkeypatch.setattr(Recorder, "on_evaluation", spy)
     final = read_history(outputs(trained())["history.csv"])
     assert seen == [final[: i + 1] for i in range(5)]
 
@@ -178,11 +175,9 @@ def test_a_run_is_current_until_something_changes_that_can_change_its_numbers(mo
     assert runs.is_current(run, today, mnist) and runs.is_current(run, today, None)
     assert not runs.is_current(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}), mnist)
     assert not runs.is_current(run, today, "0" * 64)
-    monkeypatch.setattr(record, "code_sha256", lambda *_: "1" * 64)
+    monkeypatch.setattr(runs, "NUMERICS", osa.NUMERICS + 1)
     assert not runs.is_current(run, today, mnist)
-    made = recorded(run)
-    files.write_json(run.folder / "record.json", made | {"replays": [{"code_sha256": "1" * 64}]})
-    assert runs.is_current(run, today, mnist)
+    monkeypatch.undo()
     (run.folder / "metrics.json").unlink()
     assert not runs.is_current(run, today, mnist)
 
@@ -231,11 +226,11 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
     metrics = run.read("metrics")
     assert (metrics["diverged"], metrics["diverged_at_step"], metrics["train_loss"]) == (True, 0, None)
     assert len(read_history(outputs(run)["history.csv"])) == 1
-    monkeypatch.setattr(runs, "watch_of", lambda study: lambda training: [{"layer": 0}])
-    trained()
+    recorder.train(run, config("osa_exact"), watch=lambda training: [{"layer": 0}])
     assert (run.folder / "watched.csv").read_text() == "epoch\n" and run.is_there()
     lab = types.SimpleNamespace(study="table_2", run=lambda *_: run, config=lambda *_: config("osa_exact"))
-    tables = collect_runs([("osa_exact", {}, 0)], lab)
+    settings = comparison.Settings(runs={"it": {"variant": "osa_exact", "seeds": [0]}})
+    tables = comparison.measure(settings, lab)
     assert tables["runs"]["status"].tolist() == ["diverged"] and len(tables["histories"]) == 1 and "watched" not in tables
 
 
@@ -313,7 +308,7 @@ def train_until_write(number: int) -> None:
 
     os.replace = mortal
     torch.set_num_threads(1)
-    runs.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process leaks
+    recorder.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process leaks
     trained()
 
 
@@ -321,8 +316,7 @@ def train_until_write(number: int) -> None:
 def processes():
     """Starts processes that have torch imported but share no state with this one."""
     context = multiprocessing.get_context("forkserver")
-    read = [studies.module(name).__name__ for name in studies.names()]  # as parameters are, which have their sections
-    context.set_forkserver_preload([__name__, "torch._dynamo", *read])  # the second is imported by the first optimiser
+    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first optimiser imports
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         forkserver.ensure_running()
@@ -360,7 +354,7 @@ def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch, options)
     write_params(train=options)
     expected = outputs(trained())
     for _ in range(SHORT["epochs"]):
-        interrupted("osa_exact", monkeypatch, after="epoch_ended")
+        interrupted("osa_exact", monkeypatch, after="on_epoch")
     run = trained()
     assert outputs(run) == expected
     assert recorded(run)["resumptions"] == SHORT["epochs"]
@@ -450,11 +444,11 @@ def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch,
         assert str(caught.value) == sentence, number
         assert outputs(Run("osa_exact", 0)) == earlier
     with pytest.raises(SystemExit) as ended:
-        run_main(monkeypatch, "osa_exact", "0", "--no-tracking")
+        run_main(monkeypatch, "osa_exact", "0")
     assert ended.value.code == 1
     assert capsys.readouterr().err == f"error: {sentence}\n"
     path.unlink()
-    run_main(monkeypatch, "osa_exact", "0", "--no-tracking")
+    run_main(monkeypatch, "osa_exact", "0")
     assert outputs(Run("osa_exact", 0)) == earlier
 
 
@@ -482,7 +476,7 @@ def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
     with pytest.raises(
-        UserError, match=r"^paper_outputs/weights/table_2/vit/0.pt is damaged, or of another training than runs/"
+        UserError, match=r"^paper_outputs/weights/table_2/vit/0.pt is damaged, or of another training than paper_outputs/runs/"
     ):
         run.load_model(config("vit"))
 
@@ -536,79 +530,3 @@ def test_weights_that_are_not_there_are_named_with_the_remedy():
     )
     with pytest.raises(UserError, match=message):
         Run("vit", 0).load_model(config("vit"))
-
-
-# tracking
-
-
-def watch(project, monkeypatch, script: str) -> None:
-    """Puts a shell script in the place of the tracking process."""
-    path = project / "watcher"
-    path.write_text(f"#!/bin/sh\necho $$ > {project}/pid\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(path))
-
-
-def assert_gone(project):
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((project / "pid").read_text()), 0)
-
-
-def started(project) -> float:
-    """Waits for the tracking process to be there; the time."""
-    path = project / "pid"
-    while not path.exists() or not path.read_text():
-        time.sleep(0.01)
-    return time.monotonic()
-
-
-@pytest.mark.parametrize(
-    "script", ["exec sleep 100", "exec 0<&-; exec sleep 100"], ids=["hangs", "closes its input and hangs"]
-)
-def test_tracking_that_hangs_is_given_up(project, monkeypatch, capfd, script):
-    watch(project, monkeypatch, script)
-    monkeypatch.setattr(watcher, "PATIENCE_SECONDS", 1)
-    with watcher.tracked(project / "scratch"):
-        start = started(project)
-    assert 1 <= time.monotonic() - start < 90
-    assert capfd.readouterr().err.startswith("warning: MLflow did not answer; ")
-    assert_gone(project)
-
-
-def test_tracking_that_cannot_start_is_done_without(project, monkeypatch, capfd):
-    monkeypatch.setattr(sys, "executable", str(project / "no such program"))
-    run_main(monkeypatch, "osa_exact", "0")
-    assert len(outputs(Run("osa_exact", 0))) == 3
-    assert "warning: this run is not tracked, because its watcher cannot be started (" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("script", ["exit 3", "kill -9 $$"])
-def test_tracking_that_dies_is_not_waited_for(project, monkeypatch, script):
-    watch(project, monkeypatch, script)
-    run_main(monkeypatch, "osa_exact", "0")
-    assert len(outputs(Run("osa_exact", 0))) == 3
-    assert not list(Path(".checkpoints").rglob("*.*"))
-
-
-def test_tracking_sees_the_outputs_before_its_input_closes(project, monkeypatch):
-    watch(project, monkeypatch, "cat > /dev/null; ls -R runs weights > seen; ls $4 >> seen")
-    run_main(monkeypatch, "osa_exact", "0")
-    assert {*OUTPUTS, "0.pt", "record.json", "checkpoint.pt"} <= set(Path("seen").read_text().split())
-
-
-def test_a_training_that_fails_ends_its_tracking(project, monkeypatch):
-    def fail(self, observer):
-        started(project)
-        raise ZeroDivisionError
-
-    watch(project, monkeypatch, "exec cat")
-    monkeypatch.setattr(Training, "run", fail)
-    with pytest.raises(ZeroDivisionError):
-        run_main(monkeypatch, "osa_exact", "0")
-    assert_gone(project)
-
-
-def test_training_does_not_import_the_tracking_server():
-    """It would cost seconds: the watcher, a process of its own, does."""
-    script = "import sys, pipeline.train, pipeline.tracking.watcher; sys.exit('mlflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT).returncode == 0

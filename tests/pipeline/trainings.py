@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import runs, train
+from pipeline import train
 from pipeline.core import params
 from pipeline.runs import Run
+from pipeline.training import recorder
 from pipeline.training.loop import Observer, Training
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
@@ -56,7 +57,7 @@ def finished(variant: str = "osa_exact", seed: int = 0) -> Training:
 
 def trained(variant: str = "osa_exact", seed: int = 0) -> Run:
     run = Run(variant, seed)
-    runs.train(run, config(variant))
+    recorder.train(run, config(variant))
     return run
 
 

@@ -91,12 +91,12 @@ def test_a_resumed_training_is_watched_as_one_that_was_not(bench, monkeypatch, s
         pass
 
     def killed(self):
-        epoch_ended(self)
+        on_epoch(self)
         raise Killed
 
     epoch_ended = runs.Recorder.epoch_ended
     with monkeypatch.context() as patch:
-        patch.setattr(runs.Recorder, "epoch_ended", killed)
+        patch.setattr(runs.Recorder, "on_epoch", killed)
         with pytest.raises(Killed):
             runs.train(run, config, track=False)
     runs.train(run, config, track=False)

@@ -1,8 +1,8 @@
 """Orthogonal self-attention as the paper writes it: dense, float64, slow. The yardstick of the tests.
 
-To be read beside the paper. Every function casts its tensors to float64, builds the N×N matrices that the rest of the
-package avoids, and is differentiable, so that autograd through it is the yardstick of the gradients as well.
-Nothing here is shared with the modules it checks.
+To be read beside the paper. Every function casts its tensors to float64, or to the `dtype` that it is given, builds the N×N
+matrices that the rest of the package avoids, and is differentiable, so that autograd through it is the yardstick of the
+gradients as well. Nothing here is shared with the modules it checks.
 
 Symbols: N tokens, d the width of the model, d_v = d/h that of a head; query and key are Q and K, (..., N, d_v);
 `scale` is α/√d_v, a float or a tensor that broadcasts against the batch dimensions, e.g. (h, 1, 1).
@@ -17,8 +17,7 @@ from torch import Tensor
 
 def skew(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
     """S = scale · (QKᵀ − KQᵀ), (..., N, N): the skew-symmetric matrix of Eq. 5."""
-    query, key = query.double(), key.double()
-    half = query @ key.mT
+    half = query.double() @ key.double().mT
     return scale * (half - half.mT)
 
 
@@ -32,22 +31,24 @@ def orthogonal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float
     return orthogonal_attention_matrix(query, key, scale) @ value.double()
 
 
-def qr_basis(query: Tensor, key: Tensor) -> Tensor:
-    """B of M = [Q, K] = BR, the reduced QR decomposition, (..., N, min(N, 2d_v)): Section 3."""
-    return torch.linalg.qr(torch.cat([query, key], dim=-1).double()).Q
+def qr_basis(m: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """B of the reduced QR decomposition M = BR, M = [Q, K], (..., N, min(N, 2d_v)): Section 3."""
+    return torch.linalg.qr(m.to(dtype)).Q
 
 
-def newton_schulz_basis(query: Tensor, key: Tensor, *, num_iterations: int = 6, epsilon: float = 1e-7) -> Tensor:
-    """B = M_K of the Newton–Schulz iteration, (..., N, 2d_v): Eq. 9, in N×2d_v space as it is written there.
+def newton_schulz_basis(
+    m: Tensor, *, num_iterations: int = 6, epsilon: float = 1e-7, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """B = M_K of the Newton–Schulz iteration, M = [Q, K], (..., N, 2d_v): Eq. 9, in N×2d_v space as it is written there.
 
-    M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k),  M = [Q, K].
+    M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k).
     Appendix D has K = 6, which leaves the small singular values of M short of 1: B is then not orthonormal.
     """
-    basis = torch.cat([query, key], dim=-1).double()
-    basis = basis / (torch.linalg.matrix_norm(basis, keepdim=True) + epsilon)
-    identity = torch.eye(basis.shape[-1]).to(basis)
+    m = m.to(dtype)
+    basis = m / (torch.linalg.matrix_norm(m, keepdim=True) + epsilon)
+    identity = torch.eye(basis.shape[-1], dtype=dtype, device=m.device)
     for _ in range(num_iterations):
-        basis = basis @ (3 * identity - basis.mT @ basis) / 2
+        basis = 0.5 * basis @ (3 * identity - basis.mT @ basis)
     return basis
 
 
@@ -63,14 +64,14 @@ def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Te
 
 def qr_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
     """The paper's OSA (QR): Eq. 6 and 7 with B from the reduced QR decomposition, applied to V, (..., N, d_value)."""
-    return low_rank_matrix(query, key, scale, qr_basis(query, key)) @ value.double()
+    return low_rank_matrix(query, key, scale, qr_basis(torch.cat([query, key], dim=-1))) @ value.double()
 
 
 def newton_schulz_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor, *, num_iterations: int = 6
 ) -> Tensor:
     """The paper's OSA (NS): Eq. 6 and 7 with B from Eq. 9, applied to V, (..., N, d_value)."""
-    basis = newton_schulz_basis(query, key, num_iterations=num_iterations)
+    basis = newton_schulz_basis(torch.cat([query, key], dim=-1), num_iterations=num_iterations)
     return low_rank_matrix(query, key, scale, basis) @ value.double()
 
 
@@ -125,5 +126,5 @@ def multi_head_softmax_attention(
 
 
 def _exponential(s: Tensor) -> Tensor:
-    """torch's `matrix_exp` of a batch: of a single small matrix it is right to 1e-10 only (PyTorch issue 196592)."""
+    """torch's `matrix_exp` of a batch: of a single small matrix it is off by up to 3.3e-10 (PyTorch issue 196592)."""
     return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

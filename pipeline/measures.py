@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
 from osa.modules import OrthogonalSelfAttention
+from osa.reference import skew
 from osa.vit import VisionTransformer
 from pipeline.lab import Lab
 
@@ -35,17 +36,11 @@ def norm(matrix: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(matrix, 2)
 
 
-def skew(query: Tensor, key: Tensor, scale: float | Tensor) -> Tensor:
-    """S = scale · (Q Kᵀ − K Qᵀ) of Eq. 5, (..., N, N), in float64 whatever the inputs are."""
-    half = query.double() @ key.double().mT
-    return scale * (half - half.mT)
-
-
 def exponential(s: Tensor) -> Tensor:
     """exp(S) of a skew-symmetric S (..., n, n), dense, from the eigenvalues of the Hermitian iS: right to n eps ‖S‖₂.
 
     torch.linalg.matrix_exp is no yardstick here: of a single float64 matrix with ‖S‖₁ between 3e-4 and 5e-2 it is off by
-    up to 1e-10, a plane rotation by 0.04 among them (PyTorch issue 196592: a wrong coefficient of its degree 8).
+    up to 3.3e-10, a plane rotation by 0.04 among them (PyTorch issue 196592: a wrong coefficient of its degree 8).
     """
     values, vectors = torch.linalg.eigh(1j * s)
     return ((vectors * torch.exp(-1j * values).unsqueeze(-2)) @ vectors.mH).real

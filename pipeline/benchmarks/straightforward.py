@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 import osa
+from osa.reference import newton_schulz_basis
 from pipeline.core.params import RunConfig
-from pipeline.studies.paper.complexity import newton_schulz_basis
 
 RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
     "blocks.": "encoder.layers.encoder_layer_",
@@ -38,7 +38,10 @@ def orthogonal_attention(
     B is that of the reduced QR decomposition, or the result of `num_iterations` Newton–Schulz iterations (Eq. 9).
     """
     m = torch.cat([query, key], dim=-1)  # (..., N, 2 d_v)
-    basis = torch.linalg.qr(m).Q if num_iterations is None else newton_schulz_basis(num_iterations, m)
+    if num_iterations is None:
+        basis = torch.linalg.qr(m).Q
+    else:
+        basis = newton_schulz_basis(m, num_iterations=num_iterations, dtype=m.dtype)
     query, key = basis.mT @ query, basis.mT @ key  # (..., 2 d_v, d_v)
     s = scale * (query @ key.mT - key @ query.mT)  # (..., 2 d_v, 2 d_v)
     identity = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)

@@ -1,9 +1,10 @@
-"""What the figures of studies have in common: panels side by side above one legend, logarithmic axes, lines of methods."""
+"""What figures of studies have in common: panels side by side above one legend, logarithmic axes, labels at lines' ends."""
 
 import itertools
 import textwrap
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
@@ -11,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pipeline.report.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
+from pipeline.report.looks import INK, PALETTE, STYLE
 
-MARKERS = {"qr": "o", "newton_schulz": "s", "exact": "^", "softmax": "v", "qr_literal": "P", "polar_express": "D"}
 EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
@@ -55,19 +55,26 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
         axis.set_minor_locator(NullLocator())
 
 
+def label_ends(axes: Axes, gap: float = 0.075) -> None:
+    """Writes each line's label beside its last point; labels keep `gap` of the axes' height from one another."""
+    axes.get_figure().draw_without_rendering()  # which settles the limits
+    to_axes = axes.transData + axes.transAxes.inverted()
+    lines = [line for line in axes.lines if not line.get_label().startswith("_")]
+    ends = [to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1]) for line in lines]
+    order = sorted(range(len(lines)), key=lambda i: ends[i][1])
+    heights = [ends[i][1] for i in order]
+    for _, below in itertools.product(range(50), range(len(heights) - 1)):
+        push = max(0.0, gap - (heights[below + 1] - heights[below])) / 2
+        heights[below : below + 2] = heights[below] - push, heights[below + 1] + push
+    for i, height in zip(order, heights, strict=True):
+        options = {"va": "center", "fontsize": 8, "color": lines[i].get_color(), "annotation_clip": False}
+        options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points"}
+        axes.annotate(lines[i].get_label(), (ends[i][0], height), **options)
+
+
 def ramp(count: int) -> list[tuple[float, ...]]:
     """`count` colours in an order, from dark to light."""
     return [RAMP(i / max(1, count - 1)) for i in range(count)]
-
-
-def method_style(method: str, **changes) -> dict:
-    """The colour and marker of a method of attention, as arguments of matplotlib's plot; its lines are solid."""
-    return {"color": look(method).colour, "linestyle": "-", "marker": MARKERS.get(method, "X"), "markersize": 4} | changes
-
-
-def method_line(method: str, **changes) -> Line2D:
-    """A method's entry in a legend."""
-    return Line2D([], [], label=METHOD_LABELS.get(method, method), **method_style(method, **changes))
 
 
 def expected_line(text: str) -> Line2D:

@@ -209,7 +209,7 @@ def test_newton_schulz_adds_epsilon_to_the_norm():
     assert relative_error(expected, value) > 1e-3
     assert relative_error(actual, expected) < 1e-12
     larger = orthogonal_attention(query, key, value, scale=scale, method="newton_schulz", epsilon=2e-7)
-    basis = reference.newton_schulz_basis(query, key, epsilon=2e-7)
+    basis = reference.newton_schulz_basis(torch.cat([query, key], -1), epsilon=2e-7)
     expected_larger = reference.low_rank_matrix(query, key, scale, basis) @ value
     assert relative_error(larger, expected_larger) < 1e-12 < 1e-3 < relative_error(larger, expected)
 

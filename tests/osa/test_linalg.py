@@ -148,7 +148,7 @@ def test_gram_matrix_of_newton_schulz_is_that_of_the_iteration_as_written(num_it
     m = torch.cat([query, key], dim=-1)
     m0 = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     actual = newton_schulz_gram(m0.mT @ m0, num_iterations)
-    basis = reference.newton_schulz_basis(query, key, num_iterations=num_iterations)
+    basis = reference.newton_schulz_basis(torch.cat([query, key], -1), num_iterations=num_iterations)
     expected = basis.mT @ basis
     assert relative_error(actual, expected) < 1e-13
     cotangent = torch.randn_like(expected)

@@ -42,7 +42,7 @@ def test_exponential_matches_the_eigendecomposition(tokens, width, scale):
 def test_theorem_2_1(tokens, width):
     """exp(S) = I + B(exp[S] − I)Bᵀ, with any orthonormal basis B of the columns of Q and K."""
     query, key, value = draw(tokens, width)
-    basis = reference.qr_basis(query, key)
+    basis = reference.qr_basis(torch.cat([query, key], -1))
     assert basis.shape[-1] == min(tokens, 2 * width)
     expected = reference.orthogonal_attention_matrix(query, key, 0.3)
     assert relative_error(reference.low_rank_matrix(query, key, 0.3, basis), expected) < 1e-12
@@ -69,7 +69,7 @@ def test_newton_schulz_maps_each_singular_value(num_iterations):
     singular = singular / (singular.square().sum(-1, keepdim=True).sqrt() + 0.5)
     for _ in range(num_iterations):
         singular = singular * (3 - singular.square()) / 2
-    basis = reference.newton_schulz_basis(query, key, num_iterations=num_iterations, epsilon=0.5)
+    basis = reference.newton_schulz_basis(torch.cat([query, key], -1), num_iterations=num_iterations, epsilon=0.5)
     torch.testing.assert_close(basis, left * singular.unsqueeze(-2) @ right)
 
 
@@ -85,7 +85,7 @@ def test_newton_schulz_converges_to_the_exponential_but_not_in_six_iterations():
 def test_theorem_3_1(num_iterations):
     query, key, _ = draw(11, 3)
     scale = 0.05
-    basis = reference.newton_schulz_basis(query, key, num_iterations=num_iterations)
+    basis = reference.newton_schulz_basis(torch.cat([query, key], -1), num_iterations=num_iterations)
     matrix = reference.low_rank_matrix(query, key, scale, basis)
     error = torch.linalg.matrix_norm(matrix.mT @ matrix - torch.eye(11), ord=2)
     growth = torch.expm1(torch.linalg.matrix_norm(reference.skew(query, key, scale), ord=2)).square()

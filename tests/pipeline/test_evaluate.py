@@ -120,7 +120,7 @@ def by_hand(attention, head, x) -> dict[str, float]:
     def attention_matrix(query, key):
         if basis is None:
             return reference.orthogonal_attention_matrix(query, key, scale)
-        return reference.low_rank_matrix(query, key, scale, basis(query, key))
+        return reference.low_rank_matrix(query, key, scale, basis(torch.cat([query, key], -1)))
 
     def head_output(x):
         return attention_matrix(x @ w_query, x @ w_key) @ x @ w_value @ w_out

@@ -25,14 +25,6 @@ def test_scale_gives_the_norm():
     assert measures.norm(reference.skew(query, key, scale)).item() == pytest.approx(2.5)
 
 
-def test_skew_is_the_reference_s_in_float64():
-    query, key, _ = (x.detach() for x in draw(11, 3, dtype=torch.float32))
-    scale = torch.tensor([0.7, -0.2, 3.0])[:, None, None]
-    actual = measures.skew(query, key, scale)
-    assert actual.dtype == torch.float64
-    torch.testing.assert_close(actual, reference.skew(query, key, scale), rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize("angle", [1e-4, 1e-2, 1, 50])
 def test_exponential_of_a_plane_rotation(angle):
     s = torch.tensor([[0, angle], [-angle, 0]], dtype=torch.float64)

@@ -14,7 +14,7 @@ from pipeline.benchmarks.results import BEST, FOLDER, TRAINED, with_best
 from pipeline.core import files
 from pipeline.lab import Lab
 from pipeline.report import charts
-from pipeline.report.looks import STYLE, look
+from pipeline.report.looks import METHOD_LABELS, STYLE, look
 from pipeline.studies import Study, Tables
 
 WIDTH, PASS = 16, "forward and backward"  # of the attention that is shown: the paper's heads
@@ -79,7 +79,7 @@ def draw(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     figure, (axes,) = charts.panels(1, height=3.2)
     for method, style in {"exact": "exact", "qr": "qr", "newton_schulz": "newton_schulz", BEST: "softmax"}.items():
         line = seconds[method].dropna()
-        axes.plot(line.index, line, label=charts.METHOD_LABELS.get(style, style), **look(style).line())
+        axes.plot(line.index, line, label=METHOD_LABELS.get(style, style), **look(style).line())
     charts.logarithmic(axes, "x", "y")
     axes.set(xlabel="Tokens", ylabel="Seconds, forward and backward")
     axes.legend()

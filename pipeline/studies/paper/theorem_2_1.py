@@ -5,38 +5,29 @@ is orthonormal: how far from exp(S) is its A? Measured over ‖S‖₂ and cond(
 """
 
 import itertools
-import math
 
-import matplotlib
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from pydantic import Field
 from torch import Tensor
 
 from osa.functional import orthogonal_attention_matrix
+from osa.reference import skew
 from pipeline.core.params import PositiveFloat, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.measures import (
     METHODS,
-    PRODUCTS,
     exponential,
     initialised_layers,
     matrix_with_condition,
     norm,
     rounding,
     scale_for_norm,
-    skew,
 )
-from pipeline.report import charts
-from pipeline.report.looks import INK, LINE_WIDTH, METHOD_LABELS, STYLE, look
-from pipeline.report.numbers import number
-from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import largest, origin, trained_layers, worst_over_seeds
+from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Condition, HeadSizes
+from pipeline.studies._summaries import trained_layers, worst_case
 
-place = 21
 IDENTICAL = ("qr", "exact")  # those that are exp(S) but for rounding
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 NORM = 1.0  # of S while cond(M) varies
@@ -119,82 +110,14 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
     return rounding(max(m.shape[-2:]), query.dtype) * (1 + size) ** (2 if method == "exact" else 1)
 
 
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """Of "qr" and "exact" the worst error by precision; of Newton–Schulz the largest error in each sweep and as trained."""
     errors = tables["errors"]
-    worst = _worst(settings, errors)
-    return [_identity(errors, worst), _newton_schulz(worst, lab)]
+    identical = errors[errors["method"].isin(IDENTICAL)]
+    checks = {dtype: worst_case(own["error"], own["tolerance"]) for dtype, own in identical.groupby("dtype")}
+    sweeps = errors[(errors["method"] == "newton_schulz") & (errors["dtype"] == "float64")].groupby("sweep")["error"].max()
+    trained = trained_layers(lab, "exp_error_max").groupby("variant", sort=False)["exp_error_max"].max()
+    return checks | {"newton_schulz": sweeps.to_dict(), "trained": trained.to_dict()}
 
 
-def _worst(settings: Settings, errors: pd.DataFrame) -> pd.DataFrame:
-    """The largest error by method and precision: at the first ‖S‖₂, at the one nearest to 1 and at the last, and so on."""
-    norms, sweep = settings.norms, errors["sweep"]
-    chosen = dict.fromkeys([norms[0], min(norms, key=lambda value: abs(math.log(value))), norms[-1]])
-    cases = {f"‖S‖₂ = {value:g}": (sweep == "norm") & (errors["value"] == value) for value in chosen}
-    cases |= {"any cond(M)": sweep == "condition", "initial layers": sweep == "layer"}
-    by = ["method", "dtype"]
-    return pd.DataFrame({case: errors[rows].groupby(by, sort=False)["error"].max() for case, rows in cases.items()})
-
-
-def _identity(errors: pd.DataFrame, worst: pd.DataFrame) -> Finding:
-    ratios = (errors["error"] / errors["tolerance"])[errors["dtype"] == "float64"].groupby(errors["method"])
-    rows = [[f"{METHOD_LABELS[method]}, {dtype}", *map(number, row)] for (method, dtype), row in worst.iterrows()]
-    return Finding(
-        id="theorem_2_1",
-        title="The low-rank exponential is the dense one",
-        place="Theorem 2.1",
-        kind=CHECK,
-        statement="exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K]",
-        rule=f"In float64 ‖A − exp(S)‖₂ is in every case at most {PRODUCTS} · n · eps · (1 + μ) with QR, and "
-        f"{PRODUCTS} · n · eps · (1 + μ)² with exact, where n = max(N, 2d_v) and μ = α/√d_v · ‖M‖₂².",
-        allowance="what rounding allows",
-        measures=[
-            largest(f"{METHOD_LABELS[method]}, float64: error over what rounding allows", ratios.get_group(method))
-            for method in IDENTICAL
-        ],
-        table=Table(["Largest error", *worst.columns], rows),
-        figure=_figure(errors),
-        caption="Error of A against the dense float64 exponential. Lines: medians over Gaussian sizes and seeds. Points: "
-        "heads of layers as initialised. Dashed: what rounding allows QR.",
-    )
-
-
-def _newton_schulz(worst: pd.DataFrame, lab: Lab) -> Finding:
-    cases = worst.loc[("newton_schulz", "float64"), :]
-    trained = trained_layers(lab, "exp_error_max")
-    return Finding(
-        id="theorem_2_1_newton_schulz",
-        title="How far Newton–Schulz's attention is from exp(S)",
-        place="Theorem 2.1 and Eq. 9",
-        kind=OBSERVATION,
-        statement="Newton–Schulz stops before its basis is orthonormal. That leaves its A this far from exp(S), in both "
-        "precisions, and farther for a larger ‖S‖₂.",
-        in_short=f"Off by up to {number(cases['any cond(M)'])} at ‖S‖₂ = {NORM:g} over all cond(M), and by up to "
-        f"{number(cases['initial layers'])} in layers as initialised"
-        + (f" and {number(trained['exp_error_max'].max())} in trained ones." if len(trained) else "."),
-        measures=[Measure(f"Newton–Schulz: largest ‖A − exp(S)‖₂, {case}", value) for case, value in cases.items()]
-        + worst_over_seeds(lab, trained, "exp_error_max", "largest ‖A − exp(S)‖₂ of a head"),
-        **origin(trained),
-    )
-
-
-@matplotlib.rc_context(STYLE)
-def _figure(errors: pd.DataFrame) -> Figure:
-    """Error over ‖S‖₂ and over cond(M): a line per method and precision, heads as points, QR's tolerance."""
-    dashes = {"float32": (0, (1.2, 1.2)), "float64": "-"}
-    figure, panels = charts.panels(2, 4.0, sharey=True)
-    for axes, sweep, name in zip(panels, ("norm", "condition"), ("‖S‖₂", "cond(M)"), strict=True):
-        lines = errors[errors["sweep"] == sweep].groupby(["method", "dtype", "value"])[["error", "tolerance"]].median()
-        for method, dtype in itertools.product(METHODS, DTYPES):
-            style = {"color": look(method).colour, "linestyle": dashes[dtype], "linewidth": LINE_WIDTH}
-            axes.plot(lines.loc[method, dtype]["error"], **style)
-            if method == "qr":
-                axes.plot(lines.loc[method, dtype]["tolerance"], **charts.EXPECTED)
-        for method, own in errors[errors["sweep"] == "layer"].groupby("method"):
-            axes.plot(own[sweep], own["error"], **charts.method_style(method, linestyle="", markersize=3, alpha=0.6))
-        charts.logarithmic(axes, "x", "y")
-        axes.set(xlabel=name, title=f"Over {name}")
-    panels[0].set_ylabel("‖A − exp(S)‖₂")
-    precisions = [Line2D([], [], color=INK, linestyle=dashes[dtype], label=dtype) for dtype in DTYPES]
-    methods = map(charts.method_line, METHODS)
-    charts.legend(figure, [*methods, *precisions, charts.expected_line("rounding allowance of QR")])
-    return figure
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -25,18 +25,13 @@ from pipeline.core.params import PositiveFloat, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.measures import METHODS, ORTHOGONAL, effective_rank
 from pipeline.report import charts
-from pipeline.report.looks import METHOD_LABELS, STYLE
-from pipeline.report.numbers import number, span
-from pipeline.statistics import summarise
-from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import largest
+from pipeline.report.looks import STYLE
+from pipeline.studies import Study, Tables
+from pipeline.studies._summaries import worst_case
 
-place = 22
 IDENTICAL = ("qr", "exact")  # those whose A is orthogonal but for rounding
-SOFTMAX = {"softmax": "Softmax, no skip", "softmax, skip": "Softmax with skip"}  # stacks for comparison
+SOFTMAX = ("softmax", "softmax, skip")  # stacks for comparison
 TOLERANCE = 1e-10  # relative, of every eigenvalue: 64 layers x n eps x the cond(X) of a thousand or so of real tokens
-COLLAPSED = 2  # an effective rank below which fewer than two directions are left
-TOKENS = {"gaussian": "Gaussian tokens", "mnist": "Image tokens"}
 
 
 class Settings(Section):
@@ -131,103 +126,52 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
     }
 
 
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    stacks, summary = orthogonal_stacks(settings), tables["summary"]
-    labels = {stack: f"OSA ({METHOD_LABELS[method]}), α = {alpha:g}" for stack, (method, alpha) in stacks.items()} | SOFTMAX
-    summary = summary.assign(label=summary["stack"].map(labels), method=summary["stack"].str.split(",").str[0])
-    return [_kept(settings, summary, tables["spectra"]), _softmax(settings, summary), _newton_schulz(settings, summary)]
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """The worst eigenvalue of "qr" and "exact", the largest change with Newton–Schulz, and effective ranks of images.
 
-
-def _kept(settings: Settings, summary: pd.DataFrame, spectra: pd.DataFrame) -> Finding:
-    deepest = settings.depths[-1]
-    identical = summary[summary["method"].isin(IDENTICAL)].groupby("label", sort=False)["change"]
-    ranks = summary.groupby(["label", "tokens", "depth"])["effective_rank"].mean()
-    rows = []
-    for label, change in summary.groupby("label", sort=False)["change"].max().items():
-        kept = [" → ".join(number(ranks[label, name, depth]) for depth in (0, deepest)) for name in TOKENS]
-        rows.append([label, *kept, number(change)])
-    columns = ["Attention", *(f"Effective rank, {name}" for name in TOKENS.values()), "Largest change of an eigenvalue"]
-    return Finding(
-        id="theorem_2_2",
-        title="Orthogonal attention keeps the spectrum",
-        place="Theorem 2.2",
-        kind=CHECK,
-        statement="Σ_l = X_l X_lᵀ = A Σ₀ Aᵀ with A ∈ SO(N): rank and eigenvalues of Σ₀ are preserved at every depth",
-        rule="In a stack of one-head layers without MLP, skip or norm, with W^V W^O orthogonal, QR and exact in float64 "
-        f"keep every non-zero eigenvalue of Σ_l within a relative {TOLERANCE:g}, up to depth {deepest}.",
-        measures=[largest(f"{label}: relative change of an eigenvalue", own, TOLERANCE) for label, own in identical],
-        table=Table(columns, rows),
-        figure=_figure(settings, spectra),
-        caption="Each line is an eigenvalue of the kernel matrix of one image's tokens, relative to the largest, through "
-        "the layers of an attention-only stack. Orthogonal attention keeps them all; softmax sends all but one to zero.",
-    )
-
-
-def _softmax(settings: Settings, summary: pd.DataFrame) -> Finding:
-    """The effective rank that softmax leaves at the last depth, and the depth at which it has lost the spectrum."""
-    measures = []
-    for (label, tokens), own in summary[summary["stack"].isin(SOFTMAX)].groupby(["label", "tokens"], sort=False):
-        what = f"{label}, {TOKENS[tokens]}"
-        ranks = own.pivot(index="seed", columns="depth", values="effective_rank")
-        last = summarise(ranks[settings.depths[-1]])
-        note = f"from {number(ranks[0].mean())} at depth 0; mean over seeds"
-        text = f"{what}: effective rank at depth {settings.depths[-1]}"
-        measures.append(Measure(text, last.mean, low=last.low, high=last.high, n=last.n, note=note))
-        collapsed = [depth for depth in ranks if ranks[depth].max() < COLLAPSED]
-        if collapsed:
-            text = f"{what}: depth from which every effective rank is below {COLLAPSED}"
-            measures.append(Measure(text, collapsed[0], n=len(ranks)))
-    return Finding(
-        id="theorem_2_2_softmax",
-        title="Softmax attention alone loses rank with depth",
-        place="Section 2.2",
-        kind=OBSERVATION,
-        statement="What softmax attention makes of the same tokens with the same weights, without MLP and layer norm",
-        in_short=f"At depth {settings.depths[-1]} every effective rank is down to "
-        f"{span(m.value for m in measures if 'effective rank at' in m.what)}.",
-        measures=measures,
-    )
-
-
-def _newton_schulz(settings: Settings, summary: pd.DataFrame) -> Finding:
-    measures = []
-    for label, own in summary[summary["method"] == "newton_schulz"].groupby("label", sort=False):
-        what = f"{label}, depth {settings.depths[-1]}"
-        by_depth = own.set_index(["tokens", "seed", "depth"])[["change", "effective_rank"]].unstack()
-        change = by_depth["change"][settings.depths[-1]].max()
-        ratio = (by_depth["effective_rank"][settings.depths[-1]] / by_depth["effective_rank"][0]).max()
-        measures.append(Measure(f"{what}: largest relative change of an eigenvalue", change))
-        measures.append(Measure(f"{what}: effective rank over that at depth 0, largest", ratio))
-    return Finding(
-        id="theorem_2_2_newton_schulz",
-        title="Newton–Schulz lets the spectrum drift",
-        place="Theorem 2.2 and Eq. 9",
-        kind=OBSERVATION,
-        statement="The proof takes A to be orthogonal. After K iterations of Newton–Schulz it contracts some directions, "
-        "and the eigenvalues drift with depth.",
-        in_short=f"By depth {settings.depths[-1]} an eigenvalue has changed by up to "
-        f"{number(100 * max(m.value for m in measures[::2]))}%.",
-        measures=measures,
-    )
+    Ranks are means over seeds: before the first layer, and after the last one of softmax attention.
+    """
+    summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
+    images = summary[summary["tokens"] == "mnist"]
+    ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()
+    return {
+        "float64": worst_case(summary.loc[summary["method"].isin(IDENTICAL), "change"], TOLERANCE),
+        "newton_schulz": summary.loc[summary["method"] == "newton_schulz", "change"].max(),
+        "layers": settings.depths[-1],
+        "rank": {
+            "first": images.loc[images["depth"] == 0, "effective_rank"].mean(),
+            "softmax": ranks["softmax"],
+            "softmax_skip": ranks["softmax, skip"],
+        },
+    }
 
 
 @matplotlib.rc_context(STYLE)
-def _figure(settings: Settings, spectra: pd.DataFrame) -> Figure:
-    """Every eigenvalue through depth: orthogonal attention, softmax with skip, softmax."""
-    floor, deepest = 1e-17, settings.depths[-1]
-    stacks = {list(orthogonal_stacks(settings))[-1]: "Orthogonal", "softmax, skip": "Softmax + skip", "softmax": "Softmax"}
+def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
+    """Every eigenvalue of one image's tokens through depth: orthogonal attention, softmax with a skip, softmax."""
+    floor, deepest, spectra = 1e-16, settings.depths[-1], tables["spectra"]
+    stacks = {
+        list(orthogonal_stacks(settings))[-1]: "Orthogonal attention",
+        "softmax, skip": "Softmax with skips",
+        "softmax": "Softmax",
+    }
     ticks = [0, *(4**k for k in range(deepest.bit_length()) if 4**k <= deepest)]
-    figure, panels = charts.panels(3, 3.7, sharey=True)
+    figure, panels = charts.panels(3, 2.8, sharey=True)
     for axes, (stack, title) in zip(panels, stacks.items(), strict=True):
         wide = spectra[spectra["stack"] == stack].pivot(index="depth", columns="index", values="eigenvalue")
-        relative = wide.div(wide[1], axis=0).clip(lower=floor / 1e3)
+        relative = wide.div(wide[1], axis=0)
+        relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)  # to just below the axis
         for (i, line), colour in zip(relative.items(), charts.ramp(wide.shape[1]), strict=True):
-            axes.plot(line, color=colour, linewidth=1.1, solid_capstyle="round", zorder=100 - i)
-        charts.logarithmic(axes, "y", numticks=7)
+            axes.plot(line, color=colour, linewidth=0.9, solid_capstyle="round", zorder=100 - i)
+        charts.logarithmic(axes, "y", numticks=6)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(ticks, ticks)
         axes.set_xticks([], minor=True)
-        ranks = [number(effective_rank(torch.tensor(wide.loc[depth].to_numpy()))) for depth in wide.index[[0, -1]]]
-        axes.set(title=title, xlabel=f"Layers\neffective rank {ranks[0]} → {ranks[1]}", xlim=(0, deepest), ylim=(floor, 6))
-    panels[0].set_ylabel("Eigenvalues λᵢ/λ₁ of X Xᵀ")
+        first, last = (effective_rank(torch.tensor(wide.loc[depth].to_numpy())) for depth in (0, deepest))
+        label = f"Layers\neffective rank {first:.1f} → {last:.1f}"
+        axes.set(title=title, xlabel=label, xlim=(0, deepest), ylim=(floor, 3))
+    panels[0].set_ylabel("Eigenvalues of X Xᵀ, relative")
     return figure
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise, figures={"theorem_2_2": draw})

@@ -6,6 +6,7 @@ K, cond(M) and ‖S‖₂, and in the layers of the models as initialised at the
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import matplotlib
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from osa.functional import ITERATIONS
 from osa.linalg import EPSILON, POLAR_EXPRESS
+from osa.reference import skew
 from pipeline.core.params import PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.measures import (
-    PRODUCTS,
     exponential,
     initialised_layers,
     matrix_with_condition,
@@ -31,18 +32,16 @@ from pipeline.measures import (
     orthogonality_error,
     rounding,
     scale_for_norm,
-    skew,
 )
 from pipeline.report import charts
 from pipeline.report.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
-from pipeline.report.numbers import number
-from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import largest, origin, trained_layers, worst_over_seeds
+from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Condition, HeadSizes
+from pipeline.studies._summaries import trained_layers, worst_case, worst_of_seeds
 
-place = 31
-EXPRESS = PALETTE[3]  # no model of Table 2 uses Polar Express
-CROSS = {"color": INK, "linestyle": "", "marker": "x", "markersize": 4, "markeredgewidth": 0.9}  # layers
+BOUNDS = ["bound_10", "bound_11", "bound_general"]
+COLOURS = {"newton_schulz": look("newton_schulz").colour, "polar_express": PALETTE[4]}
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # by the condition of M
 
 
 class Settings(Section):
@@ -146,130 +145,65 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
     return factor * gap, factor / 4, torch.expm1(squares.amax(-1) * skew_norm).square() * gap
 
 
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    errors = tables["errors"]
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """Of Newton–Schulz the worst cases of both bounds; of Polar Express how often and how far it breaks them.
+
+    ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised, and of each trained model: the largest head, over seeds.
+    """
+    errors = _with_rounding(tables["errors"])
+    classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
+    above = {bound: express["error"] > express[bound] for bound in BOUNDS[:2]}
+    return {
+        "eq_10": worst_case(classical["error"], classical["bound_10"]),
+        "eq_11": worst_case(classical["error"], classical["bound_11"]),
+        "polar_express": {
+            "cases": len(express),
+            "above_10": int(above["bound_10"].sum()),
+            "above_11": int(above["bound_11"].sum()),
+            "most_above_10": (express["error"] / express["bound_10"]).max(),
+            "last_above_10": int(express.loc[above["bound_10"], "num_iterations"].max()) if above["bound_10"].any() else 0,
+            "general": worst_case(express["error"], express["bound_general"]),
+        },
+        "initial": classical.loc[classical["source"] != "gaussian", "error"].max(),
+        "trained": worst_of_seeds(trained_layers(lab, "error_max"), "error_max"),
+    }
+
+
+def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
+    """The bounds of exact arithmetic with what rounding may add to the error."""
     slack = errors["tokens"].map(lambda tokens: rounding(tokens, torch.float64))
-    over = {f"over_{bound}": errors["error"] / (errors[f"bound_{bound}"] + slack) for bound in ("10", "11", "general")}
-    errors = errors.assign(**over)
-    classical = errors[errors["iteration"] == "newton_schulz"]
-    express = errors[errors["iteration"] == "polar_express"]
-    return [_bounded(settings, errors, classical), _polar_express(express), _layers(classical, lab)]
-
-
-def _bounded(settings: Settings, errors: pd.DataFrame, classical: pd.DataFrame) -> Finding:
-    return Finding(
-        id="theorem_3_1",
-        title="The orthogonality error stays within its bounds",
-        place="Theorem 3.1",
-        kind=CHECK,
-        statement="‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)², σᵢ the singular values of B",
-        rule=f"With Newton–Schulz, in every case, the measured error is at most either bound plus {PRODUCTS} · N · eps.",
-        allowance="what the bounds allow",
-        measures=[
-            largest(f"Newton–Schulz: measured over Eq. {bound} + rounding", classical[f"over_{bound}"])
-            for bound in ("10", "11")
-        ],
-        table=_table(settings, errors),
-        figure=_figure(settings, errors),
-        caption="Left: ‖YᵀY − I‖₂ over the iterations, a colour per condition of M; dashed, Eq. 11. Right: measured against "
-        "Eq. 10, for every case; above the diagonal the bound fails. Bounds beyond the axis stand at its end.",
-    )
-
-
-def _table(settings: Settings, errors: pd.DataFrame) -> Table:
-    """The largest error on Gaussian M by its condition, at the paper's K and at the last."""
-    gaussian = errors[errors["source"] == "gaussian"]
-    worst = gaussian.groupby(["condition", "iteration", "num_iterations"])["error"].max()
-    last = sorted({min(ITERATIONS["newton_schulz"], settings.iterations), settings.iterations})
-    cases = list(itertools.product(("newton_schulz", "polar_express"), last))
-    rows = [[f"{value:g}", *(number(worst[value, *case]) for case in cases)] for value in settings.conditions]
-    return Table(
-        ["cond(M), largest error of all its sizes", *(f"{METHOD_LABELS[iteration]}, K = {k}" for iteration, k in cases)],
-        rows,
-    )
-
-
-def _polar_express(express: pd.DataFrame) -> Finding:
-    measures = []
-    for bound in ("10", "11"):
-        above = express[express[f"over_{bound}"] > 1]
-        note = f"of {len(express)}; {(above['sigma_max'] > 1).sum()} of them have a singular value of B above 1"
-        measures.append(Measure(f"Cases above Eq. {bound}", len(above), "cases", note=note))
-        measures.append(Measure(f"Measured over Eq. {bound} + rounding, largest", express[f"over_{bound}"].max()))
-    above_10, above_11 = (measure.value for measure in measures[::2])
-    what = "Measured over Eq. 10 with ‖B‖₂² ‖S‖₂ for ‖S‖₂, + rounding, largest"
-    return Finding(
-        id="theorem_3_1_polar_express",
-        title="Polar Express can break the bounds of Theorem 3.1",
-        place="Theorem 3.1 and Section 3",
-        kind=OBSERVATION,
-        statement="The proof uses σᵢ ≤ 1, which the statement does not say. The iteration of Amsel et al. (2025) passes 1, "
-        "and both bounds can fail; Eq. 10 holds again with ‖B‖₂² ‖S‖₂ in place of ‖S‖₂.",
-        in_short=f"Of {len(express)} cases {above_10:g} are above Eq. 10, and {above_11:g} above Eq. 11.",
-        measures=[*measures, Measure(what, express["over_general"].max())],
-    )
-
-
-def _layers(classical: pd.DataFrame, lab: Lab) -> Finding:
-    initial = classical[classical["source"] != "gaussian"]
-    trained = trained_layers(lab, "error_max", "norm_max")
-    iterating = [name for name, variant in lab.params.variants.items() if variant.method == "newton_schulz"]
-    iterated = trained[trained["variant"].isin(iterating)]
-    iterated = iterated.assign(over_11=iterated["error_max"] / (np.expm1(iterated["norm_max"]) ** 2 / 4))
-    return Finding(
-        id="theorem_3_1_layers",
-        title="How orthogonal the attention of the layers is",
-        place="Theorem 3.1",
-        kind=OBSERVATION,
-        statement="‖AᵀA − I‖₂ on real tokens, with the K of Appendix D for Newton–Schulz, and what the bounds allow there",
-        in_short=f"With Newton–Schulz ‖AᵀA − I‖₂ is up to {number(initial['error'].max())} in layers as initialised"
-        + (f", and up to {number(iterated['error_max'].max())} in trained ones." if len(iterated) else "."),
-        measures=[
-            Measure("Layers as initialised, Newton–Schulz: largest ‖YᵀY − I‖₂", initial["error"].max()),
-            Measure("Layers as initialised, Newton–Schulz: largest bound of Eq. 10", initial["bound_10"].max()),
-            *worst_over_seeds(lab, trained, "error_max", "largest ‖AᵀA − I‖₂ of a head"),
-            *worst_over_seeds(lab, iterated, "over_11", "largest ‖AᵀA − I‖₂ over Eq. 11 at the head's largest ‖S‖₂"),
-        ],
-        **origin(trained),
-    )
+    return errors.assign(**{bound: errors[bound] + slack for bound in BOUNDS})
 
 
 @matplotlib.rc_context(STYLE)
-def _figure(settings: Settings, errors: pd.DataFrame) -> Figure:
-    """Error over the number of iterations at the largest ‖S‖₂, Polar Express hollow; and every case against Eq. 10."""
-    figure, (left, right) = charts.panels(2, 4.0)
-    gaussian, classical = errors["source"] == "gaussian", errors["iteration"] == "newton_schulz"
-    own = errors[gaussian & np.isclose(errors["norm"], max(settings.norms), rtol=1e-3)]
-    medians = own.groupby(["iteration", "condition", "num_iterations"])[["error", "bound_11"]].median()
-    shades = dict(zip(settings.conditions, charts.ramp(len(settings.conditions)), strict=True))
-    for condition, shade in shades.items():
-        for iteration, fill in (("newton_schulz", shade), ("polar_express", "#ffffff")):
-            style = charts.method_style(iteration, color=shade, markersize=3.5, markerfacecolor=fill, linewidth=1.2)
-            left.plot(medians.loc[iteration, condition]["error"].clip(lower=1e-16), **style)
-    left.plot(medians.loc["newton_schulz", settings.conditions[0]]["bound_11"], **charts.EXPECTED)
-    left.set(title=f"Over iterations, ‖S‖₂ = {max(settings.norms):g}", xlabel="Iterations K", ylabel="‖YᵀY − I‖₂")
-    charts.logarithmic(left, "y")
-    left.xaxis.set_major_locator(MultipleLocator(2))
-
-    ends = (1e-16, 1e4)  # of the axis of bounds
-    dots = {"linestyle": "", "marker": ".", "markersize": 3.5, "alpha": 0.7}
-    clouds = [
-        (gaussian & ~classical, dots | {"color": EXPRESS}),
-        (gaussian & classical, dots | {"color": look("newton_schulz").colour}),
-        (~gaussian & classical, CROSS),
+def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
+    """Over K: the error for each condition of M at the ‖S‖₂ nearest to 1, and the worst error in units of Eq. 10."""
+    errors = _with_rounding(tables["errors"])
+    gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
+    size = min(settings.norms, key=lambda value: abs(math.log(value)))
+    own = gaussian[np.isclose(gaussian["norm"], size, rtol=1e-3)]
+    medians = own.groupby(["iteration", "condition", "num_iterations"])["error"].median()
+    conditions = list(dict.fromkeys([*settings.conditions[:2], settings.conditions[-1]]))
+    figure, (left, right) = charts.panels(2, 3.4)
+    for iteration, colour in COLOURS.items():
+        for condition, dashes in zip(conditions, DASHES, strict=False):
+            left.plot(medians[iteration, condition].clip(lower=1e-16), linestyle=dashes, color=colour)
+        right.plot(gaussian[gaussian["iteration"] == iteration].groupby("num_iterations")["ratio"].max(), color=colour)
+    left.axvline(ITERATIONS["newton_schulz"], **charts.EXPECTED)
+    right.axhline(1, **charts.EXPECTED)
+    left.set(title=f"Error at ‖S‖₂ = {size:g}", ylabel="‖AᵀA − I‖₂")
+    right.set(title="Largest error over its bound", ylabel="‖AᵀA − I‖₂ / Eq. 10")
+    for axes in (left, right):
+        axes.set_xlabel("Iterations K")
+        axes.xaxis.set_major_locator(MultipleLocator(2))
+        charts.logarithmic(axes, "y")
+    handles = [Line2D([], [], color=colour, label=METHOD_LABELS[iteration]) for iteration, colour in COLOURS.items()]
+    handles += [
+        Line2D([], [], color=INK, linestyle=dashes, label=f"cond(M) = {condition:g}")
+        for condition, dashes in zip(conditions, DASHES, strict=False)
     ]
-    for cases, style in clouds:
-        right.plot(errors.loc[cases, "bound_10"].clip(*ends), errors.loc[cases, "error"], **style)
-    right.plot(ends, ends, **charts.EXPECTED)
-    right.set(title="Against the bound", xlabel="Bound of Eq. 10", ylabel="‖YᵀY − I‖₂", ylim=(1e-17, 1e3))
-    charts.logarithmic(right, "x", "y")
-
-    handles = [
-        *(Line2D([], [], color=shade, label=f"cond(M) = {condition:g}") for condition, shade in shades.items()),
-        charts.method_line("newton_schulz", linestyle=""),
-        charts.method_line("polar_express", linestyle="", color=EXPRESS, markerfacecolor="#ffffff"),
-        Line2D([], [], **CROSS, label="layers as initialised"),
-        charts.expected_line("bounds (Eq. 11, Eq. 10)"),
-    ]
-    charts.legend(figure, handles, 4)
+    charts.legend(figure, handles)
     return figure
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise, figures={"theorem_3_1": draw})

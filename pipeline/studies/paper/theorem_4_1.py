@@ -6,23 +6,18 @@ J from automatic differentiation of the head is set beside both terms of Eq. 13,
 import itertools
 import math
 
-import matplotlib
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from osa.functional import orthogonal_attention_matrix
+from osa.reference import skew
 from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab
-from pipeline.measures import METHODS, PRODUCTS, head, jacobian, norm, query_key_product, random_head, rounding, skew
-from pipeline.report import charts
-from pipeline.report.looks import METHOD_LABELS, STYLE
-from pipeline.report.numbers import number
-from pipeline.studies import CHECK, Finding, Table, Tables
-from pipeline.studies._findings import largest
+from pipeline.measures import METHODS, head, jacobian, norm, query_key_product, random_head, rounding
+from pipeline.studies import Study, Tables
+from pipeline.studies._summaries import worst_case
 
-place = 41
 SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h; the second has N < 2d_v
 ALPHA = 1.0  # so that J₁ is as large as J₂
 
@@ -94,48 +89,9 @@ def jacobian_terms(x: Tensor, a: Tensor, a_jacobian: Tensor, w: Tensor) -> tuple
     return torch.kron(x @ w, identity).mT @ a_jacobian, torch.kron(w.mT.contiguous(), a)
 
 
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    table = tables["errors"]
-    measures, rows = [], []
-    for method, own in table.groupby("method", sort=False):
-        ratios = own["error"] / own["tolerance"]
-        measures.append(largest(f"{METHOD_LABELS[method]}: relative error over what rounding allows", ratios))
-        worst = own[["first_norm", "second_norm", "error"]].max()
-        rows.append([METHOD_LABELS[method], *map(number, worst)])
-    return [
-        Finding(
-            id="theorem_4_1",
-            title="The Jacobian is J₁ + J₂",
-            place="Theorem 4.1",
-            kind=CHECK,
-            statement="J = ∂vec OSA(X)/∂vec X = (X W^V W^O ⊗ I)ᵀ ∂vec A/∂vec X + (W^V W^O)ᵀ ⊗ A = J₁ + J₂. This holds for "
-            "any weights: it tests the gradients of the code.",
-            measures=measures,
-            rule="In float64 and in every case, J from automatic differentiation differs from J₁ + J₂ by at most "
-            f"{PRODUCTS} · max(N, d) · eps · cond(M), relative to ‖J‖_F.",
-            allowance="what rounding allows",
-            table=Table(["Method", "Largest ‖J₁‖₂", "Largest ‖J₂‖₂", "Largest relative error"], rows),
-            figure=draw(table),
-            caption="Relative difference of J and J₁ + J₂, for each method, size and seed; dashed, what rounding allows.",
-            remark="For QR and exact ∂A is the exponential's derivative in closed form; for Newton–Schulz, whose A is not "
-            "exp(S), it too is differentiated automatically.",
-        )
-    ]
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    errors = tables["errors"]
+    return {"float64": worst_case(errors["error"], errors["tolerance"])}
 
 
-@matplotlib.rc_context(STYLE)
-def draw(table: pd.DataFrame) -> Figure:
-    """The relative difference of each case, and what rounding allows."""
-    figure, (axes,) = charts.panels(1, 3.2)
-    sizes = table.groupby(["tokens", "embed_dim", "num_heads"], sort=False)
-    for tick, (_, own) in enumerate(sizes):
-        for offset, method in zip((-0.18, 0, 0.18), METHODS, strict=True):
-            points = own.loc[own["method"] == method, "error"].clip(lower=1e-17)
-            axes.plot([tick + offset] * len(points), points, **charts.method_style(method, linestyle="", markersize=5))
-        axes.plot([tick - 0.35, tick + 0.35], [own["tolerance"].min()] * 2, **charts.EXPECTED)
-    axes.set_xticks(range(len(sizes)), [f"N = {n}, d = {d}, d_v = {d // h}" for (n, d, h), _ in sizes])
-    axes.set(ylabel="‖J − J₁ − J₂‖_F / ‖J‖_F", title="Jacobian of one head")
-    charts.logarithmic(axes, "y")
-    handles = [charts.method_line(method, linestyle="") for method in METHODS]
-    charts.legend(figure, [*handles, charts.expected_line("what rounding allows")], 4)
-    return figure
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

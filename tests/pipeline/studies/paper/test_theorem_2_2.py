@@ -9,10 +9,10 @@ from osa.init import stiefel_uniform
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.report import figures
-from pipeline.studies import CHECK, FAILS, OBSERVATION, PASSES
 from pipeline.studies.paper import theorem_2_2
-from pipeline.studies.paper.theorem_2_2 import attention_stack, effective_rank, findings, kernel_eigenvalues, measure
-from tests.pipeline.synthetic import write_params
+from pipeline.studies.paper.theorem_2_2 import Settings, attention_stack, effective_rank, kernel_eigenvalues, measure
+
+SETTINGS = Settings(seeds=[0], depths=[0, 1, 4], alphas=[0.5])
 
 
 def gaussian(*shape):
@@ -56,33 +56,20 @@ def test_other_stacks_do_not_keep_it():
     assert effective_rank(last) < 1.1 < 3 < effective_rank(first)
 
 
-def found(lab):
-    settings = lab.params.studies["theorem_2_2"]
-    return findings(settings, measure(settings, lab), lab)
-
-
-def test_what_is_found(lab):
-    check, softmax, newton_schulz = found(lab)
-    assert (check.kind, check.verdict) == (CHECK, PASSES)
-    assert all(measure.value < 1e-12 for measure in check.measures)
-    assert "effective rank" in figures.svg(check.figure)
-    assert softmax.kind == newton_schulz.kind == OBSERVATION
-    ranks = [measure.value for measure in softmax.measures if "at depth 4" in measure.what and "no skip" in measure.what]
-    assert len(ranks) == 2 and max(ranks) < 1.1
-    assert all(measure.value > 1e-6 for measure in newton_schulz.measures)
-
-
-def test_the_figure_depends_on_the_tables_alone(lab):
-    settings = lab.params.studies["theorem_2_2"]
-    tables = measure(settings, lab)
-    once, again = (figures.svg(findings(settings, tables, lab)[0].figure) for _ in range(2))
+def test_the_code_holds_and_softmax_loses_rank(lab):
+    tables = measure(SETTINGS, lab)
+    numbers = theorem_2_2.summarise(SETTINGS, tables, lab)
+    assert numbers["float64"]["holds"] and numbers["float64"]["value"] < 1e-12
+    assert numbers["rank"]["softmax"] < 1.1 < numbers["rank"]["first"]
+    assert numbers["newton_schulz"] > 1e-6
+    once, again = (figures.svg(theorem_2_2.draw(SETTINGS, tables, lab)) for _ in range(2))
     assert once == again
 
 
 @pytest.mark.parametrize("tokens", ["gaussian", "mnist"])
 def test_eigenvalues_in_the_files_are_those_of_the_tokens(tokens, lab):
     """At depth 0 the trace is ‖X‖²_F: the sum of the eigenvalues of X Xᵀ."""
-    tables = measure(lab.params.studies["theorem_2_2"], lab)
+    tables = measure(SETTINGS, lab)
     image = theorem_2_2._image_tokens(lab, 0)
     x = image if tokens == "mnist" else lab.normal(0, "theory/kernel", *image.shape)
     rows = tables["summary"].query("tokens == @tokens and depth == 0 and seed == 0")
@@ -104,13 +91,10 @@ def too_large(*inputs, **options):
 @pytest.mark.parametrize("wrong", [first_order, too_large])
 def test_attention_that_is_not_orthogonal_fails(wrong, lab, monkeypatch):
     monkeypatch.setattr(theorem_2_2, "orthogonal_attention", wrong)
-    check, *_ = found(lab)
-    assert check.verdict == FAILS
-    assert not any(measure.is_met for measure in check.measures)
+    assert not theorem_2_2.summarise(SETTINGS, measure(SETTINGS, lab), lab)["float64"]["holds"]
 
 
 @pytest.mark.parametrize("depths", [[1, 2], [0, 4, 2], [0, 1, 1]])
-def test_depths_that_do_not_rise_from_0_are_refused(depths, tmp_path):
-    write_params(tmp_path, lambda raw: raw["theorem_2_2"].update(depths=depths))
-    with pytest.raises(UserError, match="theorem_2_2.*depths must rise from 0"):
-        params.load(tmp_path / "params.yaml")
+def test_depths_that_do_not_rise_from_0_are_refused(depths):
+    with pytest.raises(UserError, match="depths must rise from 0"):
+        params.validate(Settings, {"seeds": [0], "depths": depths}, "params.yaml")

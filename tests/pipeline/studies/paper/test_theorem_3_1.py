@@ -1,4 +1,4 @@
-"""The bounds hold of what Theorem 3.1 is about, and are seen to fail of what it is not."""
+"""The bounds hold of what Theorem 3.1 is about, and fail outside."""
 
 import math
 
@@ -8,11 +8,11 @@ import torch
 
 from osa import reference
 from pipeline.measures import matrix_with_condition, orthogonality_error, scale_for_norm
-from pipeline.report import figures
-from pipeline.studies import CHECK, FAILS, OBSERVATION, PASSES
 from pipeline.studies.paper import theorem_3_1
-from pipeline.studies.paper.theorem_3_1 import findings, low_rank_exponential, measure, orthogonality_bounds
+from pipeline.studies.paper.theorem_3_1 import Settings, low_rank_exponential, measure, orthogonality_bounds
 from tests.osa.helpers import draw, polar_express_basis
+
+SETTINGS = Settings(seeds=[0], sizes=[[7, 2]], iterations=7, norms=[0.1, 3], conditions=[1, 10])
 
 
 def bases(m, iteration, num_iterations):
@@ -21,7 +21,7 @@ def bases(m, iteration, num_iterations):
 
 def test_low_rank_exponential_is_the_reference_s():
     query, key, _ = (x.detach() for x in draw(11, 3))
-    basis = reference.newton_schulz_basis(query, key, num_iterations=3)
+    basis = reference.newton_schulz_basis(torch.cat([query, key], -1), num_iterations=3)
     actual = low_rank_exponential(basis, reference.skew(query, key, 0.7))
     torch.testing.assert_close(actual, reference.low_rank_matrix(query, key, 0.7, basis))
 
@@ -29,8 +29,8 @@ def test_low_rank_exponential_is_the_reference_s():
 def test_newton_schulz_bases_are_the_paper_s():
     query, key, _ = (x.detach() for x in draw(13, 3))
     actual = bases(torch.cat([query, key], -1), "newton_schulz", 6)
-    torch.testing.assert_close(actual[-1], reference.newton_schulz_basis(query, key))
-    torch.testing.assert_close(actual[1], reference.newton_schulz_basis(query, key, num_iterations=2))
+    torch.testing.assert_close(actual[-1], reference.newton_schulz_basis(torch.cat([query, key], -1)))
+    torch.testing.assert_close(actual[1], reference.newton_schulz_basis(torch.cat([query, key], -1), num_iterations=2))
 
 
 def test_polar_express_bases_are_those_of_amsel_et_al():
@@ -75,44 +75,35 @@ def test_bounds_of_a_known_basis():
     assert orthogonality_bounds(math.sqrt(2) * basis, skew_norm)[2].item() == pytest.approx((9 - 1) ** 2 * 2)
 
 
-def found(lab):
-    settings = lab.params.studies["theorem_3_1"]
-    return findings(settings, measure(settings, lab), lab)
+def summary(lab):
+    return theorem_3_1.summarise(SETTINGS, measure(SETTINGS, lab), lab)
 
 
-def test_what_is_found(lab):
-    check, express, layers = found(lab)
-    assert (check.kind, check.verdict) == (CHECK, PASSES)
-    assert all(0.1 < measure.value < 1 for measure in check.measures)
-    assert len(figures.png(check.figure)) > 1000
-    assert express.kind == layers.kind == OBSERVATION
-    values = {measure.what: measure.value for measure in express.measures}
-    assert values["Cases above Eq. 10"] > 0 and values["Cases above Eq. 11"] > 0
-    assert values["Measured over Eq. 10 with ‖B‖₂² ‖S‖₂ for ‖S‖₂, + rounding, largest"] < 1
-    assert 0 < layers.measures[0].value <= layers.measures[1].value
-    assert "not evaluated" in layers.remark
+def test_newton_schulz_holds_and_polar_express_does_not(lab):
+    numbers = summary(lab)
+    for bound in ("eq_10", "eq_11"):
+        assert numbers[bound]["holds"] and 0.1 < numbers[bound]["share"]
+    express = numbers["polar_express"]
+    assert express["above_10"] > 0 < express["above_11"] and express["most_above_10"] > 1
+    assert express["general"]["holds"]
+    assert 0 < numbers["initial"] < 1 and numbers["trained"] == {}
 
 
 def test_a_wrong_exponential_fails(lab, monkeypatch):
     right = theorem_3_1.exponential
     monkeypatch.setattr(theorem_3_1, "exponential", lambda s: right(2 * s))
-    assert found(lab)[0].verdict == FAILS
+    assert not summary(lab)["eq_10"]["holds"]
 
 
 def test_an_iteration_that_overshoots_fails(lab, monkeypatch):
-    """What Polar Express does is not hidden where Newton–Schulz is measured."""
     right = theorem_3_1.iterates
     monkeypatch.setattr(theorem_3_1, "iterates", lambda m, steps: [1.4 * basis for basis in right(m, steps)])
-    check, *_ = found(lab)
-    assert check.verdict == FAILS
+    assert not summary(lab)["eq_10"]["holds"]
 
 
 def test_trained_layers_are_those_of_the_table(lab):
-    norm = math.log(3)  # Eq. 11 is 1 there
-    rows = [("osa_ns", 0, 0.1, norm), ("osa_ns", 0, 0.3, norm), ("osa_ns", 1, 0.5, norm), ("osa_exact", 0, 1e-7, norm)]
-    lab.tables = {"layers": pd.DataFrame(rows, columns=["variant", "seed", "error_max", "norm_max"])}
-    *_, layers = found(lab)
-    trained = [measure for measure in layers.measures if "trained" in measure.what]
-    assert [(measure.value, measure.n) for measure in trained] == [(0.4, 2), (1e-7, 1), (0.4, 2)]
-    assert "Eq. 11" in trained[2].what and trained[2].what.startswith(lab.label("osa_ns"))
-    assert not layers.remark
+    rows = [("osa_ns", 0, 0.1), ("osa_ns", 0, 0.3), ("osa_ns", 1, 0.5), ("osa_exact", 0, 1e-7)]
+    lab.tables = {"layers": pd.DataFrame(rows, columns=["variant", "seed", "error_max"])}
+    trained = summary(lab)["trained"]
+    assert (trained["osa_ns"].mean, trained["osa_ns"].max, trained["osa_ns"].n) == (0.4, 0.5, 2)
+    assert trained["osa_exact"].max == 1e-7

@@ -1,4 +1,4 @@
-"""Both bounds on one head, weights and operators for which they do not hold, and what is said of the models' layers."""
+"""Both bounds on one head, weights and operators for which they do not hold, and the models' layers."""
 
 import math
 
@@ -10,51 +10,57 @@ import torch
 from osa.functional import orthogonal_attention
 from pipeline import measures
 from pipeline.studies.paper import theorem_4_1, theorems_4_3_4_4
-from pipeline.studies.paper.theorems_4_3_4_4 import METHODS, Settings, condition_bound, findings, first_term, measure, slopes
+from pipeline.studies.paper.theorems_4_3_4_4 import METHODS, Settings, condition_bound, first_term, measure, slopes
 
 
 @pytest.fixture
-def found(lab, monkeypatch):
-    """Measures and judges one small head."""
+def summary(lab, monkeypatch):
+    """Measures and judges one small head, by every method or by one."""
     monkeypatch.setattr(theorems_4_3_4_4, "SIZES", ((5, 8, 2),))
     monkeypatch.setattr(theorems_4_3_4_4, "ALPHAS", (1e-5, 1e-4, 1e-3, 1e-2, 1.0))
-    return lambda: findings(Settings(seeds=[0]), measure(Settings(seeds=[0]), lab), lab)
+    settings = Settings(seeds=[0])
+
+    def judge(method=None):
+        tables = measure(settings, lab)
+        if method is not None:
+            tables["alphas"] = tables["alphas"].query("method == @method")
+        return theorems_4_3_4_4.summarise(settings, tables, lab)
+
+    return judge
 
 
-def met(finding, what):
-    return [each.is_met for each in finding.measures if what in each.what]
+CHECKS = ("slope", "first_term", "condition")
 
 
-def test_the_code_passes(found):
-    check, heads, layers = found()
-    assert check.verdict == "passes"
-    assert len(check.measures) == 3 + 3 + 2
-    assert not heads.verdict and not layers.verdict
+def held(numbers):
+    return [numbers[check]["holds"] for check in CHECKS]
+
+
+def test_the_code_holds(summary):
+    numbers = summary()
+    assert all(held(numbers))
+    assert 1 <= numbers["head"]["initial"] < numbers["layer"]["initial"]
 
 
 def gaussian(n, m, *, generator, dtype):
     return 3 * torch.randn(n, m, generator=generator, dtype=dtype)
 
 
-def test_weights_that_are_not_section_4_s_fail_the_bounds_and_not_the_slope(found, monkeypatch):
+@pytest.mark.parametrize("method", ["qr", "exact"])
+def test_weights_that_are_not_section_4_s_fail_the_bounds_and_not_the_slope(method, summary, monkeypatch):
     monkeypatch.setattr(measures, "stiefel_uniform", gaussian)
-    check, *_ = found()
-    assert check.verdict == "fails"
-    assert all(met(check, "slope"))
-    assert not any(met(check, "κ(J)"))
-    assert not any(met(check, "over Cα"))
+    assert held(summary(method)) == [True, False, False]
 
 
-def test_an_operator_that_is_not_smooth_in_alpha_fails_the_slope(found, monkeypatch):
+def test_an_operator_that_is_not_smooth_in_alpha_fails_the_slope(summary, monkeypatch):
     def wrong(query, key, value, *, scale, **method):
         return orthogonal_attention(query, key, value, scale=scale**0.9, **method)
 
     monkeypatch.setattr(theorems_4_3_4_4, "orthogonal_attention", wrong)
-    check, *_ = found()
-    assert not any(met(check, "slope"))
+    assert not summary()["slope"]["holds"]
 
 
-def test_a_stretched_attention_fails_the_condition(found, monkeypatch):
+def test_a_stretched_attention_fails_the_condition(summary, monkeypatch):
     """A value projection whose columns have unequal lengths, as no weights of Section 4 have."""
 
     def wrong(query, key, value, *, scale, **method):
@@ -62,8 +68,7 @@ def test_a_stretched_attention_fails_the_condition(found, monkeypatch):
         return orthogonal_attention(query, key, value * lengths, scale=scale, **method)
 
     monkeypatch.setattr(measures, "orthogonal_attention", wrong)
-    check, *_ = found()
-    assert not any(met(check, "κ(J)"))
+    assert not summary()["condition"]["holds"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -81,7 +86,9 @@ def test_condition_bound():
 
 def test_slopes_of_known_power_laws():
     rows = [(size, alpha, size * alpha**power) for size, power in ((2, 1.5), (7, 1)) for alpha in (1e-3, 1e-2, 1e-1)]
-    points = pd.DataFrame(rows, columns=["tokens", "alpha", "first_norm"]).assign(embed_dim=1, num_heads=1, seed=0)
+    points = pd.DataFrame(rows, columns=["tokens", "alpha", "first_norm"]).assign(
+        method="qr", embed_dim=1, num_heads=1, seed=0
+    )
     assert slopes(points).tolist() == pytest.approx([1.5, 1])
 
 
@@ -92,38 +99,21 @@ def test_condition_of_a_whole_layer(lab, monkeypatch):
     total = sum(w_value @ w_out for _, _, w_value, w_out in measures.head_weights(attention))
     own = table[(table["source"] == "osa_qr") & (table["layer"] == 3)]
     assert own["kappa_sum"].item() == pytest.approx(torch.linalg.cond(total).item(), rel=1e-6)
-    assert table.groupby(["seed", "layer"])["kappa_sum"].nunique().eq(1).all()  # what `whole_layers` builds on
+    assert table.groupby(["seed", "layer"])["kappa_sum"].nunique().eq(1).all()  # so that the summary takes each once
 
 
-def layers(*kappas):
-    """The table `layers` of one trained model: κ(J) of the first head of each layer."""
+def test_trained_layers_are_those_of_the_table(summary, lab):
+    """κ(J) of the first head of each layer, and κ of each whole layer once, not once for each head."""
     rows = [
-        {"variant": "osa_qr", "seed": 0, "layer": layer, "head": head, "alpha": 0.2, "layer_kappa": 50.0 + layer}
+        {"variant": "osa_qr", "seed": 0, "layer": layer, "head": head, "layer_kappa": 10.0 ** (1 + layer)}
         | {"jacobian_kappa": math.nan if head else kappa}
-        for layer, kappa in enumerate(kappas)
-        for head in range(2)
+        for layer, kappa in enumerate((2.0, 9.0, 4.0))
+        for head in range(3 - layer)
     ]
-    return pd.DataFrame(rows)
-
-
-def test_trained_layers_are_shown_where_they_are(found, lab):
-    _, heads, whole = found()
-    assert "not evaluated" in heads.remark and "not evaluated" in whole.remark
-    assert not any("trained" in each.what for each in (*heads.measures, *whole.measures))
-    lab.tables["layers"] = layers(2.0, 9.0, 4.0, 5.0)  # one layer more than the recipe has
-    _, heads, whole = found()
-    assert not heads.remark and heads.sources and whole.sources
-    assert [each.value for each in heads.measures if "trained" in each.what] == [9.0]
-    assert heads.table.rows[1][1:3] == ["0.1 → 0.2", heads.table.rows[1][2]] and heads.table.rows[1][2].endswith(" → 9")
-    assert heads.table.rows[3][1:] == ["– → 0.2", "– → 5", *["– → –"] * 4]
-    assert whole.table.rows[1] == ["OSA (QR), trained", "4", "50", "51.5", "53"]
-
-
-def test_tables_of_an_older_evaluation_leave_the_measure_out(found, lab):
-    lab.tables["layers"] = layers(2.0, 9.0, 4.0)[["variant", "seed", "layer", "head", "alpha"]]
-    _, heads, _ = found()
-    assert "not evaluated" in heads.remark
-    assert heads.table.rows[0][1] == "0.1"
+    assert summary()["head"]["trained"] == {}
+    lab.tables["layers"] = pd.DataFrame(rows)
+    numbers = summary()
+    assert numbers["head"]["trained"] == {"osa_qr": 9.0} and numbers["layer"]["trained"] == {"osa_qr": 100.0}
 
 
 def test_condition_of_a_head_is_that_of_its_dense_jacobian(lab):

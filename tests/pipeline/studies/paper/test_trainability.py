@@ -1,33 +1,18 @@
-"""The measures against dense Jacobians, and a verdict that follows the attention and not the MLPs."""
+"""The measures against dense Jacobians, and a summary of known decays."""
 
-import itertools
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from torch import nn
 
-import osa.models
-from osa.modules import OrthogonalSelfAttention, SoftmaxSelfAttention
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.lab import float64
 from pipeline.measures import jacobian, norm
-from pipeline.studies import Measure
 from pipeline.studies.paper import trainability
-from pipeline.studies.paper.trainability import (
-    MLPS,
-    MODELS,
-    SOFTMAX,
-    Settings,
-    findings,
-    frobenius_norm,
-    measure,
-    per_block,
-    spectral_norm,
-)
+from pipeline.studies.paper.trainability import MLPS, MODELS, SOFTMAX, Settings, frobenius_norm, measure, spectral_norm
 
 SMALL = {"depths": [2, 4], "gradient_images": 2, "samples": 4, "power_iterations": 3}
 
@@ -42,57 +27,15 @@ def model_and_image(lab, variant, seed=0):
     return model, lab.images()[0][:1]
 
 
-def found(lab, seeds):
-    settings = Settings(seeds=seeds, **SMALL)
-    tables = measure(settings, lab)
-    return tables, {finding.id: finding for finding in findings(settings, tables, lab)}
-
-
-def test_one_seed_decides_nothing(lab):
-    tables, by_id = found(lab, [0])
-    assert list(by_id) == ["trainability", "mlp_initialisation", "vanishing_gradients", "attention_alone"]
-    claim = by_id["trainability"]
-    assert claim.verdict == "undecided"
-    assert all("1 run" in each.note for each in claim.measures) and len(claim.measures) == 8
-    assert list(tables["networks"].groupby(["variant", "mlp"], sort=False).groups) == MODELS
-    assert [tuple(row[:2]) for row in claim.table.rows] == [(lab.label(variant), MLPS[mlp]) for variant, mlp in MODELS]
-    assert tables["attentions"]["variant"].nunique() == 5
-    assert all(math.isfinite(each.value) for finding in by_id.values() for each in finding.measures)
-    assert all(math.isnan(each.low) for each in by_id["mlp_initialisation"].measures)
-
-
-@pytest.mark.parametrize("worse, verdict", [(SoftmaxSelfAttention, "supported"), (OrthogonalSelfAttention, "not supported")])
-def test_the_verdict_follows_the_attention(worse, verdict, lab, monkeypatch):
-    """An attention that loses most of its signal in each block makes the claim come out one way or the other."""
-    mix = worse.mix
-    monkeypatch.setattr(worse, "mix", lambda *arguments: 0.3 * mix(*arguments))
-    only(monkeypatch, "osa_ns")
-    _, by_id = found(lab, [0, 1, 2])
-    assert {each.verdict for each in by_id["trainability"].measures if "kept per block" in each.what} == {verdict}
-
-
-def test_the_verdict_does_not_follow_the_mlps(lab, monkeypatch):
-    """With one attention in both places there is nothing to support, though SUO's MLPs keep more than Xavier's here."""
-    only(monkeypatch, SOFTMAX)
-    xavier = osa.models.MLP_INIT["xavier"]()
-    monkeypatch.setitem(osa.models.MLP_INIT, "xavier", lambda **_: lambda mlp, **options: shrunken(xavier, mlp, **options))
-    _, by_id = found(lab, [0, 1, 2])
-    assert by_id["trainability"].verdict == "undecided"
-    gain, *_ = by_id["mlp_initialisation"].measures
-    assert gain.low > 3
-
-
-def only(monkeypatch, variant):
-    """Leaves this attention and softmax, and only the networks."""
-    monkeypatch.setattr(trainability, "OSA", (variant,))
-    monkeypatch.setattr(trainability, "MODELS", list(itertools.product(dict.fromkeys((variant, SOFTMAX)), MLPS)))
-    monkeypatch.setattr(trainability, "attention_jacobian", lambda *_: {"spectral": 1.0, "gain": 1.0})
-
-
-@torch.no_grad()
-def shrunken(initialise, mlp, **options):
-    initialise(mlp, **options)
-    mlp.fc2.weight.mul_(0.1)
+def test_every_model_has_its_numbers(lab):
+    settings = Settings(seeds=[0], **SMALL)
+    numbers = trainability.summarise(settings, measure(settings, lab), lab)
+    assert numbers["depths"] == SMALL["depths"]
+    assert [(row["variant"], row["mlp"]) for row in numbers["models"]] == MODELS
+    values = [value for row in numbers["models"] for key in ("kappa", "first_gradient") for value in row[key]] + [
+        row[key] for row in numbers["models"] for key in ("kept", "attention_kept")
+    ]
+    assert all(math.isfinite(value) and value > 0 for value in values)
 
 
 def test_models_have_the_mlps_that_they_are_named_by(lab):
@@ -153,26 +96,25 @@ def test_matrix_free_norms_are_those_of_the_dense_jacobian():
     assert frobenius == pytest.approx(dense.norm().item(), rel=0.03)
 
 
-def test_factors_of_known_decays():
-    rows = [
-        {"variant": "a", "mlp": mlp, "seed": seed, "depth": depth, "gain": 5 * (factor + 0.1 * seed) ** depth}
-        for mlp, factor in (("osa", 0.5), ("xavier", 0.3))
+def test_summary_of_known_decays(lab):
+    """Means over seeds are geometric, and the factor a block is that of the exponential decay."""
+    decays = [
+        {"variant": "a", "mlp": mlp, "seed": seed, "depth": depth, "decay": 5 * (factor * 4**seed) ** depth}
+        for mlp, factor in (("osa", 0.25), ("xavier", 0.1))
         for depth in (2, 4, 8)
         for seed in (0, 1)
     ]
-    logarithms = per_block(pd.DataFrame(rows), "gain")
-    assert list(logarithms) == [("a", "osa"), ("a", "xavier")]
-    assert [math.exp(value) for own in logarithms.values() for value in own] == pytest.approx([0.5, 0.6, 0.3, 0.4])
-
-
-@pytest.mark.parametrize("high, end", [(0.015, "at most 1.5% more."), (-0.01, "Xavier MLPs."), (math.nan, "Xavier MLPs.")])
-def test_what_a_block_keeps_is_told_of_both_attentions(lab, high, end):
-    kept = {
-        (variant, mlp): np.log([0.5 if variant == trainability.SOFTMAX else 0.25])
-        for variant, mlp in itertools.product((*trainability.OSA, trainability.SOFTMAX), trainability.MLPS)
-    }
-    told = trainability.carried([Measure("a", -1.0, high=high), Measure("b", -1.0, high=-0.5)], kept, lab)
-    assert "0.25 in OSA (QR) and 0.5 in ViT (no skip, no LN) with SUO MLPs" in told and told.endswith(end)
+    networks = pd.DataFrame(decays)
+    for column in ("logits_frobenius", "logits_kappa", "first_gradient"):
+        networks[column] = networks["decay"]
+    attentions = networks[networks["mlp"] == "osa"].assign(gain=lambda own: 0.5 ** own["depth"])
+    tables = {"networks": networks, "attentions": attentions}
+    numbers = trainability.summarise(Settings(seeds=[0, 1], **SMALL), tables, lab)
+    assert numbers["depths"] == [2, 8]
+    suo, xavier = numbers["models"]
+    assert (suo["kept"], xavier["kept"]) == (pytest.approx(0.5), pytest.approx(0.2))
+    assert suo["kappa"] == suo["first_gradient"] == pytest.approx([5 * 0.5**2, 5 * 0.5**8])
+    assert suo["attention_kept"] == xavier["attention_kept"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("depths", [[6], [12, 6], [6, 6]])

@@ -1,4 +1,6 @@
-"""Layers as initialised are those of the model; of trained ones only what is evaluated is shown."""
+"""Layers as initialised are those of the model; of trained ones only what is evaluated counts. The worst case of a check."""
+
+import math
 
 import numpy as np
 import pandas as pd
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from pipeline import measures
-from pipeline.studies._findings import LAYERS, origin, trained_layers, worst_over_seeds
+from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case, worst_of_seeds
 from tests.pipeline.synthetic import SMALL
 
 DEPTH = SMALL["model"]["depth"]
@@ -32,21 +34,11 @@ def test_layers_see_what_the_model_passes_them(lab):
     assert len(seen) == DEPTH
 
 
-def test_the_worst_of_each_seed_is_averaged(lab):
-    rows = [
-        ("osa_ns", 0, 0, 0.1),
-        ("osa_ns", 0, 1, 0.3),
-        ("osa_ns", 1, 0, 0.5),
-        ("osa_qr", 0, 0, 0.2),
-        ("osa_qr", 0, 1, np.nan),
-    ]
-    lab.tables = {"layers": pd.DataFrame(rows, columns=["variant", "seed", "layer", "error_max"])}
-    layers = trained_layers(lab, "error_max")
-    newton_schulz, qr = worst_over_seeds(lab, layers, "error_max", "an error")
-    assert (newton_schulz.value, newton_schulz.n) == (0.4, 2) and newton_schulz.note == "from 0.3 to 0.5"
-    assert (qr.value, qr.n) == (0.2, 1) and not qr.note
-    assert newton_schulz.what.startswith(lab.label("osa_ns"))
-    assert origin(layers) == {"sources": [LAYERS]}
+def test_trained_layers_are_summarised_over_seeds(lab):
+    rows = [("osa_ns", 0, 0.1), ("osa_ns", 0, 0.3), ("osa_ns", 1, 0.5), ("osa_qr", 0, 0.2), ("osa_qr", 0, np.nan)]
+    lab.tables = {"layers": pd.DataFrame(rows, columns=["variant", "seed", "error_max"])}
+    worst = worst_of_seeds(trained_layers(lab, "error_max"), "error_max")
+    assert (worst["osa_ns"].mean, worst["osa_ns"].n) == (0.4, 2) and worst["osa_qr"].mean == 0.2
 
 
 @pytest.mark.parametrize(
@@ -59,8 +51,17 @@ def test_the_worst_of_each_seed_is_averaged(lab):
     ],
     ids=["no table", "empty table", "no column", "empty column"],
 )
-def test_layers_that_are_not_evaluated_are_said(tables, lab):
+def test_layers_that_are_not_evaluated_are_left_out(tables, lab):
     lab.tables = tables
-    layers = trained_layers(lab, "error_max")
-    assert not worst_over_seeds(lab, layers, "error_max", "an error")
-    assert "not evaluated" in origin(layers)["remark"] and "sources" not in origin(layers)
+    assert trained_layers(lab, "error_max").empty
+
+
+def test_the_worst_case_uses_up_most_of_its_limit():
+    assert worst_case([3.0, 1.0, 2.0], [30.0, 2.0, 40.0])["value"] == 1.0
+    assert worst_case(pd.Series([0.1, 0.3]), 0.2)["holds"] is False
+    assert worst_case([0.1, math.nan], 1.0)["holds"] is False
+
+
+def test_slope_of_a_power_is_its_exponent():
+    size = np.array([2, 4, 8, 16])
+    assert log_log_slope(size, 7.0 * size**3) == pytest.approx(3)

@@ -1,0 +1,32 @@
+"""What summaries share: the worst case of a check, the exponent of a power, and the trained layers of Table 2."""
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+from pipeline.lab import Lab
+from pipeline.statistics import Summary, summarise
+from pipeline.studies import check
+
+
+def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
+    """The check of the case that uses up most of its limit, or of one whose value is NaN."""
+    values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
+    worst = np.argmax(values / limits)  # the first NaN, if there is one
+    return check(float(values[worst]), float(limits[worst]))
+
+
+def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
+    """Of y as a power of x: the least-squares slope of log y over log x."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
+    """Variant, seed and these columns of the table `layers`: the rows that have them all, which may be none."""
+    table = lab.tables.get("layers", pd.DataFrame())
+    return table.reindex(columns=["variant", "seed", *columns]).dropna()
+
+
+def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
+    """For each variant the largest value of a column over layers and heads, summarised over seeds."""
+    return {name: summarise(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

@@ -42,12 +42,16 @@ def digest(study: str) -> str:
 
 def text(study: str) -> str:
     """What makes a study's numbers: see the module."""
-    own = f"pipeline/studies/{studies.wing(study)}/{study}.py"
-    statements = _reached(_tree(own).body)
-    code = "".join(f"{ast.unparse(statement)}\n" for statement in statements)
-    imported = sorted(_closure(statements) - {own})
     settings = json.dumps(studies.settings(study).model_dump(), sort_keys=True)
-    return code + "".join(f"{path} {_digest(path)}\n" for path in imported) + f"models {_models()}\nsettings {settings}\n"
+    own = code(f"pipeline/studies/{studies.wing(study)}/{study}.py")
+    return f"{own}models {_models()}\nsettings {settings}\n"
+
+
+def code(path: str) -> str:
+    """The part of a study's file that measures and trains, and the digests of what that imports."""
+    statements = _reached(_tree(path).body)
+    own = "".join(f"{ast.unparse(statement)}\n" for statement in statements)
+    return own + "".join(f"{each} {_digest(each)}\n" for each in sorted(_closure(statements) - {path}))
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:

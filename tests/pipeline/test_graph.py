@@ -1,4 +1,4 @@
-"""The edges of the graph as DVC itself prints them: what waits for what, and what does not."""
+"""The graph as DVC itself has it: what waits for what, and what does not."""
 
 import re
 import subprocess
@@ -6,76 +6,69 @@ import sys
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
-from pipeline import sources, studies
-from pipeline.core import params
+from pipeline import studies
+from pipeline.core.files import ROOT
 
-ROOT = Path(__file__).parents[2]
+WINGS = {wing: f"pipeline/studies/{wing}/dvc.yaml:" for wing in ("deep", "orthogonal")}
+RESEARCH = "pipeline/report/dvc.yaml:"
+
+
+def dvc(*arguments: str) -> str:
+    return subprocess.check_output([str(Path(sys.executable).parent / "dvc"), *arguments], cwd=ROOT, text=True)
 
 
 @pytest.fixture(scope="module")
 def upstream() -> dict[str, set[str]]:
-    """For each stage those that it waits for, directly or not; runs by the name of their stage."""
-    command = [str(Path(sys.executable).parent / "dvc"), "dag", "--dot"]
-    dot = subprocess.check_output(command, cwd=ROOT, text=True)
-    edges = re.findall(r'"([^"]+)" -> "([^"]+)"', dot)
-    names = set(re.findall(r'^"([^"]+)";', dot, re.MULTILINE)) | {name for edge in edges for name in edge}
-    direct = {name: {before for before, after in edges if after == name} for name in names}
+    """For each stage those that it waits for, directly or not."""
+    edges = re.findall(r'"([^"]+)" -> "([^"]+)"', dvc("dag", "--dot", "--full"))
+    direct: dict[str, set[str]] = {}
+    for before, after in edges:
+        direct.setdefault(after, set()).add(before)
 
     def all_before(name: str) -> set[str]:
-        return direct[name].union(*map(all_before, direct[name]))
+        return direct.get(name, set()).union(*map(all_before, direct.get(name, set())))
 
-    return {name: all_before(name) for name in names}
-
-
-def stage(name: str) -> dict:
-    return YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"][name]
+    return {name: all_before(name) for name in {name for edge in edges for name in edge}}
 
 
-def test_every_study_that_measures_has_a_stage_of_its_name(upstream):
-    assert set(studies.measuring()) <= set(upstream)
-    for name in studies.measuring():
-        assert stage(name)["cmd"] == f"python -m pipeline.study {name}"
-        assert f"paper_outputs/sources/{name}.txt" in stage(name)["deps"]
+def stage_of(study: str) -> str:
+    (name,) = (name for name in dvc("stage", "list", "--all", "--name-only").split() if re.search(rf"[@:]{study}$", name))
+    return name
 
 
-def test_tables_wait_for_the_runs_of_table_2_and_for_nothing_else(upstream):
-    assert {name.split("@")[0] for name in upstream["tables"]} == {"fetch", "train", "evaluate"}
+def test_every_study_that_measures_has_one_stage_in_its_wing():
+    listed = dvc("stage", "list", "--all", "--name-only").split()
+    for study in studies.names():
+        if studies.get(study).measure:
+            (name,) = (name for name in listed if re.search(rf"[@:]{study}$", name))
+            wing = studies.wing(study)
+            assert name.startswith(WINGS.get(wing, RESEARCH if study == "harder_data" else "")), name
+            assert wing != "paper" or study == "harder_data" or ":" not in name
 
 
-def test_a_study_waits_for_no_run_of_table_2(upstream):
-    """But the one that trains one of them once more."""
-    again = params.load(ROOT / "params.yaml").studies["repeats"]
-    for name in studies.measuring():
-        needed = {f"train@{again.variant}-{again.seed}"} if name == "repeats" else set()
-        assert upstream[name] - {"fetch", "sources"} == needed, name
+def test_the_root_is_the_paper_alone(upstream):
+    """`dvc repro` runs nothing of the other wings."""
+    assert not [name for name in upstream["report"] if ":" in name]
+    assert {"check", "tables", "sources"} <= upstream["report"]
+    assert any(name.startswith(WINGS["deep"]) for name in upstream[f"{RESEARCH}research"])
 
 
-def test_a_study_needs_the_data_if_it_asks_for_images_or_trains(upstream):
-    """`initialised_layers` asks for images, and a `Training` of its own loads them."""
-    for name in studies.measuring():
-        trains = hasattr(studies.module(name), "trainings") and not studies.gathers(name)
-        uses_data = trains or re.search(r"lab\.images\(|initialised_layers\(|= Training\(", sources.text(name)) is not None
-        assert (
-            ("fetch" in upstream[name]) == uses_data == bool({"data", "data/${data.source}"} & set(stage(name)["deps"]))
-        ), name
+def test_everything_waits_until_the_parameters_are_checked(upstream):
+    assert [name for name, before in upstream.items() if "check" not in before] == ["check"]
 
 
-def test_the_report_waits_for_the_tables_and_every_study(upstream):
-    assert {"tables", "sources", *studies.measuring()} <= upstream["report"]
+def test_a_training_waits_for_data_and_parameters_alone(upstream):
+    trainings = [name for name in upstream if name.startswith("train@")]
+    assert trainings and all(upstream[name] == {"check", "fetch"} for name in trainings)
 
 
-def test_the_report_depends_on_what_was_measured_by_hand():
-    assert {f"paper_outputs/{name}" for name in ("benchmarks", "pilot.csv", "trust")} <= set(stage("report")["deps"])
+def test_tables_wait_for_the_runs_of_table_2_alone(upstream):
+    assert {name.split("@")[0] for name in upstream["tables"]} == {"check", "fetch", "train", "evaluate"}
 
 
-def test_no_training_depends_on_how_it_is_told(upstream):
-    assert all(upstream[name] == {"fetch"} for name in upstream if name.startswith("train@"))
-
-
-def test_an_experiment_with_other_settings_leaves_the_studies_alone():
-    """Their models follow the recipe, so that no stage of a study depends on what one edits for a training."""
-    edited = {"data", "init", "model", "run", "train"}
-    for name in studies.measuring():
-        assert not edited & {key for key in stage(name).get("params", []) if isinstance(key, str)}, name
+def test_a_study_waits_for_no_training(upstream):
+    """Runs that it compares are a dependency that git keeps."""
+    for name, before in upstream.items():
+        if re.match(r"(.*:)?(analytic|on_images|trained)@", name):
+            assert before <= {"check", "fetch", "sources"}, name

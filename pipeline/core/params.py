@@ -12,7 +12,7 @@ import math
 import reprlib
 import textwrap
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ruamel.yaml import YAML, YAMLError
@@ -21,7 +21,7 @@ from osa.constrained.orthogonal import CONSTRAINTS, MAPS, RETRACTION
 from osa.constrained.penalties import PENALTIES
 from osa.init import QUERY_KEY, VALUE_OUT
 from pipeline.core.errors import UserError
-from pipeline.core.files import ROOT
+from pipeline.core.files import ROOT, read_json
 
 
 def _distinct(items: list) -> list:
@@ -48,8 +48,28 @@ Size = Annotated[int, Field(gt=0, le=2**14)]  # beyond it the weights fill any m
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-# Channels and side of the images of each data set
-IMAGES = {"mnist": (1, 28), "sample": (1, 28), "fashion_mnist": (1, 28), "kmnist": (1, 28), "cifar10": (3, 32)}
+
+
+class Images(NamedTuple):
+    """What a model must know of a data set."""
+
+    channels: int
+    size: int  # height and width
+    num_classes: int
+
+
+DIGITS = Images(1, 28, 10)
+IMAGES = {  # of the data sets that are published
+    "mnist": DIGITS,
+    "sample": DIGITS,
+    "fashion_mnist": DIGITS,
+    "kmnist": DIGITS,
+    "cifar10": Images(3, 32, 10),
+}
+FOLDER, DESCRIPTION = (
+    "folder",
+    "images.json",
+)  # one's own images, and the file beside them in data/folder that describes them
 LABELS = {  # of the models made for depth, which stand in the library
     "osa_shaped": "OSA (shaped)",
     "softmax_shaped": "Softmax (shaped)",
@@ -89,22 +109,43 @@ class Run(Section):
 
 
 class Data(Section):
-    source: Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
+    source: Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10", "folder"]
     pixel_scaling: Literal["unit", "half", "standard"]
+    path: Annotated[str, Field(min_length=1)] | None = None
+    resize: Size | None = None
+
+    @model_validator(mode="after")
+    def _path_is_there(self):
+        if self.source == FOLDER and self.path is None:
+            raise ValueError("path is missing; source: folder needs the folder or archive of your images")
+        return self
+
+    @property
+    def images(self) -> Images:
+        """Raises UserError if they are one's own, and fetch has not stored them."""
+        if self.source != FOLDER:
+            return IMAGES[self.source]
+        path = Path("data", FOLDER, DESCRIPTION)
+        stored = read_json(path) if path.exists() else {}
+        if [stored.get("path"), stored.get("resize")] != [self.path, self.resize]:
+            raise UserError(
+                f"{path.parent} does not hold the images of data.path {self.path}: run `python -m pipeline.fetch`."
+            )
+        return Images(stored["channels"], stored["size"], len(stored["classes"]))
 
     @property
     def in_channels(self) -> int:
-        return IMAGES[self.source][0]
+        return self.images.channels
 
     @property
     def image_size(self) -> int:
         """Height and width."""
-        return IMAGES[self.source][1]
+        return self.images.size
 
 
 class Model(Section):
     patch_size: Size
-    num_classes: Annotated[int, Field(ge=10, le=10**4)]  # the digits
+    num_classes: Annotated[int, Field(ge=2, le=10**4)]
     embed_dim: Size
     depth: Annotated[int, Field(gt=0, le=1000)]
     num_heads: Size
@@ -230,11 +271,20 @@ class Shared(Section):
     train: Train
 
     @model_validator(mode="after")
-    def _patches_fit(self):
-        if self.data.image_size % self.model.patch_size:
-            size = self.data.image_size
-            raise ValueError(f"model.patch_size {self.model.patch_size} must divide the {size} pixels of {self.data.source}")
+    def _fits_published_images(self):
+        if self.data.source != FOLDER:
+            self.check_images()
         return self
+
+    def check_images(self) -> None:
+        """Raises ValueError if the model does not fit the images. Those of a folder are known once they are fetched."""
+        (_, size, num_classes), source = self.data.images, self.data.source
+        if size % self.model.patch_size:
+            raise ValueError(f"model.patch_size {self.model.patch_size} must divide the {size} pixels of {source}")
+        if self.model.num_classes < num_classes:
+            raise ValueError(
+                f"model.num_classes {self.model.num_classes} is less than the {num_classes} classes of {source}"
+            )
 
 
 class RunConfig(Shared):
@@ -429,14 +479,17 @@ def _configure(shared: Shared, params: Params, name: str, overrides: Overrides |
     where = run_name(name, overrides) if overrides else where
     merged = {section: getattr(shared, section).model_dump() for section in SHARED}
     merged["variant"] = variant.model_dump(exclude={"overrides"})
-    merged["data"]["source"] = params.data.source
-    if "source" in (variant.overrides or {}).get("data", {}):
-        raise UserError(f"{where}: data.source cannot be replaced: all variants learn from the data that fetch stores.")
+    fetched = params.data.model_dump(include={"source", "path", "resize"})
+    merged["data"] |= fetched
+    for key in fetched.keys() & (variant.overrides or {}).get("data", {}):
+        raise UserError(f"{where}: data.{key} cannot be replaced: all variants learn from the data that fetch stores.")
     for layer in filter(None, (variant.overrides, overrides)):
         for section, values in layer.items():
             if section not in merged:
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
+    if merged["data"]["source"] != FOLDER:
+        merged["data"] |= {"path": None, "resize": None}  # of the folder alone
     return validate(RunConfig, merged, where)
 
 

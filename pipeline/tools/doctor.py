@@ -178,12 +178,14 @@ def data_() -> Iterator[Line]:
     from pipeline.training import data
 
     asked = params.load().data.source
-    absent = [source for source in params.IMAGES if not data.folder(source).exists()]
-    for source in params.IMAGES:
+    sources = dict.fromkeys([*params.IMAGES, asked])
+    absent = [source for source in sources if not data.folder(source).exists()]
+    for source in sources:
         if source not in absent:
             yield digested(source, is_asked=source == asked)
     if asked in absent:
-        remedy = f"`make reproduce` fetches it, or from a copy with OSA_{asked.upper()}_MIRROR=/path/to/it"
+        copy = "" if asked == params.FOLDER else f", or from a copy with OSA_{asked.upper()}_MIRROR=/path/to/it"
+        remedy = f"`make reproduce` fetches it{copy}"
         yield Line("data", f"{asked}, which params.yaml asks for, is not here", remedy)
     if others := [source for source in absent if source != asked]:
         yield Line("data", f"not here, nor asked for: {', '.join(others)}")

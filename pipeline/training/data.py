@@ -7,6 +7,7 @@ magic number 0x0800 + (number of dimensions) and then each dimension, followed b
 import gzip
 import hashlib
 import math
+import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.core import files, params
 from pipeline.core.errors import UserError
 
 IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # of the splits train and t10k
-NUM_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,20 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
     return levels.astype(np.float32)
 
 
+def as_idx(array: np.ndarray) -> bytes:
+    """A gzipped IDX file of unsigned bytes, without the time of day in it: the same values are the same bytes."""
+    header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
+    return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8)]), mtime=0)
+
+
+def _num_classes(folder: str | Path) -> int:
+    description = Path(folder, params.DESCRIPTION)
+    return len(files.read_json(description)["classes"]) if description.exists() else params.DIGITS.num_classes
+
+
 def _read(folder: str | Path) -> list[np.ndarray]:
     """Images (n, C, H, W) and labels (n,) of the training split, then of the test split, all uint8."""
-    arrays = []
+    arrays, num_classes = [], _num_classes(folder)
     for split in ("train", "t10k"):
         images_path, labels_path = Path(folder, IMAGES.format(split)), Path(folder, LABELS.format(split))
         images, labels = _read_idx(images_path, (3, 4)), _read_idx(labels_path, (1,))
@@ -95,8 +107,8 @@ def _read(folder: str | Path) -> list[np.ndarray]:
             raise _unusable(images_path, f"has images of the shape {images.shape[1:]}, not square ones of one size")
         if len(labels) != len(images):
             raise _unusable(labels_path, f"has {len(labels)} labels for {len(images)} images")
-        if labels.max() >= NUM_CLASSES:
-            raise _unusable(labels_path, f"has the label {labels.max()}, not one of {NUM_CLASSES} classes")
+        if labels.max() >= num_classes:
+            raise _unusable(labels_path, f"has the label {labels.max()}, not one of {num_classes} classes")
         arrays += [images, labels]
     return arrays
 

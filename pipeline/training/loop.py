@@ -52,6 +52,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     of_training = {"keep", "keep_by", "keep_rate", "decay_attention", "penalty", "penalty_weight"}
     variant = config.variant.model_dump(exclude={"overrides", "init", *of_training}, exclude_none=True)
     try:
+        config.check_images()
         model = osa.models.build_vit(
             **variant,
             image_size=config.data.image_size,

@@ -87,7 +87,7 @@ def test_models_of_the_library_need_no_block():
         assert given.items() <= settings.variants[name].model_dump().items(), name
 
 
-SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist' or 'cifar10', not"
+SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist', 'cifar10' or 'folder', not"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ SOURCES = "data.source should be 'mnist', 'sample', 'fashion_mnist', 'kmnist' or
             1,
             "variants.osa_qr: model.num_heads 1 gives 2d_v = 128 > d = 64; orthogonal attention needs 2 or more heads.",
         ),
-        ("model.num_classes", 7, "model.num_classes should be greater than or equal to 10, not 7."),
+        ("model.num_classes", 7, "model.num_classes 7 is less than the 10 classes of mnist."),
         ("model.mlp_ratio", 0.01, "model: mlp_ratio 0.01 leaves the MLPs no hidden unit; write 1 / embed_dim or more."),
         # runs
         ("run.seeds", [], "run.seeds should have 1 or more entries, not []."),

@@ -1,0 +1,206 @@
+"""One's own images: a folder or an archive becomes the data set that its images are, or one sentence names what is wrong."""
+
+import io
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import fetch, runs
+from pipeline.core import params
+from pipeline.core.errors import UserError
+from pipeline.runs import Run
+from pipeline.training import data
+from pipeline.training.loop import build_model
+from tests.pipeline import synthetic
+from tests.pipeline.trainings import SHORT, config, run_main
+
+SIZE, CLASSES, COUNTS = 12, ("cat", "dog", "owl"), {"train": 4, "test": 2}
+ROOT = Path("images")
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """Grey images, and parameters that name them."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for split, count in COUNTS.items():
+        for label in CLASSES:
+            for i in range(count):
+                save(f"{split}/{label}/{i}.png", rng.integers(0, 256, (SIZE, SIZE), np.uint8))
+    write_params()
+
+
+def save(name: str, pixels: np.ndarray) -> None:
+    (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(ROOT / name)
+
+
+def pixels(name: str) -> np.ndarray:
+    return np.asarray(Image.open(ROOT / name))
+
+
+def write_params(patch_size: int = 4, num_classes: int = 3, **changes) -> None:
+    def edit(raw: dict) -> None:
+        raw["data"] |= {"source": "folder", "path": str(ROOT)} | changes
+        raw["model"] |= {"patch_size": patch_size, "num_classes": num_classes, "depth": 1}
+        raw["train"] |= SHORT | {"batch_size": 5}
+
+    synthetic.write_params(Path(), edit)
+
+
+def stored() -> data.Data:
+    fetch.main(["folder"])
+    return data.load("data/folder")
+
+
+def sentence(capsys) -> str:
+    with pytest.raises(SystemExit) as caught:
+        fetch.main([])
+    assert caught.value.code == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and text.count("\n") == 1
+    return text
+
+
+def test_a_folder_is_a_data_set_whose_classes_take_turns():
+    loaded = stored()
+    assert loaded.train_images.shape == (12, 1, SIZE, SIZE) and loaded.test_images.shape == (6, 1, SIZE, SIZE)
+    assert loaded.train_labels.tolist() == [0, 1, 2] * 4
+    for row, (label, i) in enumerate((label, i) for i in range(2) for label in CLASSES):
+        expected = torch.from_numpy(pixels(f"test/{label}/{i}.png") / np.float32(255))
+        torch.testing.assert_close(loaded.test_images[row, 0], expected)
+
+
+@pytest.mark.parametrize("around", ["", "animals/"])
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
+def test_an_archive_is_the_folder_in_it(kind, around):
+    expected = stored().sha256
+    path = Path(f"archive.{kind}")
+    files = [*ROOT.rglob("*.png")][::-1]  # the order does not count
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for file in files:
+                archive.write(file, around + str(file.relative_to(ROOT)))
+            archive.writestr("__MACOSX/train/cat/._0.png", "left behind")
+    else:
+        with tarfile.open(path, "w:gz" if kind.endswith("gz") else "w") as archive:
+            for file in files:
+                archive.add(file, around + str(file.relative_to(ROOT)))
+    write_params(path=str(path))
+    assert stored().sha256 == expected
+
+
+def test_one_image_in_colour_makes_all_colour(capsys):
+    save("train/dog/0.png", np.full((SIZE, SIZE, 3), (10, 20, 30), np.uint8))
+    loaded = stored()
+    assert "17 of 18 images are grey" in capsys.readouterr().out
+    assert (loaded.train_images[1, :, 0, 0] * 255).tolist() == pytest.approx([10, 20, 30])
+    assert loaded.train_images[0].equal(loaded.train_images[0, :1].expand(3, -1, -1))
+    assert params.load().data.in_channels == 3
+
+
+def test_images_of_another_size_take_the_most_common_one_or_that_of_the_parameters(capsys):
+    save("train/dog/0.png", np.full((7, 7), 51, np.uint8))
+    loaded = stored()
+    assert "1 of 18 images are resized to 12 x 12" in capsys.readouterr().out
+    assert loaded.train_images[1].unique().tolist() == pytest.approx([0.2])
+    write_params(resize=8)
+    assert stored().train_images.shape[-1] == params.load().data.image_size == 8
+
+
+@pytest.mark.parametrize("variant", ["osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"])
+def test_the_models_take_on_the_size_of_the_images(variant):
+    stored()
+    model = build_model(config(variant), 0)
+    assert model(torch.rand(2, 1, SIZE, SIZE)).shape == (2, 3)
+    assert model.position_embedding.shape[1] == (SIZE // 4) ** 2 + 1
+
+
+def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(monkeypatch, capsys):
+    first = stored().sha256
+    run_main(monkeypatch, "vit", "0", "--no-tracking")
+    run = Run("vit", 0)
+    assert runs.is_current(run, config("vit"), first)
+    before = {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()}
+    assert stored().sha256 == first
+    assert {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()} == before  # nothing to do
+    save("train/cat/0.png", pixels("train/cat/0.png") ^ 1)
+    second = stored().sha256
+    assert second != first and not runs.is_current(run, config("vit"), second)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"patch_size": 5}, "model.patch_size 5 must divide the 12 pixels of folder"),
+        ({"num_classes": 2}, "model.num_classes 2 is less than the 3 classes of folder"),
+        ({"path": "others"}, "run `python -m pipeline.fetch`"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_images_is_refused(changes, expected):
+    stored()
+    write_params(**changes)
+    with pytest.raises(UserError, match=expected):
+        build_model(config("vit"), 0)
+
+
+def test_a_folder_needs_its_path(capsys):
+    write_params(path=None)
+    assert "data: path is missing" in sentence(capsys)
+
+
+def write(name: str, content: bytes) -> None:
+    (ROOT / name).write_bytes(content)
+
+
+def archive(cut: int | None = None, kind: str = "w:gz", **members: str) -> None:
+    """The folder as an archive at its place, cut off somewhere, with more members: their name in the archive and here."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=kind) as opened:
+        for name, source in {"train": "train", "test": "test"}.items():
+            opened.add(ROOT / source, name)
+        for target in members.values():
+            opened.add(ROOT / "train/cat/0.png", target)
+    shutil.rmtree(ROOT)
+    ROOT.write_bytes(buffer.getvalue()[:cut])
+
+
+def link() -> None:
+    (ROOT / "train/cat/link.png").symlink_to("/etc/hostname")
+    archive()
+
+
+@pytest.mark.parametrize(
+    "breakage, expected",
+    [
+        (lambda: shutil.rmtree(ROOT), ["does not exist"]),
+        (lambda: shutil.rmtree(ROOT / "train"), ["no folder train/"]),
+        (lambda: shutil.rmtree(ROOT / "test"), ["no folder test/"]),
+        (lambda: [shutil.rmtree(ROOT / "test" / label) for label in CLASSES], ["no class", "test/"]),
+        (lambda: [file.unlink() for file in (ROOT / "train/dog").iterdir()], ["train/dog", "no image"]),
+        (lambda: [shutil.rmtree(path) for path in ROOT.glob("*/[do]*")], ["one class"]),
+        (lambda: save("test/emu/0.png", np.zeros((SIZE, SIZE), np.uint8)), ["test/emu", "train/emu"]),
+        (lambda: shutil.rmtree(ROOT / "test/dog"), ["train/dog", "test/dog"]),
+        (lambda: write("train/dog/notes.txt", b"a dog"), ["train/dog/notes.txt", "no image"]),
+        (lambda: write("train/dog/0.png", b""), ["train/dog/0.png", "no image"]),
+        (lambda: write("train/dog/0.png", (ROOT / "train/dog/0.png").read_bytes()[:90]), ["train/dog/0.png", "read"]),
+        (lambda: save("train/dog/0.png", np.zeros((12, 9), np.uint8)), ["train/dog/0.png", "9 x 12", "square"]),
+        (lambda: save("train/dog/0.png", np.zeros((12, 12), np.uint16)), ["train/dog/0.png", "8 bits"]),
+        (lambda: archive(member="../out.png"), ["../out.png", "out of the archive"]),
+        (link, ["train/cat/link.png", "link"]),
+        (lambda: archive(cut=-900), ["images", "archive"]),
+        (lambda: archive(cut=5000, kind="w"), ["images", "archive"]),
+        (lambda: archive(member="more/train/cat/0.png"), ["'more'"]),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(capsys, breakage, expected):
+    breakage()
+    text = sentence(capsys)
+    assert all(part in text for part in expected), text
+    assert not Path("data/folder").exists() and not Path("out.png").exists()

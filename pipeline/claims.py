@@ -193,6 +193,17 @@ class Drops(Claim):
         return {"drops": judge(samples, weights, limit=0.0, side="above", effect=effect)}
 
 
+class Gap(Claim):
+    """Two models differ by more points in one setting, the first pair of runs, than in another, the second pair."""
+
+    kind: Literal["gap"]
+    models: Annotated[list[Name], Field(min_length=4, max_length=4)]
+
+    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+        samples = [results.accuracies(model) for model in self.models]
+        return {"gap": judge(samples, (1, -1, -1, 1), limit=0.0, side="above")}
+
+
 class Stability(Claim):
     """More than a share of a model's runs neither diverge nor rise far above their lowest train loss."""
 
@@ -248,7 +259,9 @@ class Measured(Comparison):
         return replace(verdict, estimate=estimate, low=low, high=high, limit=self.at_most_factor)
 
 
-AnyClaim = Annotated[Accuracy | Within | Loss | Speed | Drops | Stability | Trains | Measured, Field(discriminator="kind")]
+AnyClaim = Annotated[
+    Accuracy | Within | Loss | Speed | Drops | Gap | Stability | Trains | Measured, Field(discriminator="kind")
+]
 
 
 class Claims(Section):

@@ -342,43 +342,26 @@ class Params(Shared):
 
 
 class OpenChoice(Section):
-    """Something that the paper leaves open, under its key in params.yaml where it has one.
-
-    `alternatives` are the values that the study left_open tries instead, each on the variants that it names.
-    """
+    """A detail that the paper leaves open, in words: what it says, if anything, what we do, and what was tried instead. The
+    key is that of params.yaml."""
 
     topic: str
-    paper: str
-    why: str
+    paper: str | None
+    ours: str
     key: str | None = None
-    ours: str | None = None
-    alternatives: list[Any] = []
-    try_on: list[Name] = []
-
-    @model_validator(mode="after")
-    def _one_value(self):
-        if (self.key is None) == (self.ours is None):
-            raise ValueError("give either key, whose value is shown, or ours")
-        if bool(self.alternatives) != bool(self.try_on) or (self.alternatives and self.key is None):
-            raise ValueError("alternatives and try_on go together, beside a key")
-        return self
+    instead: str | None = None
 
 
 class Paper(Section):
-    """pipeline/paper.yaml. The studies that judge claims, orders and predictions read them with schemas of their own."""
+    """pipeline/paper.yaml. The study that measures the orders reads them with a schema of its own."""
 
     title: str
     authors: str
     link: str
-    names: dict[str, str]  # that the report uses, and what they mean
-    references: dict[str, str]  # by the names that they have there
     table_2: dict[Name, float]
     deep_losses: dict[Name, float]  # of He et al. 2023
     deep_claims: dict[Name, dict[str, Any]]  # of He et al. 2023, and of ours
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
-    rules_since: str  # ISO 8601: no rule has changed since, which a test holds against git's history
-    claims: dict[Name, dict[str, Any]]
-    footnote_6: dict[str, Any]  # a claim, too
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
     predictions: dict[Name, dict[Name, dict[str, Any]]]  # of studies beyond the paper, with the rules that judge them

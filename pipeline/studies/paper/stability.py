@@ -1,48 +1,29 @@
-"""Stability: whether OSA trains stably where each gradient goes through a QR decomposition, as Section 5 found it.
+"""Stability: whether OSA trains stably where gradients go through a QR decomposition, as Section 5 observed.
 
-`osa_qr` computes the same function and never differentiates a decomposition, so its runs say nothing of this. The models of
-the claim, with its rule in pipeline/paper.yaml, do: they are trained here, and are no rows of Table 2.
+`osa_qr` computes the same function and never differentiates a decomposition, so its runs say nothing about this.
 """
 
-from pipeline.core.params import Section, Seeds
+from pipeline.claims import Results, largest_rise, read_claims
 from pipeline.lab import Lab
-from pipeline.statistics import runs_needed
-from pipeline.studies import Finding, Tables
-from pipeline.studies._runs import Request, collect_runs
-from pipeline.studies.paper.section_5 import Results, StabilityClaim, judged_claim, read_claims
+from pipeline.studies import Tables, comparison
+from pipeline.studies.paper.section_5 import CLAIMS
 
-place = 5
+LEAST_RUNS = 5  # fewer cannot decide a share of one half, even if all agree
 
 
-class Settings(Section):
-    seeds: Seeds
+def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
+    """How many runs are stable, the largest rise of their train loss, and from five runs on the verdict."""
+    results, claim = Results(tables), read_claims(CLAIMS)["qr_is_stable"]
+    (model,) = claim.models
+    verdict = claim.judge(results)[model]
+    rises = [largest_rise(curve) for curve in results.curves(model)]
+    return {
+        "runs": verdict.n,
+        "stable": round(verdict.n * verdict.estimate) if verdict.n else 0,
+        "largest_rise": max(rises, default=None),
+        "allowed_rise": claim.at_most_rise,
+        "verdict": verdict if verdict.n >= LEAST_RUNS else None,
+    }
 
 
-def claims(lab: Lab) -> dict[str, StabilityClaim]:
-    """The claims of paper.yaml that are about stability."""
-    return {name: claim for name, claim in read_claims(lab.paper).items() if isinstance(claim, StabilityClaim)}
-
-
-def trainings(settings: Settings, lab: Lab) -> list[Request]:
-    models = dict.fromkeys(model for claim in claims(lab).values() for model in claim.models)
-    return [(model, {}, seed) for seed in settings.seeds for model in models]
-
-
-def measure(settings: Settings, lab: Lab) -> Tables:
-    return collect_runs(trainings(settings, lab), lab)
-
-
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    results = Results(lab, tables)
-    return [
-        judged_claim(name, claim, claim.measures(results), limitation=reach(claim, len(settings.seeds)))
-        for name, claim in claims(lab).items()
-    ]
-
-
-def reach(claim: StabilityClaim, listed: int) -> str:
-    """That so many runs cannot decide the claim, if so."""
-    least = runs_needed(1.0, limit=claim.share, family=len(claim.models))
-    if least is None or least <= listed:
-        return ""
-    return f"“{claim.title}” needs {least} runs or more that all agree, and {listed} are listed, which cannot decide it."
+STUDY = comparison.study(summarise=summarise)

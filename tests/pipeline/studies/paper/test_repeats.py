@@ -1,86 +1,89 @@
-"""Runs of Table 2 that are trained once more, from made-up records."""
+"""Repeats of runs, stability and harder data, from made-up records and runs."""
 
-import pandas as pd
 import pytest
 
 from pipeline.core import files
 from pipeline.runs import EXPECTED, Run
-from pipeline.statistics import NOT_EVALUATED
-from pipeline.studies import FAILS, PASSES
-from pipeline.studies.paper import repeats
-from pipeline.studies.paper.repeats import Settings, findings, measure
+from pipeline.studies.comparison import Settings
+from pipeline.studies.paper import harder_data, repeats, stability
+from pipeline.verdicts import NOT_TRAINED, REPRODUCED
+from tests.pipeline.studies.paper.conftest import histories, runs
 
-SETTINGS = Settings(variant="vit", seed=0)
-ENDS = {"history": "csv", "metrics": "json"}
+SETTINGS = repeats.Settings(variant="vit", seed=0)
+LITERAL = "osa_qr_literal"
 
 
 @pytest.fixture
-def lab(lab):
-    lab.study = "repeats"
+def lab(paper_lab, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paper_lab.study = "repeats"
+    paper_lab.tables = {"runs": runs({"vit": [96.9, 97.0, 97.1]})}
     write(Run("vit", 0, "table_2"), accuracy=0.97)
-    return lab
+    return paper_lab
 
 
-def write(run: Run, accuracy: float, weights: str = "a", code: str = "c0de", machine: str = "A CPU") -> None:
-    """A finished run as its files tell of it."""
+def write(run: Run, accuracy: float, weights: str = "a", numerics: int = 1, machine: str = "A CPU") -> None:
+    """The files of a finished run."""
     files.write_text(run.folder / "history.csv", f"step,epoch,test_accuracy\n1,1,{accuracy}\n")
     files.write_json(run.folder / "metrics.json", {"diverged": False, "test_accuracy": accuracy})
     environment = {"device": "cpu", "device_name": machine, "num_threads": 1, "torch": "2.11.0"}
     digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
-    made = dict.fromkeys(EXPECTED["record"]) | {"config": {}, "code_sha256": code, "environment": environment}
+    made = dict.fromkeys(EXPECTED["record"]) | {"config": {}, "numerics": numerics, "environment": environment}
     made |= {"status": "finished", "variant": run.variant, "seed": run.seed, "study": run.study, "overrides": run.overrides}
     files.write_json(run.folder / "record.json", made | digests | {"weights_sha256": weights})
 
 
-def found(lab) -> list:
-    return findings(SETTINGS, measure(SETTINGS, lab), lab)
+ENDS = {"history": "csv", "metrics": "json"}
 
 
-def test_each_is_trained_in_the_study_and_compared_with_table_2(lab):
-    assert repeats.trainings(SETTINGS, lab) == [("vit", {}, 0)]
+def summarise(lab) -> dict:
+    return repeats.summarise(SETTINGS, repeats.measure(SETTINGS, lab), lab)
+
+
+def test_a_repeat_has_the_same_bits_or_not(lab):
     write(lab.run("vit"), accuracy=0.97)
-    (finding,) = found(lab)
-    assert finding.verdict == PASSES and len(finding.measures) == 2 and finding.remark == "Trained twice on A CPU, 1 thread."
+    assert summarise(lab) == {"repeated": 1, "same_bits": 1, "elsewhere": []}
+    write(lab.run("vit"), accuracy=0.97, weights="b")
+    assert summarise(lab) == {"repeated": 1, "same_bits": 0, "elsewhere": []}
+    write(lab.run("vit"), accuracy=0.9701)
+    assert summarise(lab)["same_bits"] == 0
 
 
-@pytest.mark.parametrize("other", [{"accuracy": 0.9701}, {"accuracy": 0.97, "weights": "b"}])
-def test_another_bit_on_the_same_kind_of_machine_fails(lab, other):
-    write(lab.run("vit"), **other)
-    assert found(lab)[0].verdict == FAILS
+@pytest.mark.parametrize("accuracy, within", [(0.971, True), (0.991, False)])
+def test_on_another_machine_it_is_compared_with_one_more_seed(lab, accuracy, within):
+    write(Run("vit", 0, "penalties"), accuracy, weights="b", machine="Another CPU")
+    (row,) = summarise(lab)["elsewhere"]
+    assert row["within"] is within and row["difference"] == pytest.approx(100 * accuracy - 97)
 
 
-def test_on_another_machine_the_accuracy_is_set_beside_one_more_seed(lab):
-    of_table_2 = {"variant": "vit", "seed": [0, 1, 2], "status": "finished", "test_accuracy": [0.969, 0.970, 0.971]}
-    lab.tables = {"runs": pd.DataFrame(of_table_2)}
-    write(lab.run("vit"), accuracy=0.971, weights="b", machine="Another CPU")
-    (elsewhere,) = found(lab)
-    assert elsewhere.measures[0].value == pytest.approx(0.1) and " 1 of 1 is where " in elsewhere.in_short
-    write(lab.run("vit"), accuracy=0.991, weights="b", machine="Another CPU")
-    assert " 0 of 1 are where " in found(lab)[0].in_short
+def test_what_is_of_other_numerics_or_another_configuration_is_no_repeat(lab):
+    write(lab.run("vit"), accuracy=0.97, numerics=2)
+    write(Run("vit", 0, "tries"), accuracy=0.97, machine="Another CPU")
+    write(Run("vit", 1, "penalties"), accuracy=0.97)  # not in Table 2
+    assert summarise(lab) == {"repeated": 0, "same_bits": 0, "elsewhere": []}
 
 
-def test_what_other_studies_trained_by_the_same_recipe_elsewhere_is_told_beside_the_bits(lab):
-    of_table_2 = {"variant": "vit", "seed": [0, 1, 2], "status": "finished", "test_accuracy": [0.969, 0.970, 0.971]}
-    lab.tables = {"runs": pd.DataFrame(of_table_2)}
-    write(lab.run("vit"), accuracy=0.97)
-    elsewhere = {"accuracy": 0.968, "machine": "Another CPU"}
-    write(Run("vit", 0, "penalties"), **elsewhere)
-    write(Run("vit", 0, "keeping"), **elsewhere, code="other")
-    write(Run("vit", 0, "left_open"), accuracy=0.97)  # on the machine of Table 2
-    write(Run("vit", 0, "six_blocks", {"model": {"depth": 2}}), **elsewhere)
-    write(Run("vit", 1, "penalties"), **elsewhere)  # of which Table 2 has no run here
-    write(Run("vit", 0, "tries"), **elsewhere)
-    bits, told = found(lab)
-    assert bits.verdict == PASSES
-    assert told.in_short == (
-        "ViT, seed 0: 97.00% on A CPU, 1 thread, 96.80% on Another CPU, 1 thread. 1 of 1 is where one more seed is expected."
-    )
-    assert [cell for row in told.table.rows for cell in row][-1] == "96.50 to 97.50"
+@pytest.mark.parametrize("stable, unstable, verdict", [(3, 0, None), (5, 0, REPRODUCED), (4, 2, "open, same direction")])
+def test_five_runs_decide_whether_qr_is_stable(paper_lab, stable, unstable, verdict):
+    curves = [[2.0, 1.0, 1.5, 0.5]] * stable + [[2.0, 0.5, 1.5, 0.4]] * unstable
+    tables = {"runs": runs({LITERAL: [97.0] * len(curves)}), "histories": histories({LITERAL: curves})}
+    summary = stability.summarise(Settings(runs={}), tables, paper_lab)
+    assert (summary["runs"], summary["stable"]) == (stable + unstable, stable)
+    assert summary["largest_rise"] == (3 if unstable else 1.5) and getattr(summary["verdict"], "word", None) == verdict
 
 
-@pytest.mark.parametrize("again", [None, {"accuracy": 0.99, "code": "other"}])
-def test_what_was_not_repeated_by_the_same_code_is_not_evaluated(lab, again):
-    if again:
-        write(lab.run("vit"), **again)
-    (finding,) = found(lab)
-    assert finding.verdict == NOT_EVALUATED
+def test_a_run_that_diverges_is_not_stable(paper_lab):
+    tables = {"runs": runs({LITERAL: [97.0, None]}), "histories": histories({LITERAL: [[2.0, 1.0], [2.0, 1.0]]})}
+    assert stability.summarise(Settings(runs={}), tables, paper_lab)["stable"] == 1
+    assert stability.summarise(Settings(runs={}), {}, paper_lab)["stable"] == 0
+
+
+def test_a_larger_gap_on_harder_data(paper_lab):
+    paper_lab.tables = {"runs": runs({"vit": [97.0, 97.1, 97.2], "vit_noskip": [95.0, 95.1, 95.2]})}
+    listed = Settings(runs={f"{name}_cifar10": {"variant": name, "seeds": [0]} for name in ("vit", "vit_noskip")})
+    assert harder_data.summarise(listed, {}, paper_lab)["verdict"].word == NOT_TRAINED
+    tables = {"runs": runs({"vit_cifar10": [60.0, 60.1, 60.2], "vit_noskip_cifar10": [50.0, 50.1, 50.2]})}
+    summary = harder_data.summarise(listed, tables, paper_lab)
+    assert summary["verdict"].word == REPRODUCED and summary["verdict"].estimate == pytest.approx(8)
+    assert summary["models"]["vit"]["harder"].mean == pytest.approx(60.1)
+    assert summary["models"]["vit"]["mnist"].mean == pytest.approx(97.1)

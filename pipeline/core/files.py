@@ -71,9 +71,9 @@ def write_json(path: str | Path, value: object) -> None:
     write_text(path, as_json(value))
 
 
-def as_json(value: object) -> str:
-    """JSON whose bytes depend on `value` alone: sorted keys, and null for numbers that are not finite."""
-    return json.dumps(_finite(value), indent=2, sort_keys=True, allow_nan=False) + "\n"
+def as_json(value: object, sort_keys: bool = True) -> str:
+    """JSON whose bytes depend on `value` alone: sorted keys unless their order matters, null for numbers that are not finite."""
+    return json.dumps(_finite(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n"
 
 
 def read_json(path: str | Path) -> Any:

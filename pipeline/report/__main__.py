@@ -59,7 +59,7 @@ def write(name: str, only: str | None = None) -> None:
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
             summary = summarise(each, lab, FIGURES / name)
-            files.write_json(path, summary)
+            files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name == "paper" and only is None:
         files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
@@ -118,9 +118,9 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
             drawing = (FOLDER / path).read_text(encoding="utf-8")
             drawings[path] = figures.inline(drawing, Path(path).stem.replace("_", "-"), "")
     body, sections = page.to_html(markdown, drawings, lambda path: source_line(path, name))
-    whole = environment.get_template("page.html.j2").render(
-        context | {"body": Markup(body), "sections": sections, "page": name}
-    )
+    frame = {"body": Markup(body), "sections": sections, "page": name, "curves": curves(lab)}
+    frame["labels"] = {variant: lab.label(variant) for variant in lab.params.run.variants}
+    whole = environment.get_template("page.html.j2").render(context | frame)
     files.write_text(FOLDER / f"{PAGES[name]}.html", whole)
 
 

@@ -258,9 +258,8 @@ TOLERANCE = 0.05  # by which a slope may pass an exponent. A wrong power moves i
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Exponents and checks of Table 1's components and of OSA as a whole, and OSA beside torch's fused softmax attention.
 
-    "table_1" and "linear" are the largest excess of a slope over the paper's exponent, "quadratic" the least slope against N
-    of softmax attention that forms its N×N matrix. "formed" has the slopes against N of the operations of Eq. 7 and 6 with
-    S and A formed. Crossings and ratios are of a forward and a backward pass.
+    "table_1" and "linear" are the largest excess of a slope over the paper's exponent. "formed" has the slopes against N of
+    the operations of Eq. 7 and 6 with S and A formed. Crossings and ratios are of a forward and a backward pass.
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components = [
@@ -268,16 +267,12 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         for part, order in ((part, orders[name]) for part, name in ORDERS.items())
     ]
     whole = [(slopes(counts, part, direction), orders["osa"]) for part, direction in itertools.product(OSA, (FORWARD, BOTH))]
-    dense = [slopes(counts, "softmax_dense", direction) for direction in (FORWARD, BOTH)]
     largest = int(counts.loc[counts["sweep"] == "tokens", "tokens"].max())
     seconds, held = along_n(times, "seconds"), along_n(counts, "bytes")
     return {
         "components": components,
         "table_1": check(max_excess([(each["slopes"], each["order"]) for each in components]), TOLERANCE),
         "linear": check(max_excess(whole), TOLERANCE),
-        "quadratic": check(
-            min(each[name]["tokens"] for each in dense for name in QUANTITIES.values()), 2 - TOLERANCE, "above"
-        ),
         "formed": [slopes(counts, f"{part}_dense", FORWARD)["operations"]["tokens"] for part in ("small", "application")],
         "crossings": {part: crossing(seconds[part] / seconds["softmax"]) for part in OSA},
         "largest_tokens": largest,

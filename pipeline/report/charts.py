@@ -16,7 +16,7 @@ RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE
 
 
 def panels(count: int, height: float = 3.6, rows: int = 1, **options) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a page with `count` panels in a row, or in so many; options are those of `Figure.subplots`."""
+    """A figure as wide as a page with `count` panels in this number of rows; options are those of `Figure.subplots`."""
     figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, list(figure.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
 

@@ -52,7 +52,7 @@ def test_every_part_computes_what_it_is_named_after():
     close(made["softmax"], made["softmax_dense"])
 
 
-def test_inputs_have_the_norm_that_is_asked_for():
+def test_inputs_have_their_norm():
     x = Inputs.draw(40, 5, 3.0, CPU)
     norm = torch.linalg.matrix_norm(reference.skew(x.query, x.key, x.scale), 2).item()
     assert norm == pytest.approx(3.0, rel=1e-5)

@@ -65,7 +65,7 @@ MODELS: dict[str, dict] = {
     # Not in the paper: the function of osa_qr without a basis, and with the gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
-    # For depth: OSA with the α L that the pilot chose (paper_outputs/pilot.csv), and softmax in the same frame
+    # For depth: OSA with the best α L of a grid (paper_outputs/studies/rates), and softmax in the same frame
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},

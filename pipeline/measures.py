@@ -120,7 +120,7 @@ def head(x: Tensor, weights: tuple[Tensor, ...], scale: float | Tensor, **method
 def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """∂vec f(X)/∂vec X, (outputs, N·d), with vec column by column as in Eq. 12.
 
-    One backward pass over as many copies of X as there are outputs, each of which asks for its own.
+    One backward pass over as many copies of X as there are outputs, one output from each copy.
 
     Args:
         function: (batch, N, d) → (batch, n, m) or (batch, m), each item of the batch by itself.

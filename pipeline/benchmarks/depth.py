@@ -17,10 +17,10 @@ from pipeline.core import params, record
 from pipeline.core.errors import entry_point
 from pipeline.core.params import RunConfig
 from pipeline.lab import Lab
-from pipeline.studies.deep.depth import MODELS, training
-from pipeline.tools.pilot import DEPTH, FIRST_ALPHA
 from pipeline.training.loop import make_deterministic
 
+MODELS = ("osa_shaped", "osa_iso", "espa", "vskipinit", "softmax_shaped", "softmax_shaped_norm", "uspa", "vit", "osa_exact")
+DEPTH = 36
 REFERENCE = "vit"
 
 
@@ -42,8 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def config_of(model: str, depth: int, lab: Lab) -> RunConfig:
     """As the study trains it; rate and α change nothing of the time."""
-    variant, overrides, _ = training(model, depth, 1, SEED, lab.paper.recipe.train.learning_rate, FIRST_ALPHA)
-    return with_whole_batches(lab.config(variant, overrides))
+    return with_whole_batches(lab.config(model, {"model": {"depth": depth}}))
 
 
 def compared(samples: dict[str, list[float]]) -> pd.DataFrame:

@@ -40,7 +40,7 @@ from pipeline.core.params import Params
 from pipeline.runs import TABLE_2, Run
 from pipeline.studies.paper.benchmarks import ALL_MODELS, BEST, FOLDER, TARGETS
 from pipeline.studies.paper.complexity import FORWARD
-from pipeline.tools import fan_out, pilot
+from pipeline.tools import fan_out
 from pipeline.tools.fan_out import Job
 from pipeline.training import data
 
@@ -128,7 +128,7 @@ def parts(settings: Params, is_rehearsal: bool) -> dict[str, list[str]]:
         "attention_norm": script("attention", "--norm", LARGEST_NORM, "--largest", attention.MOST_TOKENS_ERROR, largest=128),
         "attention": script("attention", largest=128),
         "profile": script("profile"),
-        "depth": script("depth", "--depth", SHALLOW if is_rehearsal else pilot.DEPTH),
+        "depth": script("depth", *(["--depth", SHALLOW] if is_rehearsal else [])),
         "orthogonal": script("orthogonal", largest=8),
         "complexity": ["-m", "pipeline.study", "complexity", "--no-tracking"],
         RUNS: [],

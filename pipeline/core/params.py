@@ -359,8 +359,6 @@ class Paper(Section):
     authors: str
     link: str
     table_2: dict[Name, float]
-    deep_losses: dict[Name, float]  # of He et al. 2023
-    deep_claims: dict[Name, dict[str, Any]]  # of He et al. 2023, and of ours
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]

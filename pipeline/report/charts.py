@@ -1,44 +1,24 @@
 """What figures of studies have in common: panels side by side above one legend, logarithmic axes, labels at lines' ends."""
 
 import itertools
-import textwrap
 
-import matplotlib
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pipeline.report.looks import INK, PALETTE, STYLE
+from pipeline.report.looks import INK, PALETTE
 
 EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
 def panels(count: int, height: float = 3.6, rows: int = 1, **options) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a page with `count` panels in a row, or in so many; options are those of `Figure.subplots`."""
+    """A figure as wide as a page with `count` panels in this number of rows; options are those of `Figure.subplots`."""
     figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, list(figure.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
-
-
-@matplotlib.rc_context(STYLE)
-def pictures(table: pd.DataFrame, labels: dict[str, str]) -> Figure:
-    """Matrices in grey, 1 black and 0 or less white: a column for each `row` of the table that has a label, from the least
-    `depth` to the largest. The table's other columns are those of the matrices."""
-    depths = list(dict.fromkeys(table["depth"]))
-    figure = Figure(figsize=(7.2, 1.05 * len(depths) + 0.6), layout="constrained")
-    grid = figure.subplots(len(depths), len(labels), squeeze=False)
-    for (i, depth), (j, row) in itertools.product(enumerate(depths), enumerate(labels)):
-        own = table[(table["row"] == row) & (table["depth"] == depth)].drop(columns=["row", "depth"])
-        grid[i, j].imshow(own, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
-        grid[i, j].grid(visible=False)
-        grid[i, j].set(xticks=[], yticks=[])
-        grid[0, j].set_title(textwrap.fill(labels[row], 14), fontsize=7.5)
-        grid[i, 0].set_ylabel(f"{depth} blocks" if depth > 1 else "1 block")
-    return figure
 
 
 def legend(figure: Figure, handles: list, columns: int = 3) -> None:

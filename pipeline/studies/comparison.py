@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import pandas as pd
 from pydantic import Field
 
+from pipeline.claims import Results, trains
 from pipeline.core import files
 from pipeline.core.params import AnySeeds, Name, Overrides, RunConfig, Section
 from pipeline.lab import Lab
 from pipeline.runs import Run, same_config
+from pipeline.statistics import summarise
 from pipeline.studies import Request, Study, Tables
 from pipeline.training.loop import COLUMNS
 
@@ -80,3 +82,19 @@ def run_row(run: Run, config: RunConfig) -> dict:
     if metrics["diverged"]:
         return row | {"status": "diverged"}
     return row | {"status": "finished"} | {key: metrics[key] for key in FINALS}
+
+
+def outcome(results: Results, name: str) -> dict:
+    """How many runs of a name are there, train, and are missing; mean last train loss and test accuracy (%) of those that
+    train, as a mean with runs that fail would describe neither; and the last losses of those, None where one diverged."""
+    runs = results.runs_of(name)
+    is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)
+    trained = runs[is_trained]
+    return {
+        "n": len(runs),
+        "trained": len(trained),
+        "missing": results.counts(name)["missing"],
+        "loss": summarise(trained["train_loss"].astype(float)),
+        "accuracy": summarise(100 * trained["test_accuracy"].astype(float)),
+        "failed_losses": runs.loc[~is_trained, "train_loss"].tolist(),
+    }

@@ -3,7 +3,7 @@
 
 Without MLPs and in the limit of wide networks, where an attention layer is Σ ← A Σ Aᵀ, exactly and in float64: nothing is
 trained. Their signal-preserving attention and Value-SkipInit, the usual arrangements of norms and skips around softmax with
-ALiBi, and orthogonal attention, which needs X itself. Then the same for the tokens of a ViT, where no mask is causal.
+ALiBi, and orthogonal attention, which needs X itself. Then the layers of real models, with several heads.
 """
 
 import itertools
@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 import matplotlib
-import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from pydantic import Field, model_validator
 from torch import Generator, Tensor
 
@@ -34,68 +32,30 @@ from pipeline.core.params import Fraction, PositiveFloat, PositiveInt, Section, 
 from pipeline.lab import Lab, float64
 from pipeline.measures import effective_rank, exponential, skew
 from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE, look
-from pipeline.report.numbers import fixed, number
-from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import largest
-from pipeline.studies._kernels import cosines, kernels_of, picture
+from pipeline.report.looks import STYLE, look
+from pipeline.studies import Study, Tables, check
 
-place = 51
-PAPER = "He et al. 2023"
-ROWS = {  # of Figure 7, in its order, and ours
-    "vanilla": "Softmax, no skip",
-    "uspa": "U-SPA",
-    "espa": "E-SPA",
-    "rms": "Softmax, RMSNorm, no skip",
-    "pre_ln": "Softmax, Pre-LN",
-    "pre_ln_normalised": "Softmax, Pre-LN, normalised skips",
-    "post_ln": "Softmax, Post-LN",
-    "uspa_root": "U-SPA, not causal",
-    "espa_root": "E-SPA, not causal",
-    "vskipinit": "V-SkipInit",
-    "osa": "OSA, one head",
-}
-SPA = {"uniform": "U-SPA", "exponential": "E-SPA"}
-LOOKS = {  # the colour of the nearest model, and dashes, of each row
-    row: {"color": look(model).colour, "linestyle": dashes}
-    for row, model, dashes in (
-        ("vanilla", "vit_noskip_nonorm", "-"),
-        ("rms", "vit_noskip_nonorm", "--"),
-        ("post_ln", "vit_noskip", "-"),
-        ("pre_ln", "vit", "-"),
-        ("pre_ln_normalised", "vit", "--"),
-        ("vskipinit", "vskipinit", ":"),
-        ("uspa", "uspa", "-"),
-        ("uspa_root", "uspa", "--"),
-        ("espa", "espa", "-"),
-        ("espa_root", "espa", "--"),
-        ("osa", "osa_exact", "-"),
-    )
+ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # of Figure 7, in its order
+ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
+LINES = {  # what is drawn: a label, and the model whose look it has
+    "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
+    "post_ln": ("softmax, Post-LN", "vit_noskip"),
+    "pre_ln": ("softmax, Pre-LN", "vit"),
+    "uspa": ("U-SPA", "uspa"),
+    "espa": ("E-SPA", "espa"),
+    "osa": ("OSA", "osa_exact"),
 }
 COLLAPSED = 0.99  # a mean cosine above which all tokens are as good as one
 COLLAPSING = ("vanilla", "rms", "post_ln")  # to one direction, as Figures 1 and 7 show
-PICTURED, EVERY = ("vanilla", "uspa", "espa", "rms", "pre_ln", "post_ln", "osa"), 5  # of the tokens, in the pictures
 TOLERANCE = 1e-10  # of what is an identity: L products of N×N matrices with condition numbers up to 1e4
 NORM_TOLERANCE = 0.1  # of q = 1 after all blocks with normalised skips, where E-SPA is an approximation
-ROOTS = {True: "causal", False: "symmetric root"}
+CORRECTED, UNCORRECTED = 0.2, 2.0  # of Figure 6: how far q may be from 1 with the correction, and its least value without
 FIGURE_6 = (36, 0.02, 20)  # blocks, γ_L, and types of tokens, so that r = 0.05
 SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # L (1 − α²) is that of α = 0.98 at 36 blocks
-VISION_GAMMA = 0.05  # γ_L for 50 tokens, which gives about the cosines of 0.005 for 500
 LAYERS = {  # orthogonal attention of several heads: the variant, and whether V and O are drawn for all heads together
     "osa_shaped": ("osa_shaped", True),
     "osa_joint": ("osa_exact", True),
     "osa_per_head": ("osa_exact", False),
-}
-VISION = {
-    "vanilla": "Softmax with logits of 0, no skip",
-    "pre_ln": "The same, Pre-LN",
-    "post_ln": "The same, Post-LN",
-    "vskipinit": "V-SkipInit",
-    "uspa_root": "U-SPA",
-    "espa_root": "E-SPA",
-    "osa_shaped": "OSA (shaped)",
-    "osa_joint": "OSA (exact), V and O drawn jointly",
-    "osa_per_head": "OSA (exact), V and O drawn per head",
 }
 Step = Callable[[Tensor], Tensor]  # what a block makes of Σ
 
@@ -110,7 +70,7 @@ class Settings(Section):
     gamma: PositiveFloat = 0.005
     shortcut: Fraction = 0.98
     alpha: PositiveFloat = 0.1
-    vision_depths: list[PositiveInt] = Field([6, 12, 36], min_length=1)
+    layer_depths: list[PositiveInt] = Field([6, 12, 36], min_length=1)
     images: PositiveInt = 8
 
     @model_validator(mode="after")
@@ -121,8 +81,8 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Mean cosine, rank and norms by row and depth; what they look like; the schedules; Figure 6; a ViT's tokens."""
-    kernels, pictures, spectra = [], [], []
+    """Mean cosine, rank and norms by row and depth; the schedules; Figure 6; layers of several heads."""
+    kernels, spectra = [], []
     for seed in settings.seeds:
         first = repeated_tokens(settings.tokens, settings.types, lab, seed)
         for row, stack in stacks(settings, lab, seed, first).items():
@@ -131,16 +91,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
             if row == "osa":
                 changes = [spectrum_change(first, kernel) for kernel in own.values()]
                 spectra.append({"seed": seed, "change": max(changes)})
-            if seed == settings.seeds[0] and row in PICTURED:
-                pictures += [picture(kernel, EVERY).assign(row=row, depth=depth) for depth, kernel in own.items()]
     return {
         "kernels": pd.DataFrame(kernels),
-        "pictures": pd.concat(pictures),
         "spectra": pd.DataFrame(spectra),
         "schedules": pd.DataFrame(schedules(settings)),
         "skips": pd.DataFrame(skips(settings)),
         "diagonals": pd.DataFrame(diagonals(settings, lab)),
-        "vision": pd.DataFrame(vision(settings, lab)),
+        "layers": pd.DataFrame(layers(settings, lab)),
     }
 
 
@@ -151,6 +108,12 @@ def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
     """Σ_0 of tokens of random types, whose embeddings are orthogonal: 1 for two of a type, else 0 (Appendix B)."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
+
+
+def cosines(kernel: Tensor) -> Tensor:
+    """C = diag(Σ)^{−½} Σ diag(Σ)^{−½}, what a norm before or after leaves of Σ."""
+    scale = kernel.diagonal().rsqrt()
+    return kernel * scale * scale[:, None]
 
 
 def mean_cosine(kernel: Tensor) -> float:
@@ -248,7 +211,7 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 def schedules(settings: Settings) -> Iterator[dict]:
     """Of each form of signal-preserving attention: how far A_l ⋯ A_1 is from the kernel that block l is to have."""
     n = settings.tokens
-    for (kernel, causal), depth in itertools.product(itertools.product(KERNELS, ROOTS), (6, *settings.depths[-1:])):
+    for (kernel, causal), depth in itertools.product(itertools.product(KERNELS, (True, False)), (6, *settings.depths[-1:])):
         last = settings.rho if kernel == "uniform" else settings.gamma
         steps = (uniform_schedule if kernel == "uniform" else exponential_schedule)(depth, last)
         make = uniform_kernel if kernel == "uniform" else exponential_kernel
@@ -297,260 +260,61 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
             yield {"seed": seed, "corrected": corrected, "block": block, "q": q.mean().item(), "q_std": q.std().item()}
 
 
-# A ViT's tokens
+# Layers of real models
 
 
 @torch.no_grad()
-def vision(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """The same without a mask for tokens of images, mean over them; of orthogonal attention in the layers of real models."""
-    for depth, (name, (variant, joint)) in itertools.product(settings.vision_depths, LAYERS.items()):
+def layers(settings: Settings, lab: Lab) -> Iterator[dict]:
+    """By how much the layers of orthogonal attention, one after the other, change the trace of X Xᵀ of an image."""
+    for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         with float64():
             model = lab.model(config, settings.seeds[0])
-        x = model.tokens(lab.images()[0][: settings.images])  # (images, N, d)
-        first = kernels_of(x)
-        if name == "osa_shaped":
-            yield from vision_kernels(settings, depth, first)
+        x = first = model.tokens(lab.images()[0][: settings.images])  # (images, N, d)
         for block in model.blocks:
             x = block.attention(x)
-        yield vision_row(name, depth, kernels_of(x), first)
+        ratios = x.square().sum((1, 2)) / first.square().sum((1, 2))
+        yield {"layers": name, "depth": depth, "trace_change": (ratios - 1).abs().max().item()}
 
 
-def vision_kernels(settings: Settings, depth: int, first: list[Tensor]) -> Iterator[dict]:
-    n = len(first[0])
-    repeated = max(0.0, float(np.mean([mean_cosine(kernel) for kernel in first])))
-    steps = softmax_rows(torch.full((1, n, n), 1 / n, dtype=torch.float64), settings.shortcut)
-    rows = {name: [steps[name]] * depth for name in ("vanilla", "pre_ln", "post_ln")} | {
-        "vskipinit": [lambda kernel: kernel]
-    }
-    for name, kernel, last in (("uspa_root", "uniform", settings.rho), ("espa_root", "exponential", VISION_GAMMA)):
-        rows[name] = attending(signal_preserving_attention(kernel, n, depth, last, repeated=repeated))
-    for name, steps in rows.items():
-        *_, after = zip(*(through(kernel, steps) for kernel in first), strict=True)
-        yield vision_row(name, depth, after, first)
-
-
-def vision_row(row: str, depth: int, kernels: list[Tensor], before: list[Tensor]) -> dict:
-    means = pd.DataFrame(map(summary, kernels)).mean().to_dict()
-    first = pd.DataFrame(map(summary, before)).mean()
-    traces = [(after.trace() / kernel.trace()).item() for after, kernel in zip(kernels, before, strict=True)]
-    start = {"first_cosine": first["cosine"], "first_rank": first["effective_rank"]}
-    return {"row": row, "depth": depth} | means | start | {"trace_change": max(abs(ratio - 1) for ratio in traces)}
-
-
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     kernels = tables["kernels"].groupby(["row", "depth"], sort=False).mean(numeric_only=True)
-    return [
-        figures_1_and_7(settings, kernels),
-        pictures_of_figure_1(settings, tables["pictures"]),
-        on_schedule(tables["schedules"]),
-        with_skips(tables["skips"]),
-        figure_6(tables["diagonals"]),
-        orthogonal_kernels(tables["spectra"], tables["vision"]),
-        tokens_of_images(settings, tables["vision"]),
-    ]
-
-
-def figures_1_and_7(settings: Settings, kernels: pd.DataFrame) -> Finding:
-    last = settings.depths[-1]
-    cosine, rank = kernels["cosine"], kernels["effective_rank"]
-    measures = [
-        Measure(
-            f"{label}: mean cosine after {last} blocks",
-            cosine[row, last],
-            side="above" if row in COLLAPSING else "below",
-            limit=COLLAPSED,
-            note=f"effective rank {number(rank[row, last])}",
-        )
-        for row, label in ROWS.items()
-    ]
-    rows = [[label, *(fixed(cosine[row, depth], 3) for depth in settings.depths)] for row, label in ROWS.items()]
-    return Finding(
-        id="kernels_with_depth",
-        title="Which attention makes all tokens alike",
-        place=f"{PAPER}, Figures 1 and 7",
-        kind=CHECK,
-        statement="Without skips, softmax attention quickly makes all tokens point one way, with RMSNorm or without, and "
-        "with Post-LN it does so more slowly. With Pre-LN and in signal-preserving attention the mean cosine stays below "
-        f"{COLLAPSED} for {last} blocks",
-        rule=f"In exact kernel space, {settings.tokens} tokens of {settings.types} types, mean over {len(settings.seeds)} "
-        f"draws: the mean cosine of two tokens ends above {COLLAPSED} in softmax without skips and with Post-LN, and below "
-        "it in all others.",
-        measures=measures,
-        table=Table(["Mean cosine after", *map(str, settings.depths)], rows),
-        figure=draw_curves(settings, kernels),
-        caption="Mean cosine of two tokens, and effective rank of their cosines, through attention alone. Softmax has the "
-        "causal biases of ALiBi and logits of zero.",
-        remark="V-SkipInit keeps the tokens as they are, and OSA every eigenvalue of their kernel (Theorem 2.2), if "
-        "not of the cosines, whose rank is shown: both leave it to training to make tokens more alike. Below the line "
-        f"little of the rank may be left: {number(rank['pre_ln', last])} with Pre-LN, {number(rank['espa', last])} in "
-        "E-SPA.",
-    )
-
-
-def pictures_of_figure_1(settings: Settings, pictures: pd.DataFrame) -> Finding:
-    last = pictures[pictures["depth"] == settings.depths[-1]].set_index("row").drop(columns="depth")
-    measures = [
-        Measure(f"{ROWS[row]}: smallest cosine after {settings.depths[-1]} blocks", last.loc[row].to_numpy().min())
-        for row in PICTURED
-    ]
-    return Finding(
-        id="kernels_pictured",
-        title="What the kernels look like",
-        place=f"{PAPER}, Figures 1 and 7",
-        kind=OBSERVATION,
-        statement="Cosines of every fifth token with every other, at several depths. E-SPA and Pre-LN with ALiBi keep "
-        "neighbours more alike than distant tokens; U-SPA makes all pairs equally alike; OSA keeps those of one type alike "
-        "and spreads the rest around 0.",
-        measures=measures,
-        figure=charts.pictures(pictures, {row: ROWS[row] for row in PICTURED}),
-        caption="Black is a cosine of 1, white 0 or less. Tokens of one type are alike from the start.",
-    )
-
-
-def on_schedule(table: pd.DataFrame) -> Finding:
-    measures, rows = [], []
-    for (kernel, causal), own in table.groupby(["kernel", "causal"], sort=False):
-        label = f"{SPA[kernel]}, {ROOTS[causal]}"
-        measures.append(largest(f"{label}: largest error of an entry of Σ_l", own["error"], TOLERANCE))
-        least = "the least of all blocks" + (", on and below the diagonal" if causal else "")
-        asked = {"side": "above", "limit": 0.0} if causal else {}  # the others are clamped
-        measures.append(Measure(f"{label}: smallest entry of A_l", own["least"].min(), note=least, **asked))
-        rows += [[label, str(depth), number(kappa)] for depth, kappa in zip(own["depth"], own["kappa"], strict=True)]
-    return Finding(
-        id="signal_preserving_schedules",
-        title="Signal-preserving attention follows its schedule",
-        place=f"{PAPER}, Eq. 8 and 9, Theorems 1 to 3, Appendix A",
-        kind=CHECK,
-        statement="A_l ⋯ A_1 takes I to the kernel that block l is to have, with entries that are not negative",
-        rule=f"In float64 every entry of (A_l ⋯ A_1)(A_l ⋯ A_1)ᵀ is within {TOLERANCE:g} of Σ_l, and every entry of a "
-        "causal A_l that its mask leaves is positive.",
-        measures=measures,
-        table=Table(["Attention", "Blocks", "κ(A_L ⋯ A_1)"], rows, align="lrr"),
-        remark="The price of cosines that rise is a Jacobian that is not well conditioned: κ(A_L ⋯ A_1) is the same at "
-        "every depth, that of the last kernel’s root. It is 1 in V-SkipInit and, but for its dependence on X, in OSA. "
-        "Entries of the symmetric root that rounding hides are set to 10⁻¹⁵.",
-    )
-
-
-def with_skips(table: pd.DataFrame) -> Finding:
-    measures, rows = [], []
-    for (depth, equation), own in table.groupby(["depth", "equation"], sort=False):
-        row, what = own.iloc[0], f"Eq. {equation}, {depth} blocks: |mean q − 1|"
-        judged = {"side": "below", "limit": NORM_TOLERANCE} if equation == 26 else {}
-        measures.append(Measure(what, abs(row["q"] - 1), **judged))
-        rows.append([f"Eq. {equation}", str(depth), *(fixed(row[name], 3) for name in ("q", "cosine", "target_cosine"))])
-    return Finding(
-        id="normalised_skips",
-        title="E-SPA beside a normalised skip keeps the tokens’ norm",
-        place=f"{PAPER}, Appendix F, Eq. 23 to 26",
-        kind=CHECK,
-        statement="With the rate of decay that Eq. 26 gives to the attention, the block as a whole follows the schedule "
-        "approximately",
-        rule=f"From Σ_0 = I, γ_L = {SKIP_GAMMA} and L (1 − α²) = {SKIP_SCALE}: the mean diagonal of Σ_L is within "
-        f"{NORM_TOLERANCE:g} of 1.",
-        measures=measures,
-        table=Table(["Rate by", "Blocks", "Mean q", "Mean cosine", "Cosine wanted"], rows, align="lrrrr"),
-        remark="Eq. 25 as printed puts λ_α² where Eq. 24 and 26 have λ_α, and takes q and the cosines several times as far "
-        "from where they should be.",
-    )
-
-
-def figure_6(table: pd.DataFrame) -> Finding:
-    last = table[table["block"] == table["block"].max()]
-    errors = (last[last["corrected"]]["q"] - 1).abs()
-    raw = last[~last["corrected"]]["q"]
-    return Finding(
-        id="repeated_tokens",
-        title="Tokens that repeat need the correction",
-        place=f"{PAPER}, Appendix B, Figure 6",
-        kind=CHECK,
-        statement="Where tokens repeat and the attention takes Σ_0 for I, the diagonal of Σ_l grows with depth; with the "
-        "correction of Eq. 15 it stays around 1",
-        rule=f"E-SPA, r = {1 / FIGURE_6[2]:g}, after {FIGURE_6[0]} blocks, every draw: the mean diagonal is within 0.2 of 1 "
-        "with the correction, and above 2 without.",
-        measures=[
-            largest("Corrected: |mean q − 1|", errors, 0.2),
-            Measure("Not corrected: mean q", raw.min(), side="above", limit=2.0, note=f"the smallest of {len(raw)} draws"),
+    deepest, trace = settings.depths[-1], tables["layers"].groupby("layers")["trace_change"].max()
+    schedules, skips = tables["schedules"], tables["skips"].set_index(["equation", "depth"])["q"]
+    repeated = tables["diagonals"][tables["diagonals"]["block"] == FIGURE_6[0]].groupby("corrected")["q"]
+    return {
+        "depths": settings.depths,
+        "rows": [
+            {"row": row, "cosines": [kernels.loc[(row, depth), "cosine"] for depth in settings.depths]}
+            | {"rank": kernels.loc[(row, deepest), "effective_rank"]}
+            | {"ends": check(kernels.loc[(row, deepest), "cosine"], COLLAPSED, "above" if row in COLLAPSING else "below")}
+            for row in ROWS
         ],
-        figure=draw_diagonals(table[table["seed"] == table["seed"].min()]),
-        caption="Diagonal of Σ_l of one sequence, mean and standard deviation over its tokens.",
-    )
-
-
-def orthogonal_kernels(spectra: pd.DataFrame, vision: pd.DataFrame) -> Finding:
-    change = vision.groupby("row")["trace_change"].max()
-    joint = pd.Series([change["osa_shaped"], change["osa_joint"]])
-    return Finding(
-        id="orthogonal_kernels",
-        title="What orthogonal attention keeps, with one head and with several",
-        place="Theorem 2.2",
-        kind=CHECK,
-        statement="One head with orthogonal weights keeps every eigenvalue of Σ. Several heads keep its trace if V and O "
-        "are each one orthogonal matrix",
-        rule=f"In float64 no eigenvalue of Σ_l changes by more than {TOLERANCE:g} of the largest at any depth, and the "
-        f"trace of Σ_L by no more than {TOLERANCE:g} of itself.",
-        measures=[
-            largest("One head: change of an eigenvalue", spectra["change"], TOLERANCE),
-            largest("Several heads, V and O drawn jointly: change of the trace", joint, TOLERANCE),
-            Measure("Several heads, V and O drawn per head: change of the trace", change["osa_per_head"]),
-        ],
-        remark="Theorem 2.2 covers one head. With V and O drawn per head, as Section 4.1 has it, a deep stack multiplies "
-        "matrices Σ_i W^V_i W^O_i that are not orthogonal.",
-    )
-
-
-def tokens_of_images(settings: Settings, table: pd.DataFrame) -> Finding:
-    depths = settings.vision_depths
-    own = table.set_index(["row", "depth"])
-    rows, measures = [], []
-    for row, label in VISION.items():
-        found = [own.loc[(row, depth)] for depth in depths]
-        cells = [f"{fixed(each['cosine'], 3)}\nrank {number(each['effective_rank'])}" for each in found]
-        rows.append([label, *cells, number(found[-1]["q"])])
-        what, note = f"{label}: effective rank after {depths[-1]} blocks", f"from {number(found[-1]['first_rank'])}"
-        measures.append(Measure(what, found[-1]["effective_rank"], note=note))
-    columns = ["Attention", *(f"Cosine after {depth}" for depth in depths), f"q after {depths[-1]}"]
-    return Finding(
-        id="kernels_of_images",
-        title="The same for the tokens of a ViT",
-        place=f"{PAPER}, Appendix A; Theorem 2.2",
-        kind=OBSERVATION,
-        statement="Tokens of images as they enter the first block, divided by their root mean square, through attention "
-        "alone and without a mask; mean over images. Softmax with logits of zero makes all tokens one in a single block.",
-        measures=measures,
-        table=Table(columns, rows),
-        remark=f"Signal-preserving attention is that of its symmetric root, with γ_L = {VISION_GAMMA}. OSA’s rows are the "
-        "attention layers of initialised models; “exact” has the paper’s tokens and α.",
-    )
-
-
-# Figures
+        "schedule": check(schedules["error"].max(), TOLERANCE),
+        "not_negative": check(schedules.loc[schedules["causal"], "least"].min(), 0.0, "above"),
+        "condition": {f"{kernel}": own["kappa"].max() for kernel, own in schedules.groupby("kernel", sort=False)},
+        "skips": check((skips[26] - 1).abs().max(), NORM_TOLERANCE),
+        "skips_printed": (skips[25] - 1).abs().max(),  # by Eq. 25
+        "corrected": check((repeated.get_group(True) - 1).abs().max(), CORRECTED),
+        "uncorrected": check(repeated.get_group(False).min(), UNCORRECTED, "above"),
+        "spectrum": check(tables["spectra"]["change"].max(), TOLERANCE),
+        "trace_joint": check(max(trace["osa_shaped"], trace["osa_joint"]), TOLERANCE),
+        "trace_per_head": trace["osa_per_head"],
+    }
 
 
 @matplotlib.rc_context(STYLE)
-def draw_curves(settings: Settings, kernels: pd.DataFrame) -> Figure:
-    figure, panels = charts.panels(2, 4.4)
-    titles = {"cosine": "Mean cosine", "effective_rank": "Effective rank"}
-    for axes, (column, title) in zip(panels, titles.items(), strict=True):
-        for row, style in LOOKS.items():
-            axes.plot(kernels.loc[row][column], linewidth=1.5, **style)
-        axes.set(title=title, xlabel="Blocks", xscale="log", ylim=(0, None))
-        axes.set_xticks(settings.depths, settings.depths)
-        axes.set_xticks([], minor=True)
-    charts.legend(figure, [Line2D([], [], label=ROWS[row], **style) for row, style in LOOKS.items()])
-    return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_diagonals(table: pd.DataFrame) -> Figure:
+def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
+    """Mean cosine of two tokens, by the number of blocks."""
+    kernels = tables["kernels"].groupby(["row", "depth"], sort=False)["cosine"].mean()
     figure, (axes,) = charts.panels(1, 3.2)
-    for corrected, label, colour in ((False, "Σ₀ taken for I", PALETTE[3]), (True, "Corrected", PALETTE[0])):
-        own = table[table["corrected"] == corrected]
-        axes.plot(own["block"], own["q"], color=colour, label=label)
-        band = own["q"] - own["q_std"], own["q"] + own["q_std"]
-        axes.fill_between(own["block"], *band, color=colour, alpha=0.2, linewidth=0)
-    axes.axhline(1, **charts.EXPECTED)
-    axes.set(xlabel="Blocks", ylabel="Diagonal of Σ_l")
-    axes.legend()
+    for row, (label, model) in LINES.items():
+        axes.plot(kernels[row], label=label, **look(model).line())
+    axes.set(xlabel="Blocks", ylabel="Mean cosine", xscale="log", ylim=(0, None))
+    axes.set_xticks(settings.depths, settings.depths)
+    axes.set_xticks([], minor=True)
+    charts.legend(figure, axes.get_lines())
     return figure
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise, figures={"kernels_with_depth": draw})

@@ -14,7 +14,7 @@ from pipeline.core.params import Section, Seeds
 from pipeline.lab import Lab, float64
 from pipeline.measures import condition, query_key_product, rounding
 from pipeline.studies import Study, Tables
-from pipeline.studies._summaries import trained_layers, worst_case
+from pipeline.studies._summaries import worst_case
 
 SIZES = ((12, 3), (32, 2), (64, 4), (96, 12))  # d, h
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -59,15 +59,13 @@ def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The worst |σ − 1| by precision, and κ(W̃) of Xavier's weights and of each trained model."""
+    """The worst |σ − 1| by precision."""
     weights = tables["weights"]
     checks = {}
     for dtype, own in weights[weights["source"] == OURS].groupby("dtype"):
         tolerances = [rounding(d, DTYPES[dtype]) for d in own["embed_dim"]]
         checks[dtype] = worst_case(own["deviation"], tolerances)
-    xavier = weights.loc[weights["source"] == XAVIER, "kappa"]
-    trained = trained_layers(lab, "weight_kappa").groupby("variant", sort=False)["weight_kappa"].max()
-    return checks | {"xavier": xavier.median(), "trained": trained.to_dict()}
+    return checks
 
 
 STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -118,20 +118,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     alphas, layers = tables["alphas"], tables["layers"]
     identical = alphas[alphas["method"] != "newton_schulz"]
     bounded = alphas[np.isfinite(alphas["bound_excess"])]
-    trained = trained_layers(lab, "layer", "layer_kappa").drop_duplicates()  # a row for each head, all with their layer's κ
-    trained_heads = trained_layers(lab, "jacobian_kappa")
+    trained = trained_layers(lab, "jacobian_kappa").groupby("variant", sort=False)["jacobian_kappa"].max()
     return {
         "slope": worst_case((slopes(alphas[alphas["alpha"] <= FIT_BELOW]) - 1).abs(), SLOPE_TOLERANCE),
         "first_term": worst_case(identical["first_norm"], identical["constant"] * identical["alpha"]),
         "condition": worst_case(bounded["excess"], bounded["bound_excess"]),
-        "head": {
-            "initial": layers["kappa"].max(),
-            "trained": trained_heads.groupby("variant", sort=False)["jacobian_kappa"].max().to_dict(),
-        },
-        "layer": {
-            "initial": _drawn(layers)["kappa_sum"].median(),
-            "trained": trained.groupby("variant", sort=False)["layer_kappa"].median().to_dict(),
-        },
+        "head": {"initial": layers["kappa"].max(), "trained": trained.to_dict()},
+        "layer": {"initial": _once(layers)["kappa_sum"].median()},
     }
 
 
@@ -141,7 +134,7 @@ def slopes(points: pd.DataFrame) -> pd.Series:
     return grouped.apply(lambda own: log_log_slope(own["alpha"], own["first_norm"]))
 
 
-def _drawn(layers: pd.DataFrame) -> pd.DataFrame:
+def _once(layers: pd.DataFrame) -> pd.DataFrame:
     """The layers as initialised without repetition: a seed gives all models the same weights."""
     return layers.drop_duplicates(["seed", "layer"])
 
@@ -160,7 +153,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
 
     initial = tables["layers"]
     lines = {
-        "whole layer": (_drawn(initial).groupby("layer")["kappa_sum"].median(), PALETTE[4], DOTTED),
+        "whole layer": (_once(initial).groupby("layer")["kappa_sum"].median(), PALETTE[4], DOTTED),
         "one head": (initial[initial["source"] == MODEL].groupby("layer")["kappa"].median(), PALETTE[0], DOTTED),
     }
     trained = trained_layers(lab, "layer", "layer_kappa", "jacobian_kappa")

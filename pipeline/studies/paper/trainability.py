@@ -1,8 +1,9 @@
 """Trainability: does OSA let Transformers without skips and normalisation be trained more easily?
 
 Networks of several depths as initialised, with neither skips nor normalisation: each attention, OSA's two and softmax, with
-each initialisation of the MLPs, SUO (the paper's for OSA) and Xavier (its for the ViTs), so that what the attention does is
-told from what the MLPs do. ViTs with normalisation are measured beside them.
+each initialisation of the MLPs, SUO (the paper's for OSA) and Xavier (the paper's for the ViTs), to separate what the
+attention does from what the MLPs do. ViTs with normalisation are measured beside them. The question is ours: the paper's
+models differ in attention and MLPs at once.
 """
 
 import itertools

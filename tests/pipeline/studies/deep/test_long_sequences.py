@@ -8,14 +8,11 @@ import torch
 
 from osa.functional import orthogonal_attention
 from pipeline.measures import jacobian, norm, random_head, skew
-from pipeline.report import figures
-from pipeline.studies._deep import RUN
 from pipeline.studies.deep import long_sequences
-from pipeline.studies.deep.long_sequences import CASES, Settings, costs, how_alpha_follows, jacobian_norm, measure, skew_norm
+from pipeline.studies.deep.long_sequences import CASES, Settings, jacobian_norm, measure, skew_norm
 
-SETTINGS = Settings(
-    models=["vit", "osa_exact"], patches=[14, 7], epochs=1, seeds=[0], initial_seeds=[0], images=1, power_iterations=2
-)
+RUNS = {f"vit_{n}": {"variant": "vit", "set": {"model": {"patch_size": p}}, "seeds": [0]} for n, p in ((17, 7), (5, 14))}
+SETTINGS = Settings.model_validate({"runs": RUNS, "patches": [14, 7], "initial_seeds": [0], "power_iterations": 2})
 
 
 @pytest.mark.parametrize("tokens", [3, 11])
@@ -34,55 +31,27 @@ def test_norms_of_one_head_are_those_of_dense_matrices(tokens):
     assert wanted <= 2 * scale * norm(x).item() ** 2 + 1e-12, "the bound"
 
 
-def test_measuring_goes_over_patches_cases_and_runs(lab):
-    lab.study = "long_sequences"
-    tables = measure(SETTINGS, lab)
-    initial = tables["initial"].set_index(["case", "tokens"])
+def test_sizes_by_patch_and_case(lab):
+    initial = measure(SETTINGS, lab)["initial"].set_index(["case", "tokens"])
     assert set(initial.index) == {(case, tokens) for case in CASES for tokens in (5, 17)}
-    assert initial.loc[("following", 17), "alpha"] == pytest.approx(0.1 * 17 / 17)  # small models have 17 tokens
-    assert initial.loc[("following", 5), "alpha"] == pytest.approx(0.1 * 17 / 5)
+    assert initial.loc[("following", 5), "alpha"] == pytest.approx(0.1 * 17 / 5)  # small models have 17 tokens
     assert initial.loc[("following", 17), "skew"] == pytest.approx(initial.loc[("normalised", 17), "skew"])
     ratio = initial.loc[("following", 5), "skew"] / initial.loc[("normalised", 5), "skew"]
     assert ratio == pytest.approx(17 / 5), "S is in proportion to α"
-    assert tables["runs"][["variant", "tokens", "status"]].values.tolist() == [
-        [model, tokens, "missing"] for tokens in (5, 17) for model in ("vit", "osa_exact")
-    ]
-    answer, _ = long_sequences.findings(SETTINGS, tables, lab)
-    assert answer.figure is None and all(row[-1] == "not evaluated" for row in answer.table.rows)
 
 
-def test_slopes_by_hand():
-    rows = [
-        {
-            "case": case,
-            "tokens": n,
-            "seed": seed,
-            "alpha": 0.1,
-            "norm_squared": n,
-            "skew": n**power,
-            "jacobian": 3 * n**power,
-        }
-        for case, power in zip(CASES, (0.5, 1.0, 0.0), strict=True)
+def test_slopes_and_runs_by_hand(lab):
+    powers = dict(zip(CASES, (0.5, 1.0, 0.0), strict=True))
+    initial = [
+        {"case": case, "tokens": n, "seed": seed, "norm_squared": n, "skew": n**power, "jacobian": 3 * n**power}
+        for case, power in powers.items()
         for n in (50, 197, 785)
         for seed in (0, 1, 2)
     ]
-    finding = how_alpha_follows(pd.DataFrame(rows))
-    assert [measure.value for measure in finding.measures] == pytest.approx([1, 0.5, 0.5, 1, 1, 1, 1, 0, 0], abs=1e-9)
-    assert "‖S‖₂ goes as N^{0.50}" in finding.in_short and "turns into N^{0.00}" in finding.in_short
-
-
-def test_time_and_accuracy_on_the_same_axes(lab):
-    rows = [("vit", 50, 0, "finished", 0.95, 0.4), ("osa_exact", 50, 0, "finished", 0.94, 0.5)]
-    rows += [("vit", 785, 0, "missing", math.nan, math.nan)]
-    columns = ["variant", "tokens", "seed", "status", "test_accuracy", "seconds_per_step"]
-    runs = pd.DataFrame(rows, columns=columns).assign(codes="c0de", device="cpu").reindex(columns=[*columns[:3], *RUN])
-    finding = costs(SETTINGS, runs, lab)
-    assert finding.table.rows[0] == ["ViT", "50", "0.40", "95.00", "1"]
-    assert finding.table.rows[-1] == ["ViT", "785", "–", "–", "not evaluated"]
-    assert finding.figure is None, "two points that no number of tokens tells apart"
-    assert finding.in_short == (
-        "2 of 3 runs trained so far; ViT: 0.40 s a step for 95.00% at N = 50; "
-        "OSA (exact): 0.50 s a step for 94.00% at N = 50."
-    )
-    longer = runs.assign(status="finished", test_accuracy=0.9, seconds_per_step=[0.4, 0.5, 3.0])
-    assert "N = 785" in figures.svg(costs(SETTINGS, longer, lab).figure)
+    columns = ["name", "status", "test_accuracy", "images_per_second"]
+    runs = pd.DataFrame([("vit_17", "finished", 0.95, 16.0), ("vit_5", "missing", math.nan, math.nan)], columns=columns)
+    found = long_sequences.summarise(SETTINGS, {"initial": pd.DataFrame(initial), "runs": runs}, lab)
+    assert {case: sizes["skew"].mean for case, sizes in found["slopes"].items()} == pytest.approx(powers, abs=1e-9)
+    batch = lab.config("vit").train.batch_size
+    assert found["rows"] == [{"variant": "vit", "tokens": 17, "accuracy": 95, "seconds": batch / 16}]
+    assert (found["missing"], found["runs"]) == (1, 2)

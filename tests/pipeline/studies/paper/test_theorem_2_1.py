@@ -44,10 +44,9 @@ def test_a_wrong_exponential_leaves_the_tolerance(method, monkeypatch):
     assert (error > 100 * exponential_tolerance(query, key, scale, method)).all()
 
 
-def test_the_code_holds_and_newton_schulz_departs_from_the_exponential(lab):
+def test_the_code_holds(lab):
     numbers = summary(lab)
     assert all(numbers[dtype]["holds"] and numbers[dtype]["share"] < 0.5 for dtype in ("float32", "float64"))
-    assert all(1e-7 < error <= 2 for error in numbers["newton_schulz"].values())
     assert numbers["trained"] == {}
 
 

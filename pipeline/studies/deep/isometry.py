@@ -1,0 +1,178 @@
+"""Isometric MLPs at finite width: do they keep the size of a token where independent draws let it wander?
+
+Shaped MLPs one after the other, without attention, whose two layers are drawn independently (SUO) or together
+(`osa.init.init_isometric_mlp_`). With a nearly linear activation the first kind multiplies |x|² by H/d times a Beta(d/2,
+(H − d)/2) variable in each MLP, so that after L of them
+
+    Var log |x|² ≈ 2 (1 − d/H) L/d.
+
+Then the first gradient of OSA with either kind, on a few images.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Annotated
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from pydantic import Field
+from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from osa.deep.shaped import dks_gelu, linear_share
+from osa.init import init_isometric_mlp_, init_suo_mlp_
+from osa.modules import MLP
+from pipeline.core.params import Name, PositiveInt, Section, Seeds
+from pipeline.lab import Lab, float64
+from pipeline.report import charts
+from pipeline.report.looks import STYLE
+from pipeline.statistics import summarise as summary
+from pipeline.studies import Study, Tables
+from pipeline.studies._summaries import log_log_slope
+
+DRAWS = ("suo", "isometric")
+RATIO = 4  # H/d
+TAILS = (0.05, 0.95)  # quantiles of a token's mean square
+
+
+class Settings(Section):
+    seeds: Seeds
+    widths: Annotated[list[PositiveInt], Field(min_length=2)]
+    depths: Annotated[list[PositiveInt], Field(min_length=2)]
+    tokens: PositiveInt = 40
+    models: list[Name] = Field(["osa_shaped", "osa_iso"])
+    gradient_depths: list[PositiveInt] = Field([36, 72, 144])
+    gradient_seeds: Seeds = Field([0, 1, 2, 3, 4], min_length=1)
+    images: PositiveInt = 8
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    return {"mlps": pd.DataFrame(mlps(settings, lab)), "gradients": pd.DataFrame(gradients(settings, lab))}
+
+
+@torch.no_grad()
+def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
+    """Of each network: mean and standard deviation of log |x|²/d over its tokens, quantiles of |x|²/d, and ‖J‖_F²/d."""
+    for draw, width, depth, seed in itertools.product(DRAWS, settings.widths, settings.depths, settings.seeds):
+        network = stack(draw, width, depth, lab.generator(seed, f"isometry/{draw}/{width}/{depth}"))
+        x = lab.normal(seed, "isometry/tokens", settings.tokens, width)
+        x = x / x.square().mean(-1, keepdim=True).sqrt()
+        q = network(x).square().mean(-1)
+        low, high = q.quantile(q.new_tensor(TAILS)).tolist()
+        jacobian = jacobian_of(network, x[0]).square().sum().item() / width
+        logs = {"log_mean": q.log().mean().item(), "log_std": q.log().std().item()}
+        identity = {"draw": draw, "width": width, "depth": depth, "seed": seed}
+        yield identity | logs | {"q_low": low, "q_high": high, "jacobian": jacobian}
+
+
+def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequential:
+    """`depth` MLPs of d = `width`, with DKS's GELU for as many."""
+    activation = dks_gelu(depth)
+    with float64():
+        blocks = [MLP(width, RATIO * width, activation) for _ in range(depth)]
+    for mlp in blocks:
+        if draw == "suo":
+            init_suo_mlp_(mlp, generator=generator)
+        else:
+            init_isometric_mlp_(mlp, gain=1.0, kappa=linear_share(activation.of_number), generator=generator)
+    return nn.Sequential(*blocks)
+
+
+def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
+    """∂network/∂x at one token x (d,), (d, d)."""
+    jacobian = torch.eye(len(x), dtype=x.dtype)
+    for mlp in network:
+        hidden = mlp.fc1(x).requires_grad_()  # (H,)
+        with torch.enable_grad():
+            activated = mlp.activation(hidden)
+            (slopes,) = torch.autograd.grad(activated.sum(), hidden)
+        jacobian = mlp.fc2.weight @ (slopes[:, None] * (mlp.fc1.weight @ jacobian))
+        x = mlp.fc2(activated)
+    return jacobian
+
+
+def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
+    """‖∂loss/∂θ‖₂ of models as initialised, and the mean squares of [cls] and of the largest token after the last block."""
+    cells = itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds)
+    for model, depth, seed in cells:
+        config = lab.config(model, {"model": {"depth": depth}})
+        images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
+        network = lab.model(config, seed).double()  # the weights with which a training begins
+        x = network.tokens(images)
+        for block in network.blocks:
+            x = block(x)  # (images, N, d)
+        cross_entropy(network.head(network.norm(x[:, 0])), labels).backward()
+        norms = [parameter.grad.norm() for parameter in network.parameters() if parameter.grad is not None]
+        q = x.detach().square().mean(-1)  # (images, N)
+        sizes = {"cls": q[:, 0].mean().item(), "largest": q.max().item()}
+        yield {"model": model, "depth": depth, "seed": seed, "gradient": torch.stack(norms).norm().item()} | sizes
+
+
+def spreads(table: pd.DataFrame) -> pd.Series:
+    """Standard deviation of log |x|² over tokens and networks, by draw, width and depth."""
+    nets = table.groupby(["draw", "width", "depth"])
+    return (nets["log_std"].apply(lambda each: each.pow(2).mean()) + nets["log_mean"].var(ddof=0)).pow(0.5)
+
+
+def predicted(width: int, depth: int) -> float:
+    """The same of linear MLPs with independent draws."""
+    return math.sqrt(2 * (1 - 1 / RATIO) * depth / width)
+
+
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    sd, width = spreads(tables["mlps"]), lab.paper.recipe.model.embed_dim
+    own = tables["mlps"][tables["mlps"]["width"] == width].set_index(["draw", "depth"]).sort_index()
+    rows = [
+        {
+            "draw": draw,
+            "depth": depth,
+            "sd": sd[draw, width, depth],
+            "predicted": predicted(width, depth) if draw == "suo" else None,
+            "q_low": own.loc[(draw, depth), "q_low"].median(),
+            "q_high": own.loc[(draw, depth), "q_high"].median(),
+            "jacobian_low": own.loc[(draw, depth), "jacobian"].min(),
+            "jacobian_high": own.loc[(draw, depth), "jacobian"].max(),
+        }
+        for draw, depth in itertools.product(DRAWS, settings.gradient_depths)
+    ]
+    slopes = {
+        draw: {"depth": summary([log_log_slope(own.index, own) for own in (sd[draw, d] for d in settings.widths)])}
+        | {
+            "width": summary(
+                [log_log_slope(own.index, own) for own in (sd[draw].xs(L, level="depth") for L in settings.depths)]
+            )
+        }
+        for draw in DRAWS
+    }
+    starts = tables["gradients"].groupby(["model", "depth"], sort=False)
+    gradients = [
+        {"model": model, "depth": depth, "gradient": own["gradient"].tolist()}
+        | {"cls": own["cls"].tolist(), "largest": own["largest"].max()}
+        for (model, depth), own in starts
+    ]
+    return {"width": width, "tails": TAILS, "rows": rows, "slopes": slopes, "gradients": gradients}
+
+
+@matplotlib.rc_context(STYLE)
+def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
+    """A line for each draw and the three largest widths; dashed, what independent linear MLPs are to have."""
+    figure, (axes,) = charts.panels(1, 3.4)
+    sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
+    for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):
+        axes.plot(depths, [predicted(width, depth) for depth in depths], **charts.EXPECTED | {"color": colour})
+        for draw, marker in zip(DRAWS, "os", strict=True):
+            values = sd[draw, width].loc[depths]
+            axes.plot(depths, values, color=colour, marker=marker, markersize=4)
+            text = f"{'independent' if draw == 'suo' else 'isometric'}, d = {width}"
+            axes.annotate(text, (depths[-1], values.iloc[-1]), xytext=(6, -3), textcoords="offset points", fontsize=7.5)
+    axes.set(xscale="log", yscale="log", xlabel="Blocks", ylabel="Standard deviation of log |x|²")
+    axes.set_xticks(depths, depths)
+    axes.set_xticks([], minor=True)
+    return figure
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise, figures={"isometry": draw_spreads})

@@ -1,0 +1,89 @@
+"""Learning rates of deep models, and α of OSA shaped for depth: a grid of short trainings, by which the runs of the study
+`depth` were given theirs. Their seed is one that no other study has.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated
+
+import pandas as pd
+from pydantic import Field
+
+from pipeline.core import record
+from pipeline.core.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed
+from pipeline.lab import Lab
+from pipeline.studies import Study, Tables
+from pipeline.training.loop import Training
+
+OSA = "osa_shaped"  # whose α L is sought at its best rate
+ALPHA = 0.36  # α L until then
+LEARNS = 0.01  # below the loss of a guess, or there is nothing to tell rates apart by
+GUESS = math.log(10)
+
+
+class Search(Section):
+    depth: PositiveInt
+    rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    steps: PositiveInt  # of each training
+    last: PositiveInt  # of these, whose mean loss counts
+
+
+class Settings(Section):
+    seed: Seed
+    models: list[Name]
+    alphas: list[PositiveFloat]
+    searches: list[Search]
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    rows = [row for search in settings.searches for row in trainings(settings, search, lab)]
+    return {"trainings": pd.DataFrame(rows)}
+
+
+def trainings(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
+    """Every rate for every model, and then the other α L for OSA."""
+    for model in settings.models:
+        alpha = ALPHA if model == OSA else math.nan
+        rows = [train(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
+        yield from rows
+        if model == OSA:
+            best = min(rows, key=loss_of)["learning_rate"]
+            yield from (train(search, settings.seed, OSA, best, alpha, lab) for alpha in settings.alphas if alpha != ALPHA)
+
+
+def train(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
+    """One short training: mean loss of its last steps, ∞ where it diverged."""
+    changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
+    if model == OSA:
+        changes["variant"] = {"alpha_times_depth": alpha}
+    training, losses = Training(lab.config(model, changes), seed, record.default_device()), []
+    for images, labels in training.batches(0):
+        losses.append(training.step(images, labels)[0].item())
+        if len(losses) == search.steps or not math.isfinite(losses[-1]):
+            break
+    last = losses[-search.last :]
+    row = {"model": model, "depth": search.depth, "learning_rate": rate, "alpha_times_depth": alpha}
+    return row | {"steps": search.steps, "seed": seed, "loss": sum(last) / len(last)}
+
+
+def loss_of(row: dict) -> float:
+    return row["loss"] if math.isfinite(row["loss"]) else math.inf
+
+
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """Each depth's trainings, model by model, with the best first; `learns` where it is below a guess."""
+    searches = []
+    for search in settings.searches:
+        own, models = tables["trainings"], []
+        own = own[(own["depth"] == search.depth) & (own["steps"] == search.steps)].fillna({"loss": math.inf})
+        for model, rows in own.sort_values("loss").groupby("model", sort=False):
+            columns = ["learning_rate", "alpha_times_depth", "loss"]
+            tried = rows[columns].rename(columns={"learning_rate": "rate", "alpha_times_depth": "alpha"})
+            models.append(
+                {"model": model, "learns": tried["loss"].iloc[0] < GUESS - LEARNS, "tried": tried.to_dict("records")}
+            )
+        searches.append({"depth": search.depth, "steps": search.steps, "last": search.last, "models": models})
+    return {"searches": searches}
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -1,18 +1,23 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D; beside them models that are made for depth.
 
-An option of `build_vit` that picks a part does so in one of the dicts below; a new part is one more entry.
+`ModelConfig` lists every option once. One that picks a part does so in a dict below; a new part is one more entry there.
 """
 
+import dataclasses
+import difflib
 import math
 import numbers
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, nn
 
 from osa.deep.shaped import (
+    KERNELS,
     ShapedGELU,
     ShapedLeakyReLU,
     SignalPreservingSelfAttention,
@@ -26,7 +31,10 @@ from osa.deep.shaped import (
     signal_preserving_attention,
     tat_leaky_relu,
 )
+from osa.functional import METHODS, check_method
 from osa.init import (
+    QUERY_KEY,
+    VALUE_OUT,
     init_isometric_mlp_,
     init_ji_attention_,
     init_orthogonal_attention_,
@@ -45,6 +53,269 @@ from osa.init import (
 from osa.linalg import EPSILON
 from osa.modules import NORM_EPS, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.vit import VisionTransformer
+
+# What an option can pick. Each entry takes the whole configuration. Of an attention it returns what makes the layer of a
+# block from its number, and what initialises it; of an MLP what initialises it, for an activation with this gain and kappa.
+
+Initialise = Callable[..., None]
+Parts = tuple[Callable[[int], nn.Module], Initialise]
+
+
+def _orthogonal_attention(config: "ModelConfig") -> Parts:
+    options = config.given("method", "num_iterations", "epsilon") | {"alpha_per_head": config.alpha_per_head}
+    make = partial(OrthogonalSelfAttention, config.embed_dim, config.num_heads, **options)
+    total = config.alpha_times_depth
+    alpha = config.alpha if total is None else alpha_of_depth(total, config.depth)
+    return lambda _: make(), partial(ATTENTION_INIT[config.attention_init or "section_4"](config), alpha=alpha)
+
+
+def _softmax_attention(config: "ModelConfig") -> Parts:
+    make = partial(SoftmaxSelfAttention, config.embed_dim, config.num_heads, **config.given("qkv_bias"))
+    return lambda _: make(), ATTENTION_INIT[config.attention_init or "xavier"](config)
+
+
+def _signal_preserving_attention(config: "ModelConfig") -> Parts:
+    options = config.given("causal", "cls_index", "repeated") | {"shortcut": config.shortcut or 0.0}
+    matrices = signal_preserving_attention(  # (L, N, N)
+        config.kernel, config.num_tokens, config.depth, config.kernel_last, **options
+    )
+    starts = {"query_key": config.query_key_init, "value_out": config.value_out_init}
+    initialise = partial(init_signal_preserving_attention_, **{name: start for name, start in starts.items() if start})
+    return lambda i: SignalPreservingSelfAttention(config.embed_dim, config.num_heads, matrices[i]), initialise
+
+
+def _value_skipinit_attention(config: "ModelConfig") -> Parts:
+    return lambda _: ValueSkipInitSelfAttention(config.embed_dim, config.num_heads), init_value_skipinit_attention_
+
+
+def _section_4(config: "ModelConfig") -> Initialise:
+    return partial(init_orthogonal_attention_, joint_value_output=config.joint_value_output)
+
+
+def _xavier_attention(config: "ModelConfig") -> Initialise:
+    options = dict(fused_qkv=config.xavier_fused_qkv, joint_value_output=config.joint_value_output)
+    return partial(init_softmax_attention_, **options)
+
+
+def _ji(config: "ModelConfig") -> Initialise:
+    return partial(init_ji_attention_, **({} if config.norm else {"scale": 1.0}))
+
+
+def _suo_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
+    return partial(init_suo_mlp_, transposed=config.suo_transposed)
+
+
+def _shaped_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
+    return partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain)
+
+
+def _isometric_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
+    return partial(init_isometric_mlp_, gain=gain, kappa=kappa)
+
+
+def _xavier_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
+    return init_xavier_mlp_
+
+
+def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> tuple[Callable, float, float]:
+    return activation, 1.0, linear_share(activation.of_number)
+
+
+ATTENTION = {
+    "orthogonal": _orthogonal_attention,
+    "softmax": _softmax_attention,
+    "signal_preserving": _signal_preserving_attention,
+    "value_skipinit": _value_skipinit_attention,
+}
+ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention, "ji": _ji}
+MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp, "isometric": _isometric_mlp}
+ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
+    "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
+    "gelu_tanh": lambda depth: (partial(F.gelu, approximate="tanh"), gain(gelu_tanh), linear_share(gelu_tanh)),
+    "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
+    "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
+}
+PATCH_EMBEDDING_INIT = {
+    "xavier": xavier_linear_,
+    "torch": torch_linear_,
+    "lecun": lecun_linear_,
+    "trunc_normal": trunc_normal_linear_,
+}
+HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
+
+
+# The options
+
+
+def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
+    """An option with its bounds (`above`, `least`, `below`) and the attentions that alone have it (`attention`)."""
+    return field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a model is made of, and which of the initialisations fits it. None of an attention's own option: its default."""
+
+    attention: Literal[*ATTENTION]
+    """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
+    skip: bool
+    norm: bool
+    mlp_init: Literal[*MLP_INIT]
+    """"suo" (Section 4.4), "xavier" (Appendix D), "shaped", which is SUO with a second layer that makes good what the
+    activation takes from the mean square, or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
+    method: Literal[*METHODS] | None = _option(None, attention=("orthogonal",))
+    """This and the next two as for `orthogonal_attention`."""
+    num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
+    epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
+    alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
+    """Initial α times depth, instead of `alpha`: see `alpha_of_depth`."""
+    kernel: Literal[*KERNELS] | None = _option(None, attention=("signal_preserving",))
+    """This and the next, which signal-preserving attention needs, and three more as for `signal_preserving_attention`."""
+    kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))
+    causal: bool | None = _option(None, attention=("signal_preserving",))
+    cls_index: int | None = _option(None, least=0, attention=("signal_preserving",))
+    repeated: float | None = _option(None, least=0, below=1, attention=("signal_preserving",))
+    query_key_init: Literal[*QUERY_KEY] | None = _option(None, attention=("signal_preserving",))
+    """This and the next as for `init_signal_preserving_attention_`."""
+    value_out_init: Literal[*VALUE_OUT] | None = _option(None, attention=("signal_preserving",))
+    attention_init: Literal[*ATTENTION_INIT] | None = _option(None, attention=("orthogonal", "softmax"))
+    """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
+    Xavier for softmax, as in the paper."""
+    qkv_bias: bool | None = _option(None, attention=("softmax",))
+    """Whether query, key and value have biases. None: yes."""
+    joint_value_output: bool = False
+    """W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and those by "ji", are so
+    in any case."""
+    activation: Literal[*ACTIVATION] = "gelu"
+    """Of the MLPs: "gelu", its approximation "gelu_tanh", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there
+    for the least depth."""
+    normalise_tokens: bool = False
+    """Divide each token by its root mean square before the first block."""
+    normalised_skip: float | None = _option(None, above=0)
+    """L (1 − α²) for skips α x + √(1 − α²) f(x), below L. None: x + f(x)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How the weights start, whatever the architecture: an option that concerns another one than the model's is idle."""
+
+    alpha: float = 0.1
+    """Initial α of orthogonal attention."""
+    embedding_std: float = _option(0.02, above=0)
+    """σ of positions and [cls]."""
+    alpha_per_head: bool = True
+    """Whether every head of orthogonal attention has its own α, or a layer one."""
+    xavier_fused_qkv: bool = False
+    """Draw query, key and value by Xavier as one matrix."""
+    suo_transposed: bool = False
+    """SUO of the weights read as [in, out]."""
+    patch_embedding: Literal[*PATCH_EMBEDDING_INIT] = "xavier"
+    """"xavier", "torch" (PyTorch's default), "lecun" (Flax's) or "trunc_normal" (as positions)."""
+    head: Literal[*HEAD_INIT] = "xavier"
+    """One of these or "zeros"."""
+    mlp_bias_std: float = _option(0.0, least=0)
+    """σ of the MLPs' biases; 0 for none to be drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes, by default those of Appendix D: see `VisionTransformer`."""
+
+    image_size: int = _option(28, least=1)
+    in_channels: int = _option(1, least=1)
+    patch_size: int = _option(4, least=1)
+    num_classes: int = _option(10, least=0)
+    """0: no head, the model returns the features of [cls]."""
+    embed_dim: int = _option(64, least=1)
+    depth: int = _option(6, least=1)
+    num_heads: int = _option(4, least=1)
+    """h, 2 or more for orthogonal attention."""
+    mlp_ratio: float = _option(4.0, above=0)
+    norm_eps: float = _option(NORM_EPS, above=0)
+    """ε of LayerNorm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Sizes, Start, Architecture):
+    """Every option of a model. The defaults are the paper's.
+
+    Raises:
+        ValueError: an option has an impossible value, or belongs to another attention.
+    """
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            _check(option.name, getattr(self, option.name), TYPES[option.name], option.metadata)
+        check_own(dataclasses.asdict(self))
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
+        if self.attention == "orthogonal" and self.num_heads == 1:
+            raise ValueError("num_heads 1 gives 2 d_v > embed_dim; orthogonal attention needs 2 or more heads (Section 4.2)")
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size {self.patch_size} must divide image_size {self.image_size}")
+        if int(self.embed_dim * self.mlp_ratio) < 1:
+            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
+        if self.normalised_skip is not None and not (self.skip and self.normalised_skip < self.depth):
+            raise ValueError(f"normalised_skip {self.normalised_skip} must be below the depth {self.depth}, and needs skip")
+        if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):
+            raise ValueError("signal_preserving attention needs kernel and kernel_last")
+        if self.method:
+            check_method(self.method, self.num_iterations)
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of these options that are not None."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches and [cls]."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    @property
+    def shortcut(self) -> float | None:
+        """α of skips α x + √(1 − α²) f(x)."""
+        return None if self.normalised_skip is None else math.sqrt(1 - self.normalised_skip / self.depth)
+
+
+OPTIONS = {option.name: option for option in dataclasses.fields(ModelConfig)}
+TYPES = get_type_hints(ModelConfig)
+
+
+def check_own(options: dict[str, Any]) -> None:
+    """Raises ValueError if one of the options is given and belongs to another attention than theirs."""
+    for name, value in options.items():
+        owners = OPTIONS[name].metadata.get("attention") if name in OPTIONS else None
+        if value is not None and owners and (attention := options["attention"]) not in owners:
+            raise ValueError(
+                f"{name} belongs to {' or '.join(owners)} attention; leave it out, or None, for {attention} attention"
+            )
+
+
+def _check(name: str, value: Any, kind: Any, bounds: dict) -> None:
+    kinds = get_args(kind)
+    if type(None) in kinds:
+        if value is None:
+            return
+        kind = kinds[0]
+    if choices := get_args(kind):
+        if value not in choices:
+            raise ValueError(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}")
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+    else:
+        number, word = (numbers.Integral, "a whole number") if kind is int else (numbers.Real, "a finite number")
+        least, above, below = (bounds.get(bound) for bound in ("least", "above", "below"))
+        fits = isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+        fits = fits and (least is None or value >= least) and (above is None or value > above)
+        if not (fits and (below is None or value < below)):
+            words = [word]
+            words += [f"{least} or more"] if least is not None else []
+            words += [f"{side} {bound}" for side, bound in (("above", above), ("below", below)) if bound is not None]
+            raise ValueError(f"{name} must be {', '.join(words)}, not {value!r}")
+
+
+# The models
 
 _OSA = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
@@ -104,146 +375,69 @@ def create_model(name: str, *, generator: Generator | None = None, **changes) ->
         name: "osa_qr", "osa_ns", "vit", "vit_noskip" or "vit_noskip_nonorm", the paper's five (Section 5), or another one of
             `MODELS`.
         generator: of the default device, for every draw. Default: torch's global one.
-        changes: options of `build_vit` that replace the model's own, e.g. depth=12.
+        changes: options of `ModelConfig` that replace the model's own, e.g. depth=12.
 
     Raises:
         ValueError: there is no such model, or an option has an impossible value.
+        TypeError: there is no such option.
     """
-    return build_vit(**_entry("model", name, MODELS) | changes, generator=generator)
+    if name not in MODELS:
+        raise ValueError(f"model {name!r} is unknown; choose one of {', '.join(MODELS)}")
+    return build_vit(**MODELS[name] | changes, generator=generator)
 
 
-def build_vit(
-    *,
-    attention: str,
-    skip: bool,
-    norm: bool,
-    mlp_init: str,
-    method: str | None = None,
-    num_iterations: int | None = None,
-    epsilon: float | None = None,
-    alpha_times_depth: float | None = None,
-    kernel: str | None = None,
-    kernel_last: float | None = None,
-    causal: bool | None = None,
-    cls_index: int | None = None,
-    repeated: float | None = None,
-    query_key_init: str | None = None,
-    value_out_init: str | None = None,
-    attention_init: str | None = None,
-    qkv_bias: bool | None = None,
-    joint_value_output: bool = False,
-    activation: str = "gelu",
-    normalise_tokens: bool = False,
-    normalised_skip: float | None = None,
-    image_size: int = 28,
-    patch_size: int = 4,
-    num_classes: int = 10,
-    embed_dim: int = 64,
-    depth: int = 6,
-    num_heads: int = 4,
-    mlp_ratio: float = 4,
-    in_channels: int = 1,
-    alpha: float = 0.1,
-    embedding_std: float = 0.02,
-    alpha_per_head: bool = True,
-    xavier_fused_qkv: bool = False,
-    suo_transposed: bool = False,
-    mlp_bias_std: float = 0.0,
-    patch_embedding: str = "xavier",
-    head: str = "xavier",
-    norm_eps: float = NORM_EPS,
-    generator: Generator | None = None,
-) -> VisionTransformer:
-    """A Vision Transformer of Appendix D from its options, initialised. The defaults are the paper's.
+def build_vit(*, generator: Generator | None = None, **options) -> VisionTransformer:
+    """A Vision Transformer of Appendix D from its options, initialised; it keeps them as its `config`.
 
     Args:
-        attention: "orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"; see
-            `SignalPreservingSelfAttention` and `ValueSkipInitSelfAttention`.
-        skip, norm, norm_eps, image_size, patch_size, num_classes, embed_dim, depth, mlp_ratio, in_channels: see
-            `VisionTransformer`.
-        normalise_tokens, embedding_std: see there, too.
-        mlp_init: "suo" (Section 4.4), "xavier" (Appendix D), "shaped": SUO with a second layer that makes good what the
-            activation takes from the mean square, or "isometric": both layers from one frame; see `init_isometric_mlp_`.
-        method, num_iterations, epsilon: of orthogonal attention alone; see `orthogonal_attention`. None: its defaults.
-        alpha_times_depth: of orthogonal attention alone: initial α times depth, instead of `alpha`; see `alpha_of_depth`.
-        kernel, kernel_last, causal, cls_index, repeated: of signal-preserving attention alone, which needs the first two;
-            see `signal_preserving_attention`. None: its defaults.
-        query_key_init, value_out_init: of signal-preserving attention alone; see `init_signal_preserving_attention_`.
-        attention_init: of orthogonal and softmax attention: "section_4", "xavier" (Appendix D) or "ji"; see
-            `init_ji_attention_`. None: Section 4 for orthogonal attention and Xavier for softmax, as in the paper.
-        qkv_bias: of softmax attention alone: whether query, key and value have biases. None: yes.
-        joint_value_output: W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and
-            those by "ji", are so in any case.
-        activation: "gelu", its approximation "gelu_tanh", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there
-            for the least depth.
-        normalised_skip: L (1 − α²) for skips α x + √(1 − α²) f(x); None: x + f(x).
-        num_heads: h, 2 or more for orthogonal attention.
-        alpha, alpha_per_head: initial α of orthogonal attention, and whether every head has its own.
-        xavier_fused_qkv: draw query, key and value by Xavier as one matrix.
-        suo_transposed: SUO of the weights read as [in, out].
-        mlp_bias_std: σ of the MLPs' biases; 0 for none to be drawn.
-        patch_embedding: "xavier", "torch" (PyTorch's default), "lecun" (Flax's) or "trunc_normal" (as positions).
-        head: one of these or "zeros".
         generator: of the default device, for every draw. Default: torch's global one, of which nothing is drawn otherwise.
+        options: of `ModelConfig`, which says what each does.
 
     Raises:
         ValueError: an option has an impossible value.
+        TypeError: there is no such option, or one without a default is missing.
     """
-    _check_sizes(image_size=image_size, patch_size=patch_size, num_classes=num_classes, in_channels=in_channels)
-    _check_sizes(embed_dim=embed_dim, depth=depth, num_heads=num_heads)
-    _check_finite(alpha=alpha)
-    _check_finite(above=0, embedding_std=embedding_std, mlp_ratio=mlp_ratio, norm_eps=norm_eps)
-    _check_finite(above=0, **_given(alpha_times_depth=alpha_times_depth))
-    _check_finite(least=0, mlp_bias_std=mlp_bias_std, epsilon=epsilon or 0)
-    if int(embed_dim * mlp_ratio) < 1:
-        raise ValueError(f"mlp_ratio {mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
-    shortcut = _shortcut(skip, normalised_skip, depth)
-    own = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha_times_depth": alpha_times_depth}
-    own |= {"kernel": kernel, "kernel_last": kernel_last, "causal": causal, "cls_index": cls_index, "repeated": repeated}
-    own |= {"query_key_init": query_key_init, "value_out_init": value_out_init, "attention_init": attention_init}
-    own |= {"qkv_bias": qkv_bias}
-    _check_own(attention, own)
-    num_tokens = (image_size // patch_size) ** 2 + 1
-    options = own | {"embed_dim": embed_dim, "num_heads": num_heads, "num_tokens": num_tokens, "depth": depth}
-    options |= {"alpha": alpha, "alpha_per_head": alpha_per_head, "shortcut": shortcut or 0.0}
-    options |= {"joint_value_output": joint_value_output, "xavier_fused_qkv": xavier_fused_qkv}
-    options |= {"norm": norm}
-    make_attention, init_attention_ = _entry("attention", attention, ATTENTION)(**options)
-    activate, mlp_gain, kappa = _entry("activation", activation, ACTIVATION)(depth)
-    init_mlp_ = _entry("mlp_init", mlp_init, MLP_INIT)(suo_transposed=suo_transposed, gain=mlp_gain, kappa=kappa)
-    init_patch_embedding_ = _entry("patch_embedding", patch_embedding, PATCH_EMBEDDING_INIT)
-    init_head_ = _entry("head", head, HEAD_INIT)
+    for name in options:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            raise TypeError(f"{name} is no option of a model{f'; did you mean {near[0]}?' if near else ''}")
+    config = ModelConfig(**options)
+    make_attention, init_attention_ = ATTENTION[config.attention](config)
+    activation, *moments = ACTIVATION[config.activation](config.depth)
+    init_mlp_ = MLP_INIT[config.mlp_init](config, *moments)
 
     with torch.device("meta"):  # shapes without values, so that every weight is drawn once, below
         vit = VisionTransformer(
-            image_size=image_size,
-            patch_size=patch_size,
-            num_classes=num_classes,
-            embed_dim=embed_dim,
-            depth=depth,
-            mlp_ratio=mlp_ratio,
+            image_size=config.image_size,
+            patch_size=config.patch_size,
+            num_classes=config.num_classes,
+            embed_dim=config.embed_dim,
+            depth=config.depth,
+            mlp_ratio=config.mlp_ratio,
             attention=make_attention,
-            skip=skip,
-            norm=norm,
-            norm_eps=norm_eps,
-            shortcut=shortcut,
-            activation=activate,
-            normalise_tokens=normalise_tokens,
-            in_channels=in_channels,
+            skip=config.skip,
+            norm=config.norm,
+            norm_eps=config.norm_eps,
+            shortcut=config.shortcut,
+            activation=activation,
+            normalise_tokens=config.normalise_tokens,
+            in_channels=config.in_channels,
         )
+    vit.config = config
     _allocate(vit)
 
     # The order of the draws is part of what a seed means.
-    truncated_normal_(vit.cls_token, embedding_std, generator=generator)
-    truncated_normal_(vit.position_embedding, embedding_std, generator=generator)
-    init_patch_embedding_(vit.patch_embedding, generator=generator)
-    init_head_(vit.head, generator=generator)
+    truncated_normal_(vit.cls_token, config.embedding_std, generator=generator)
+    truncated_normal_(vit.position_embedding, config.embedding_std, generator=generator)
+    PATCH_EMBEDDING_INIT[config.patch_embedding](vit.patch_embedding, generator=generator)
+    if config.num_classes:
+        HEAD_INIT[config.head](vit.head, generator=generator)
     for block in vit.blocks:
         init_attention_(block.attention, generator=generator)
         init_mlp_(block.mlp, generator=generator)
-        if mlp_bias_std:
+        if config.mlp_bias_std:
             for linear in (block.mlp.fc1, block.mlp.fc2):
-                nn.init.normal_(linear.bias, std=mlp_bias_std, generator=generator)
+                nn.init.normal_(linear.bias, std=config.mlp_bias_std, generator=generator)
     for module in vit.modules():
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
@@ -261,170 +455,3 @@ def _allocate(module: nn.Module) -> None:
             setattr(child, name, nn.Parameter(torch.empty_like(parameter, device=device)))
         for name, buffer in child.named_buffers(recurse=False):
             setattr(child, name, buffer.to(device))
-
-
-# An entry takes all options of `build_vit` that concern some attention or MLP, and leaves alone those that are not its own.
-# Of an attention it returns what makes the layer of a block from its number, and what initialises it.
-
-Parts = tuple[Callable[[int], nn.Module], Callable[..., None]]
-
-
-def _orthogonal_attention(
-    *,
-    embed_dim: int,
-    num_heads: int,
-    depth: int,
-    method: str | None,
-    num_iterations: int | None,
-    epsilon: float | None,
-    alpha: float,
-    alpha_times_depth: float | None,
-    alpha_per_head: bool,
-    attention_init: str | None,
-    **options,
-) -> Parts:
-    given = _given(method=method, num_iterations=num_iterations, epsilon=epsilon)
-    make = partial(OrthogonalSelfAttention, embed_dim, num_heads, alpha_per_head=alpha_per_head, **given)
-    initial = alpha if alpha_times_depth is None else alpha_of_depth(alpha_times_depth, depth)
-    return lambda _: make(), partial(_attention_init(attention_init or "section_4", **options), alpha=initial)
-
-
-def _softmax_attention(
-    *, embed_dim: int, num_heads: int, attention_init: str | None, qkv_bias: bool | None, **options
-) -> Parts:
-    make = partial(SoftmaxSelfAttention, embed_dim, num_heads, **_given(qkv_bias=qkv_bias))
-    return lambda _: make(), _attention_init(attention_init or "xavier", **options)
-
-
-def _attention_init(name: str, **options) -> Callable[..., None]:
-    return _entry("attention_init", name, ATTENTION_INIT)(**options)
-
-
-def _section_4(*, joint_value_output: bool, **_) -> Callable[..., None]:
-    return partial(init_orthogonal_attention_, joint_value_output=joint_value_output)
-
-
-def _ji(*, norm: bool, **_) -> Callable[..., None]:
-    return partial(init_ji_attention_, **({} if norm else {"scale": 1.0}))
-
-
-def _xavier_attention(*, xavier_fused_qkv: bool, joint_value_output: bool, **_) -> Callable[..., None]:
-    return partial(init_softmax_attention_, fused_qkv=xavier_fused_qkv, joint_value_output=joint_value_output)
-
-
-def _signal_preserving_attention(
-    *,
-    embed_dim: int,
-    num_heads: int,
-    num_tokens: int,
-    depth: int,
-    kernel: str | None,
-    kernel_last: float | None,
-    causal: bool | None,
-    cls_index: int | None,
-    repeated: float | None,
-    query_key_init: str | None,
-    value_out_init: str | None,
-    shortcut: float,
-    **_,
-) -> Parts:
-    if kernel is None or kernel_last is None:
-        raise ValueError("signal_preserving attention needs kernel and kernel_last")
-    given = _given(causal=causal, cls_index=cls_index, repeated=repeated)
-    matrices = signal_preserving_attention(kernel, num_tokens, depth, kernel_last, shortcut=shortcut, **given)  # (L, N, N)
-    initialise = partial(init_signal_preserving_attention_, **_given(query_key=query_key_init, value_out=value_out_init))
-    return lambda i: SignalPreservingSelfAttention(embed_dim, num_heads, matrices[i]), initialise
-
-
-def _value_skipinit_attention(*, embed_dim: int, num_heads: int, **_) -> Parts:
-    return lambda _: ValueSkipInitSelfAttention(embed_dim, num_heads), init_value_skipinit_attention_
-
-
-def _suo_mlp(*, suo_transposed: bool, **_) -> Callable[..., None]:
-    return partial(init_suo_mlp_, transposed=suo_transposed)
-
-
-def _shaped_mlp(*, suo_transposed: bool, gain: float, **_) -> Callable[..., None]:
-    return partial(init_suo_mlp_, transposed=suo_transposed, gain=gain)
-
-
-def _isometric_mlp(*, gain: float, kappa: float, **_) -> Callable[..., None]:
-    return partial(init_isometric_mlp_, gain=gain, kappa=kappa)
-
-
-def _xavier_mlp(**_) -> Callable[..., None]:
-    return init_xavier_mlp_
-
-
-ATTENTION = {
-    "orthogonal": _orthogonal_attention,
-    "softmax": _softmax_attention,
-    "signal_preserving": _signal_preserving_attention,
-    "value_skipinit": _value_skipinit_attention,
-}
-ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention, "ji": _ji}
-_KERNEL = ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init")
-OWN = {  # the attentions that an option belongs to
-    **dict.fromkeys(("method", "num_iterations", "epsilon", "alpha_times_depth"), ("orthogonal",)),
-    **dict.fromkeys(_KERNEL, ("signal_preserving",)),
-    "attention_init": ("orthogonal", "softmax"),
-    "qkv_bias": ("softmax",),
-}
-ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
-    "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
-    "gelu_tanh": lambda depth: (partial(F.gelu, approximate="tanh"), gain(gelu_tanh), linear_share(gelu_tanh)),
-    "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
-    "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
-}
-MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp, "isometric": _isometric_mlp}
-PATCH_EMBEDDING_INIT = {
-    "xavier": xavier_linear_,
-    "torch": torch_linear_,
-    "lecun": lecun_linear_,
-    "trunc_normal": trunc_normal_linear_,
-}
-HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
-
-
-def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> tuple[Callable, float, float]:
-    return activation, 1.0, linear_share(activation.of_number)
-
-
-def _entry(option: str, name: str, entries: dict):
-    if name not in entries:
-        raise ValueError(f"{option} {name!r} is unknown; choose one of {', '.join(entries)}")
-    return entries[name]
-
-
-def _given(**options) -> dict:
-    """The options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _check_own(attention: str, options: dict) -> None:
-    for name in _given(**options):
-        if attention in ATTENTION and attention not in OWN[name]:
-            owners = " or ".join(OWN[name])
-            raise ValueError(f"{name} belongs to {owners} attention; leave it out, or None, for {attention} attention")
-
-
-def _shortcut(skip: bool, normalised_skip: float | None, depth: int) -> float | None:
-    """α of skips α x + √(1 − α²) f(x), from L (1 − α²)."""
-    if normalised_skip is None:
-        return None
-    if not (skip and 0 < normalised_skip < depth):
-        raise ValueError(f"normalised_skip {normalised_skip} must be between 0 and the depth {depth}, and needs skip")
-    return math.sqrt(1 - normalised_skip / depth)
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, numbers.Integral) or size < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more, not {size!r}")
-
-
-def _check_finite(*, above: float = -math.inf, least: float = -math.inf, **values: float) -> None:
-    for name, value in values.items():
-        if not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= above or value < least:
-            bound = f" and above {above}" if above == 0 else f" and {least} or more" if least == 0 else ""
-            raise ValueError(f"{name} must be finite{bound}, not {value!r}")

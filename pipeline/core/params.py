@@ -6,20 +6,24 @@ open.
 """
 
 import argparse
+import dataclasses
 import difflib
 import json
 import math
 import reprlib
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 from ruamel.yaml import YAML, YAMLError
 
+import osa.models
 from osa.constrained.orthogonal import CONSTRAINTS, MAPS, RETRACTION
 from osa.constrained.penalties import PENALTIES
-from osa.init import QUERY_KEY, VALUE_OUT
+from osa.functional import ITERATIONS, METHODS
+from osa.models import TYPES, Architecture, ModelConfig, Sizes, Start, check_own
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT, read_json
 
@@ -44,7 +48,8 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # or none
 Seeds = Annotated[AnySeeds, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
-Size = Annotated[int, Field(gt=0, le=2**14)]  # beyond it the weights fill any memory
+SIZE = {"le": 2**14}  # beyond it the weights fill any memory
+Size = Annotated[int, Field(gt=0, **SIZE)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -143,33 +148,48 @@ class Data(Section):
         return self.images.size
 
 
-class Model(Section):
-    patch_size: Size
-    num_classes: Annotated[int, Field(ge=2, le=10**4)]
-    embed_dim: Size
-    depth: Annotated[int, Field(gt=0, le=1000)]
-    num_heads: Size
-    mlp_ratio: Annotated[float, Field(gt=0, le=1000)]
-    norm_eps: PositiveFloat | None = None  # 1e-6
+def options(
+    group: type, *, absent: Iterable[str] = (), optional: Iterable[str] | None = None, **limits: Any
+) -> type[Section]:
+    """A section whose keys are the options of a group of `osa.ModelConfig`, with their types, bounds and choices.
 
-    @model_validator(mode="after")
-    def _divides(self):
-        if self.embed_dim % self.num_heads:
-            raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
-        if self.embed_dim * self.mlp_ratio < 1:
-            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit; write 1 / embed_dim or more")
-        return self
+    Args:
+        absent: those that are no keys.
+        optional: those that may be left out for the library's default; without it all that have one.
+        limits: further ones, as `Field` has them.
+    """
+    keys = {}
+    for option in dataclasses.fields(group):
+        has_default = option.default is not dataclasses.MISSING
+        bounds = {BOUNDS[name]: bound for name, bound in option.metadata.items() if name in BOUNDS}
+        kind = Annotated[TYPES[option.name], Field(**bounds | limits.get(option.name, {}))]
+        if option.name not in absent:
+            may_lack = has_default if optional is None else option.name in optional
+            keys[option.name] = (kind | None, None) if may_lack else (kind, ...)
+    return create_model(group.__name__, __base__=Section, **keys)
 
 
-class Init(Section):
-    alpha: Annotated[float, Field(ge=-1e6, le=1e6)]
-    embedding_std: PositiveFloat
-    alpha_per_head: bool
-    xavier_fused_qkv: bool
-    suo_transposed: bool
-    patch_embedding: Literal["xavier", "torch", "lecun", "trunc_normal"]
-    head: Literal["xavier", "zeros", "torch", "lecun", "trunc_normal"]
-    mlp_bias_std: NonNegativeFloat | None = None  # 0
+BOUNDS = {"above": "gt", "least": "ge", "below": "lt"}
+
+
+class Model(
+    options(
+        Sizes,
+        absent=("image_size", "in_channels"),  # which the data have
+        optional=("norm_eps",),
+        patch_size=SIZE,
+        embed_dim=SIZE,
+        num_heads=SIZE,
+        num_classes={"ge": 2, "le": 10**4},
+        depth={"le": 1000},
+        mlp_ratio={"le": 1000},
+    )
+):
+    """The model's sizes but for those that the data have."""
+
+
+class Init(options(Start, optional=("mlp_bias_std",), alpha={"ge": -1e6, "le": 1e6})):
+    """How weights start, whatever the architecture."""
 
 
 class Train(Section):
@@ -188,40 +208,9 @@ class Train(Section):
     schedule: Literal["constant", "cosine"] = "constant"
 
 
-OWN_KEYS = {
-    ("orthogonal",): ("method", "alpha_times_depth"),
-    ("orthogonal", "softmax"): ("attention_init",),
-    ("softmax",): ("qkv_bias",),
-    ("signal_preserving",): ("kernel", "kernel_last", "causal", "cls_index", "repeated", "query_key_init", "value_out_init"),
-}  # of a variant, by its attention
-
-
-class Variant(Section):
+class Variant(options(Architecture)):
     """One model. Only the keys that do not apply to every attention, or not to the paper's models, may be left out."""
 
-    attention: Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
-    skip: bool
-    norm: bool
-    init: Literal[
-        "osa", "xavier", "shaped", "isometric"
-    ]  # of the MLPs; "osa" is SUO (Section 4.4); osa.build_vit's mlp_init
-    attention_init: Literal["section_4", "xavier", "ji"] | None = None
-    qkv_bias: bool | None = None
-    method: Literal["qr", "qr_literal", "newton_schulz", "exact", "polar_express"] | None = None
-    num_iterations: PositiveInt | None = None
-    epsilon: NonNegativeFloat | None = None
-    alpha_times_depth: PositiveFloat | None = None
-    kernel: Literal["uniform", "exponential"] | None = None
-    kernel_last: PositiveFloat | None = None
-    causal: bool | None = None
-    cls_index: Annotated[int, Field(ge=0)] | None = None
-    repeated: Annotated[float, Field(ge=0, lt=1)] | None = None
-    query_key_init: Literal[*QUERY_KEY] | None = None
-    value_out_init: Literal[*VALUE_OUT] | None = None
-    joint_value_output: bool | None = None
-    activation: Literal["gelu", "gelu_tanh", "dks_gelu", "tat_leaky_relu"] | None = None
-    normalise_tokens: bool | None = None
-    normalised_skip: PositiveFloat | None = None
     penalty: Literal[*PENALTIES] | None = None
     penalty_weight: NonNegativeFloat | None = None
     keep: Literal[*CONSTRAINTS] | None = None
@@ -243,23 +232,20 @@ class Variant(Section):
 
     @model_validator(mode="after")
     def _method_fits(self):
+        check_own(self.model_dump())
         if self.attention == "orthogonal" and self.method is None:
-            raise ValueError("method is missing; write qr, qr_literal, newton_schulz, exact or polar_express")
-        if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):
-            raise ValueError("kernel or kernel_last is missing; signal_preserving attention needs both")
-        for attentions, keys in OWN_KEYS.items():
-            for key in keys:
-                if self.attention not in attentions and getattr(self, key) is not None:
-                    raise ValueError(f"{key} belongs to attention: {' or '.join(attentions)}")
-        if self.normalised_skip and not self.skip:
-            raise ValueError("normalised_skip needs skip: true")
-        iterates = self.method in ("newton_schulz", "polar_express")
+            raise ValueError(f"method is missing; write one of {', '.join(METHODS)}")
         for key in ("num_iterations", "epsilon"):
-            if iterates and getattr(self, key) is None:
+            if self.method in ITERATIONS and getattr(self, key) is None:
                 raise ValueError(f"{key} is missing; method {self.method} needs it")
-            if not iterates and getattr(self, key) is not None:
-                raise ValueError(f"{key} belongs to method: newton_schulz or polar_express")
+            if self.method not in ITERATIONS and getattr(self, key) is not None:
+                raise ValueError(f"{key} belongs to method: {' or '.join(ITERATIONS)}")
         return self
+
+    def architecture(self) -> dict[str, Any]:
+        """The options of the model, without those of its training."""
+        keys = {option.name for option in dataclasses.fields(Architecture)}
+        return self.model_dump(include=keys, exclude_none=True)
 
 
 class Shared(Section):
@@ -278,9 +264,7 @@ class Shared(Section):
 
     def check_images(self) -> None:
         """Raises ValueError if the model does not fit the images. Those of a folder are known once they are fetched."""
-        (_, size, num_classes), source = self.data.images, self.data.source
-        if size % self.model.patch_size:
-            raise ValueError(f"model.patch_size {self.model.patch_size} must divide the {size} pixels of {source}")
+        num_classes, source = self.data.images.num_classes, self.data.source
         if self.model.num_classes < num_classes:
             raise ValueError(
                 f"model.num_classes {self.model.num_classes} is less than the {num_classes} classes of {source}"
@@ -293,16 +277,30 @@ class RunConfig(Shared):
     variant: Variant
 
     @model_validator(mode="after")
-    def _basis_fits(self):
-        if self.variant.attention == "orthogonal" and self.model.num_heads == 1:
-            d = self.model.embed_dim
-            raise ValueError(f"model.num_heads 1 gives 2d_v = {2 * d} > d = {d}; orthogonal attention needs 2 or more heads")
+    def _model_fits(self):
+        p = self.model.patch_size
+        self.options(Images(1, p, 0) if self.data.source == FOLDER else None)  # which is not to be there yet
         return self
+
+    def options(self, images: Images | None = None) -> ModelConfig:
+        """The options of the model, for the data's images or others.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        images = images or self.data.images
+        sections = self.model.model_dump(exclude_none=True) | self.init.model_dump(exclude_none=True)
+        sizes = {"image_size": images.size, "in_channels": images.channels}
+        return ModelConfig(**sizes, **sections, **self.variant.architecture())
 
 
 def written_config(config: dict) -> dict:
-    """A record's configuration without keys at their default, which older records lack, and without keys that params.yaml
-    no longer has, which follow from others now."""
+    """A record's configuration without keys at their default, which older records lack, without keys that params.yaml no
+    longer has, which follow from others now, and with the MLPs' initialisation under its present name."""
+    variant = dict(config.get("variant", {}))
+    if "init" in variant:
+        start = variant.pop("init")
+        config = config | {"variant": variant | {"mlp_init": "suo" if start == "osa" else start}}
     known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
     return {
         section: {
@@ -403,7 +401,7 @@ def check_blocks(raw: Any, path: str) -> None:
         case _:
             return  # which the schema refuses
     for name in without:
-        if block := library().get(name):
+        if block := osa.models.MODELS.get(name):
             written = ", ".join(f"{key}: {json.dumps(value)}" for key, value in block.items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{written}}}.")
 
@@ -412,18 +410,7 @@ def with_library(raw: Any) -> Any:
     """The content of params.yaml with the models of the library that have no block there."""
     if not (isinstance(raw, dict) and isinstance(raw.get("variants"), dict)):
         return raw  # which the schema refuses
-    return raw | {"variants": library() | raw["variants"]}
-
-
-def library() -> dict[str, dict]:
-    """The models of the library as blocks of params.yaml."""
-    import osa.models  # torch takes seconds to import
-
-    def block(options: dict) -> dict:
-        init = options["mlp_init"]
-        return {key: value for key, value in options.items() if key != "mlp_init"} | {"init": {"suo": "osa"}.get(init, init)}
-
-    return {name: block(options) for name, options in osa.models.MODELS.items()}
+    return raw | {"variants": osa.models.MODELS | raw["variants"]}
 
 
 def load_paper() -> Paper:

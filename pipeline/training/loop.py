@@ -3,6 +3,7 @@
 Whatever does not change a number, such as a progress bar, a record or a checkpoint, is an `Observer` of it.
 """
 
+import dataclasses
 import hashlib
 import math
 import os
@@ -49,19 +50,9 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     Raises:
         UserError: it cannot be built.
     """
-    of_training = {"keep", "keep_by", "keep_rate", "decay_attention", "penalty", "penalty_weight"}
-    variant = config.variant.model_dump(exclude={"overrides", "init", *of_training}, exclude_none=True)
     try:
         config.check_images()
-        model = osa.models.build_vit(
-            **variant,
-            image_size=config.data.image_size,
-            in_channels=config.data.in_channels,
-            **config.model.model_dump(exclude_none=True),
-            **config.init.model_dump(exclude_none=True),
-            mlp_init={"osa": "suo"}.get(config.variant.init, config.variant.init),
-            generator=random_stream(seed, "init"),
-        )
+        model = osa.models.build_vit(**dataclasses.asdict(config.options()), generator=random_stream(seed, "init"))
     except ValueError as error:  # what only the parts know, such as how few blocks an activation can be shaped for
         raise UserError(f"there is no such model: {error}.") from None
     if config.variant.keep:

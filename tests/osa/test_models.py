@@ -1,5 +1,6 @@
 """The models by name: what they are made of, that they learn, how they start, and which options are refused."""
 
+import dataclasses
 import math
 
 import pytest
@@ -341,9 +342,10 @@ REFUSED = {
     "kernel of softmax": ("vit", dict(kernel="uniform"), "kernel belongs to signal_preserving"),
     "rho": ("uspa", dict(kernel_last=1.0), "first <= last < 1"),
     "rho below the tokens' own": ("uspa", dict(kernel_last=0.03), "first <= last < 1, not 0.04 and 0.03"),
-    "gamma": ("espa", dict(kernel_last=0.0), "positive rate of decay"),
+    "gamma": ("espa", dict(kernel_last=0.0), "kernel_last.*above 0"),
+    "skip that is no truth value": ("vit", dict(skip="yes"), "skip"),
     "place of [cls]": ("espa", dict(cls_index=50), "cls_index must be 0 to 49"),
-    "weight of a skip": ("vit", dict(normalised_skip=6.0), "normalised_skip 6.0 must be between 0 and the depth 6"),
+    "weight of a skip": ("vit", dict(normalised_skip=6.0), "normalised_skip 6.0.*depth 6"),
     "no skip to weigh": ("vit_noskip", dict(normalised_skip=1.0), "needs skip"),
     "repeated tokens beside a skip": ("espa_skip", dict(repeated=0.04), "repeated 0"),
     "too heavy a skip for E-SPA": ("espa_skip", dict(kernel_last=0.1), "skip of weight 0.873.*larger rate"),
@@ -354,18 +356,18 @@ REFUSED = {
     "method of softmax": ("osa_qr", dict(attention="softmax"), "method belongs to orthogonal"),
     "iterations of softmax": ("vit", dict(num_iterations=6), "num_iterations belongs to orthogonal"),
     "iterations of qr": ("osa_qr", dict(num_iterations=6), "num_iterations.*newton_schulz"),
-    "no iterations": ("osa_ns", dict(num_iterations=0), "num_iterations must be 1 or more"),
+    "no iterations": ("osa_ns", dict(num_iterations=0), "num_iterations.*1 or more"),
     "epsilon of softmax": ("vit", dict(epsilon=1e-7), "epsilon belongs to orthogonal"),
     "heads": ("vit", dict(num_heads=5), "num_heads 5 must divide embed_dim 64"),
     "no heads": ("vit", dict(num_heads=0), "num_heads must be a whole number, 1"),
     "one head": ("osa_qr", dict(num_heads=1), "2 or more heads"),
     "patches": ("vit", dict(patch_size=5), "patch_size 5 must divide image_size 28"),
     "no patches": ("vit", dict(patch_size=0), "patch_size must be a whole number, 1"),
-    "no classes": ("vit", dict(num_classes=0), "num_classes must be a whole number, 1"),
+    "no classes": ("vit", dict(num_classes=-1), "num_classes must be a whole number, 0"),
     "depth": ("vit", dict(depth=0), "depth must be a whole number, 1"),
     "depth, on which shapes depend": ("espa", dict(depth=0), "depth must be a whole number, 1"),
     "no hidden unit": ("vit", dict(mlp_ratio=0.01), "mlp_ratio 0.01"),
-    "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std must be finite and above 0"),
+    "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std.*above 0"),
     "image_size of two sides": ("vit", dict(image_size=(28, 56)), "image_size"),
     "image_size of a float": ("vit", dict(image_size=28.0), "image_size"),
     "depth of a float": ("vit", dict(depth=6.0), "depth"),
@@ -375,11 +377,24 @@ REFUSED = {
     "norm_eps": ("vit", dict(norm_eps=0.0), "norm_eps"),
     "mlp_bias_std": ("vit", dict(mlp_bias_std=-1e-6), "mlp_bias_std"),
     "qkv_bias of orthogonal attention": ("osa_qr", dict(qkv_bias=True), "qkv_bias belongs to softmax"),
-    "alpha": ("osa_qr", dict(alpha=math.nan), "alpha must be finite"),
-    "epsilon": ("osa_ns", dict(epsilon=-1.0), "epsilon must be finite and 0 or more"),
-    "tokens repeated more often than there are": ("espa", dict(repeated=1.5), r"in \[0, 1\), not 1.5"),
+    "alpha": ("osa_qr", dict(alpha=math.nan), "alpha"),
+    "epsilon": ("osa_ns", dict(epsilon=-1.0), "epsilon.*0 or more"),
+    "tokens repeated more often than there are": ("espa", dict(repeated=1.5), "repeated.*below 1"),
     "gamma that leaves no cosine": ("espa", dict(kernel_last=19.0), "12 at most, not 19.0"),
 }
+
+
+def test_an_unknown_option_is_named_with_the_nearest_one():
+    with pytest.raises(TypeError, match="dept.*did you mean depth"):
+        create_model("vit", dept=12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_what_its_configuration_builds(name):
+    model = create(name)
+    again = build_vit(**dataclasses.asdict(model.config), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(weights(again), weights(model))
+    assert MODELS[name].items() <= dataclasses.asdict(model.config).items()
 
 
 @pytest.mark.parametrize("name, changes, message", REFUSED.values(), ids=REFUSED)

@@ -476,7 +476,8 @@ def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
     with pytest.raises(
-        UserError, match=r"^paper_outputs/weights/table_2/vit/0.pt is damaged, or of another training than paper_outputs/runs/"
+        UserError,
+        match=r"^paper_outputs/weights/table_2/vit/0.pt is damaged, or of another training than paper_outputs/runs/",
     ):
         run.load_model(config("vit"))
 

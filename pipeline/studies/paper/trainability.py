@@ -26,7 +26,7 @@ from pipeline.measures import condition, jacobian
 from pipeline.studies import Study, Tables
 
 OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
-MLPS = ("osa", "xavier")  # of a variant's `init`: SUO, and Xavier
+MLPS = ("suo", "xavier")  # of a variant's `mlp_init`: SUO, and Xavier
 MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_noskip", "xavier")]
 
 
@@ -51,7 +51,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     """
     networks, attentions = [], []
     for (variant, mlp), depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
-        config = lab.config(variant, {"model": {"depth": depth}, "variant": {"init": mlp}})
+        config = lab.config(variant, {"model": {"depth": depth}, "variant": {"mlp_init": mlp}})
         images, labels = lab.images(config.data.pixel_scaling)
         few = torch.arange(seed * settings.gradient_images, (seed + 1) * settings.gradient_images) % len(images)
         with float64():
@@ -59,7 +59,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        if mlp == lab.config(variant).variant.init:  # the MLPs play no part here
+        if mlp == lab.config(variant).variant.mlp_init:  # the MLPs play no part here
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))

@@ -40,10 +40,10 @@ def test_every_model_has_its_numbers(lab):
 
 def test_models_have_the_mlps_that_they_are_named_by(lab):
     for mlp in MLPS:
-        model = lab.model(lab.config(SOFTMAX, {"variant": {"init": mlp}}), 0)
+        model = lab.model(lab.config(SOFTMAX, {"variant": {"mlp_init": mlp}}), 0)
         weight = model.blocks[0].mlp.fc2.weight  # (d, hidden)
         is_orthonormal = torch.allclose(weight @ weight.mT, torch.eye(len(weight)), atol=1e-5)
-        assert is_orthonormal == (mlp == "osa")
+        assert is_orthonormal == (mlp == "suo")
 
 
 @pytest.mark.parametrize("variant", ["osa_qr", "vit", "vit_noskip_nonorm"])
@@ -100,14 +100,14 @@ def test_summary_of_known_decays(lab):
     """Means over seeds are geometric, and the factor a block is that of the exponential decay."""
     decays = [
         {"variant": "a", "mlp": mlp, "seed": seed, "depth": depth, "decay": 5 * (factor * 4**seed) ** depth}
-        for mlp, factor in (("osa", 0.25), ("xavier", 0.1))
+        for mlp, factor in (("suo", 0.25), ("xavier", 0.1))
         for depth in (2, 4, 8)
         for seed in (0, 1)
     ]
     networks = pd.DataFrame(decays)
     for column in ("logits_frobenius", "logits_kappa", "first_gradient"):
         networks[column] = networks["decay"]
-    attentions = networks[networks["mlp"] == "osa"].assign(gain=lambda own: 0.5 ** own["depth"])
+    attentions = networks[networks["mlp"] == "suo"].assign(gain=lambda own: 0.5 ** own["depth"])
     tables = {"networks": networks, "attentions": attentions}
     numbers = trainability.summarise(Settings(seeds=[0, 1], **SMALL), tables, lab)
     assert numbers["depths"] == [2, 8]

@@ -165,13 +165,14 @@ def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):
         axes.plot(depths, [predicted(width, depth) for depth in depths], **charts.EXPECTED | {"color": colour})
         for draw, marker in zip(DRAWS, "os", strict=True):
-            values = sd[draw, width].loc[depths]
-            axes.plot(depths, values, color=colour, marker=marker, markersize=4)
-            text = f"{'independent' if draw == 'suo' else 'isometric'}, d = {width}"
-            axes.annotate(text, (depths[-1], values.iloc[-1]), xytext=(6, -3), textcoords="offset points", fontsize=7.5)
+            label = f"{'independent' if draw == 'suo' else 'isometric'}, d = {width}"
+            axes.plot(sd[draw, width].loc[depths], color=colour, marker=marker, markersize=4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="Blocks", ylabel="Standard deviation of log |x|²")
     axes.set_xticks(depths, depths)
     axes.set_xticks([], minor=True)
+    axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+    axes.set_yticks([], minor=True)
+    charts.label_ends(axes)
     return figure
 
 

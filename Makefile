@@ -9,7 +9,7 @@ TOOK = $(shell sed -n 's/.*"took": "\(.*\)".*/\1/p' paper_outputs/quickstart.jso
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test plan reproduce replay benchmark gpu ui lint readme lock
+.PHONY: help setup quickstart check test plan reproduce benchmark gpu ui lint readme lock
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { sub("TOOK", "$(or $(TOOK),minutes)"); printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ $(VENV)/.cluster: requirements-cluster.txt $(VENV)/.installed
 quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download: in TOOK
 	$(RUN) python -m pipeline.tools.quickstart
 
+check: setup  ## the quick tests and ruff: an answer in a minute
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 -q -m "not slow and not faults"
+	$(RUN) ruff check .
+
 test: setup $(VENV)/.cluster  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -47,15 +51,11 @@ reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: on
 	$(RUN) dvc repro --single-item fetch
 	$(RUN) python -m pipeline.tools.fan_out $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) dvc repro
-	$(RUN) python -m pipeline.report --readme
-
-replay: setup  ## ask whether today's code still makes the committed runs, by the beginning of each
-	$(RUN) python -m pipeline.tools.replay
+	$(RUN) python -m pipeline.report readme
 
 benchmark: setup  ## time attention and the training step on this machine, against what else one would run
 	$(RUN) python -m pipeline.benchmarks.attention
 	$(RUN) python -m pipeline.benchmarks.step
-	$(RUN) python -m pipeline.benchmarks.profile
 	$(RUN) python -m pipeline.benchmarks.depth
 	$(RUN) python -m pipeline.benchmarks.orthogonal
 	$(RUN) dvc repro --single-item report
@@ -80,7 +80,7 @@ lint: setup  ## ruff
 	$(RUN) ruff format --check .
 
 readme: setup  ## render the README's result from the files
-	$(RUN) python -m pipeline.report --readme
+	$(RUN) python -m pipeline.report readme
 
 lock: setup  ## resolve requirements.in into requirements.txt (needs uv)
 	uv pip compile --universal --python-version 3.11 --no-annotate --no-header requirements.in -o requirements.txt

@@ -362,14 +362,14 @@ def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch, options)
 
 def train_and_stay_at_an_epoch() -> None:
     """Trains, and sleeps after the first checkpoint."""
-    method = Recorder.epoch_ended
+    method = Recorder.on_epoch
 
     def stay(self):
         method(self)
         Path("there").touch()
         time.sleep(3600)
 
-    Recorder.epoch_ended = stay
+    Recorder.on_epoch = stay
     torch.set_num_threads(1)
     trained()
 

@@ -1,6 +1,11 @@
 """Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost."""
 
-from osa import functional, init, linalg
+import warnings
+from importlib.util import find_spec
+
+import torch
+
+from osa import compiled, functional, init, linalg
 from osa.constrained import orthogonal, penalties
 from osa.deep import shaped
 from osa.functional import orthogonal_attention
@@ -19,6 +24,7 @@ __all__ = [
     "SoftmaxSelfAttention",
     "VisionTransformer",
     "build_vit",
+    "compiled",
     "create_model",
     "functional",
     "init",
@@ -28,3 +34,9 @@ __all__ = [
     "penalties",
     "shaped",
 ]
+
+if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
+    try:
+        from osa import kernels  # noqa: F401
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        warnings.warn(f"osa.kernels is not used: {type(error).__name__}: {error}", stacklevel=2)

@@ -16,11 +16,13 @@ from osa.linalg import (
     balanced,
     flat,
     full_precision,
-    has_kernels,
+    imbalance,
     in_own_types,
     is_balanced,
+    is_eager,
     is_readable,
     is_recorded,
+    kernel,
     newton_schulz_gram,
     phi1_times,
     polar_express_gram,
@@ -30,6 +32,7 @@ from osa.linalg import (
 )
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
+LOST = 2.0**-7  # imbalance times eps, in which errors measured are 10⁻⁴ or so
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
 
 
@@ -75,9 +78,9 @@ def orthogonal_attention(
 
     The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K). That of "exact" grows with ‖S‖₂
     alone: where M asks for it, it takes M T with a T that leaves S as it is (see `balanced`), and where that is not enough,
-    for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where values cannot be read, on CUDA, under
-    torch.compile and in function transforms, it always takes M T and has no second resort: its error then grows with
-    (scale · ‖M T‖₂²)² / ‖S‖₂.
+    for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes
+    M T, in function transforms and traces on the CPU in float64; a kernel of CUDA chooses between M T and a basis by itself.
+    Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN.
     On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
     pass of "qr_literal", which is autograd's own, the program's setting holds.
 
@@ -99,12 +102,8 @@ def orthogonal_attention(
     """
     _check(query, key, value, scale, method, num_iterations)
     options = scale, method, num_iterations, epsilon
-    if has_kernels(query):
-        from osa import kernels  # not at the top: it takes a second, and the CPU has no use for it
-
-        if kernels.fits(query, key, value, method):
-            return kernels.attend(query, key, value, *options)
-    return _attend(query, key, value, *options)
+    attend = kernel("attend", query, key, value, scale, method) or plain_attention
+    return attend(query, key, value, *options)
 
 
 def orthogonal_attention_matrix(
@@ -126,7 +125,7 @@ def orthogonal_attention_matrix(
     _check(query, key, query, scale, method, num_iterations)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
-    return _attend(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
+    return plain_attention(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
 
 
 def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
@@ -192,7 +191,7 @@ def _check(
             )
 
 
-def _attend(
+def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -224,7 +223,8 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """By Gram matrices of M, or of M T as `balanced` makes it where M asks for that, or by a basis where both fail."""
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
-        return _by_gram(balanced(m), value, scale, _exact_mixing)
+        wide = torch.float64 if m.device.type == "cpu" else m.dtype
+        return _exact_without_reading(*(x.to(wide) for x in (m, value, scale)))
     gram = _gram(m)
     if not is_balanced(gram, scale):
         m = balanced(m)
@@ -232,6 +232,15 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
         if not is_balanced(gram, scale):
             return _qr(*(x.double() for x in (query, key, value, scale)))
     return _by_gram(m, value, scale, _exact_mixing, gram)
+
+
+def _exact_without_reading(m: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    """By M T alone, and NaN where even that leaves no digit: a NaN shows, and a wrong number does not."""
+    m = balanced(m)
+    gram = _gram(m)
+    is_lost = imbalance(gram, scale) * torch.finfo(m.dtype).eps > LOST
+    scale = scale * torch.where(is_lost, math.nan, 1.0).to(m.dtype)  # a factor, so that the gradient of scale is NaN too
+    return _by_gram(m, value, scale, _exact_mixing, gram if is_eager(m) else None)
 
 
 def _exact_mixing(gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-_HAS_TRITON = find_spec("triton") is not None  # it comes with torch for CUDA on Linux
+KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # by function: what fits, and the kernel
 EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
 
 POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
@@ -31,7 +30,7 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
 
 _RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
 _MAX_DOUBLINGS = 14  # reaches ρ = 16,384 where it cannot be read off the data
-_IMBALANCE = 8.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in accuracy: up to here, less than two digits
+_IMBALANCE = 64.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in accuracy: up to here, less than two digits
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
@@ -194,12 +193,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
         (..., n, m).
     """
     shape, z, y = y.shape, flat(z), flat(y)
-    if has_kernels(z):
-        from osa import kernels  # not at the top: it takes a second, and the CPU has no use for it
-
-        if kernels.fits_phi1(z, y):
-            return kernels.phi1_times(z, y).view(shape)
-    return plain_phi1_times(z, y).view(shape)
+    return (kernel("phi1_times", z, y) or plain_phi1_times)(z, y).view(shape)
 
 
 def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
@@ -225,20 +219,28 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: ‖Z‖_F ≤ 8 max(1, (Σ|λ|²)^½).
-
-    Both sides are equal for a normal Z, and Σ|λ|² = −tr Z², as the spectrum is imaginary (cf. Henrici 1962).
+    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 64 everywhere.
 
     Args:
         gram: MᵀM, (b, 2d, 2d), whose values can be read.
         scale: (b, 1, 1).
     """
     norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # ‖Z‖_F, (b, 1, 1)
-    if not (norm > _IMBALANCE).any():  # NaN too, which no basis makes good
+    if not (norm > _IMBALANCE**0.5).any():  # NaN too, which no basis makes good
         return True
+    return not (imbalance(gram, scale) > _IMBALANCE).any()
+
+
+@torch.no_grad()
+def imbalance(gram: Tensor, scale: Tensor) -> Tensor:
+    """‖Z‖_F² / max(1, Σ|λ|²) of Z = scale · J MᵀM, by which the rounding of φ₁(Z) grows; (b, 1, 1).
+
+    It is 1 or less for a normal Z (cf. Henrici 1962), and Σ|λ|² = −tr Z², as the spectrum is imaginary.
+    """
+    norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # (b, 1, 1)
     z = apply_j(scale * gram)
-    spectrum = -(z * z.mT).sum((-2, -1), keepdim=True)  # Σ|λ|²
-    return not (norm.square() > _IMBALANCE**2 * spectrum.clamp(min=1)).any()
+    spectrum = -(z * z.mT).sum((-2, -1), keepdim=True)
+    return norm.square() / spectrum.clamp(min=1)
 
 
 def balanced(m: Tensor) -> Tensor:
@@ -287,11 +289,20 @@ def full_precision(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def _ieee_products() -> Iterator[None]:
+    """Through both of torch's settings, of which one raises where the other was changed alone."""
     matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    before, legacy = matmul.fp32_precision, None
+    with suppress(RuntimeError):  # the program has changed the newer one alone
+        legacy = torch.get_float32_matmul_precision()
+    if legacy is None:
+        matmul.fp32_precision = "ieee"
+    else:
+        matmul.allow_tf32 = False
     try:
         yield
     finally:
+        if legacy not in (None, "highest"):
+            torch.set_float32_matmul_precision(legacy)
         matmul.fp32_precision = before
 
 
@@ -315,9 +326,9 @@ def is_recorded(*inputs: Tensor) -> bool:
     return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether osa.kernels can be imported, and is for such as x."""
-    return x.device.type == "cuda" and _HAS_TRITON
+def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
+    """The first kernel that has registered itself in `KERNELS` for a function, and takes these arguments."""
+    return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
 
 
 def is_readable(x: Tensor) -> bool:

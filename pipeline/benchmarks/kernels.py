@@ -1,4 +1,4 @@
-"""What the kernels of osa/kernels.py take of a GPU: `python -m pipeline.benchmarks.kernels`. It needs Triton, and no GPU.
+"""What the kernels of osa/kernels take of a GPU: `python -m pipeline.benchmarks.kernels`. It needs Triton, and no GPU.
 
 Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
 paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of
@@ -16,25 +16,23 @@ from pathlib import Path
 import pandas as pd
 import torch
 import triton
-import triton.language as tl
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from osa import kernels
 from osa.functional import ITERATIONS
+from osa.kernels import attention, launch, phi1
 from pipeline.core import files
 from pipeline.core.errors import entry_point
 from pipeline.core.files import ROOT
-from pipeline.studies.paper.benchmarks import CODE, KERNELS
 
+TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of either
 RESERVED = 1024  # bytes of shared memory that each program takes besides its own
-WIDTHS = (8, 16, 32, 64)
-POINTERS = {torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16"}
-DTYPES = dict.fromkeys(kernels.METHODS, (torch.float32, torch.bfloat16))  # that reach a kernel: `attend` makes others so
-DTYPES |= {"polar_express": (torch.float32,), "phi1": (torch.float32, torch.float64)}
+WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
+DTYPES = dict.fromkeys(launch.METHODS, tuple(POINTERS)) | {"phi1": (torch.float32,)}
 NAMES = ("forward", "backward")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -50,12 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=DTYPES, default=tuple(DTYPES))
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
-    parser.add_argument("--output", type=Path, default=ROOT / KERNELS)
+    parser.add_argument("--output", type=Path, default=ROOT / TABLE)
     chosen = parser.parse_args(arguments)
     cases = grid(chosen.methods, chosen.widths, chosen.architectures)
     rows = [resources(*case) for case in tqdm(cases, desc="kernels", unit="kernel", disable=None)]
-    made_by = {"triton": triton.__version__, "code_sha256": files.sha256(ROOT / CODE)}
-    files.write_csv(chosen.output, pd.DataFrame(rows).assign(**made_by))
+    files.write_csv(chosen.output, pd.DataFrame(rows).assign(triton=triton.__version__))
 
 
 def grid(methods=tuple(DTYPES), widths=WIDTHS, architectures=tuple(ARCHITECTURES)) -> list[tuple]:
@@ -94,19 +91,18 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
 
 def compile_kernel(method: str, name: str, width: int, dtype: torch.dtype, architecture: int):
     """Compiled as a launch would for contiguous tensors (1, 1, N, width) of aligned addresses."""
+    module = phi1 if method == "phi1" else attention
+    kernel = {"forward": module.forward_kernel, "backward": module.backward_kernel}[name]
     if method == "phi1":
-        kernel = {"forward": kernels._phi1_forward, "backward": kernels._phi1_gradients}[name]
         like = torch.empty(1, 2 * width, 2 * width, dtype=dtype, device="meta")
-        constants = kernels._phi1_constants(like, like[..., :width])
+        constants = launch.phi1_constants(like, like[..., :width])
     else:
-        kernel = {"forward": kernels._forward, "backward": kernels._backward}[name]
-        of = {"forward": kernels._forward_constants, "backward": kernels._constants}[name]
-        rows = min(kernels.MAX_TOKENS, kernels.MAX_BASIS // (2 * width))  # as many as a program takes
+        rows = min(launch.MAX_TOKENS, launch.MAX_BASIS // (2 * width))  # as many as a program takes
+        if method == "exact":
+            rows = min(rows, 512 * (8 if width > 16 else 4) // max(16, 2 * width))  # as many as it has a basis for
         like = torch.empty(1, 1, rows, width, dtype=dtype, device="meta")
-        constants = of(method, like, like, ITERATIONS.get(method, 0))
+        constants = launch.attention_constants(method, name, like, like, ITERATIONS.get(method, 0))
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg")}
-    space = {tl.float32: "*fp32", tl.float64: "*fp64"}[constants["TILES"][3]]
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature, values, attributes, aligned = {}, {}, {}, [["tt.divisibility", 16]]
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -114,13 +110,13 @@ def compile_kernel(method: str, name: str, width: int, dtype: torch.dtype, archi
         elif argument.endswith("strides"):
             signature[argument], values[i, 3] = ("i32", "i32", "i32", "constexpr"), 1
             attributes |= {(i, j): aligned for j in range(3)}
-        elif argument in ("heads", "tokens", "space_size"):
+        elif argument in ("count", "heads", "tokens", "scratch_size"):
             signature[argument] = "i32"
         elif argument == "epsilon":
             signature[argument] = "fp32"
         else:
-            kept = argument in ("scale", "grad_scale", "basis")
-            signature[argument] = space if argument == "space" else "*fp32" if kept else POINTERS[dtype]
+            is_float32 = argument in ("scale", "grad_scale", "basis", "scratch")
+            signature[argument] = "*fp32" if is_float32 else POINTERS[dtype]
             attributes[i,] = aligned
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

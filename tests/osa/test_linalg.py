@@ -37,22 +37,25 @@ def test_qr_basis_is_orthonormal_and_spans_the_columns(tokens, width):
     torch.testing.assert_close(basis @ (basis.mT @ m), m)
 
 
-@pytest.mark.parametrize("setting", ["high", "highest"])
+@pytest.mark.parametrize("setting", ["medium", "high", "highest", "new"])
 def test_tf32_is_off_inside_and_is_put_back(setting):
-    """The setting can be made, and read, without a device."""
-    before = torch.get_float32_matmul_precision()
+    """By both of torch's settings; either can be made, and read, without a device."""
+    matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
     try:
-        torch.set_float32_matmul_precision(setting)
-        matmul = torch.backends.cuda.matmul
+        if setting == "new":
+            matmul.fp32_precision = "tf32"  # alone: torch then refuses to read the older setting
+        else:
+            torch.set_float32_matmul_precision(setting)
         outside = matmul.fp32_precision
-        assert (outside == "tf32") is (setting == "high")
         with full_precision(torch.device("cpu")):
             assert matmul.fp32_precision == outside
         with full_precision(torch.device("cuda")):
-            assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == "ieee" and (setting == "new" or not matmul.allow_tf32)
         assert matmul.fp32_precision == outside
-        assert torch.get_float32_matmul_precision() == setting
+        if setting != "new":
+            assert torch.get_float32_matmul_precision() == setting and matmul.allow_tf32 == (setting != "highest")
     finally:
+        matmul.allow_tf32 = False
         torch.set_float32_matmul_precision(before)
 
 

@@ -1,0 +1,215 @@
+"""T of exp(S) V = V + L T, and the matrices of its gradient: what lies between Gram matrices, within one Triton program.
+
+In the notation of `orthogonal_attention`, with G = LᵀM and X = LᵀV,
+
+    method           L              T
+    "exact"          M, balanced    c φ₁(c J G) J X
+    "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
+    "qr"             B              [S] φ₁([S]) X,            [S] = c G J Gᵀ
+
+The formulas of the gradient are those of the autograd functions of osa/functional.py: the chain rule through G and X, and
+for "qr" the gradient that does not pass through the decomposition. φ₁ and the iterations differ, in that nothing is kept
+for them: see `phi1_gradients` and `_projector_gradients`.
+"""
+
+import triton
+import triton.language as tl
+
+from osa.kernels.phi1 import phi1_gradients, phi1_times
+from osa.kernels.tiles import (
+    add,
+    apply_j,
+    columns_of,
+    copy,
+    diagonal,
+    inner_product,
+    load,
+    matrix,
+    multiply,
+    store,
+    times_j,
+    transpose,
+)
+
+
+@triton.jit
+def is_balanced(gram, scale, limit, scratch, TILES: tl.constexpr):
+    """Whether `osa.linalg.imbalance` of one matrix is within the limit, and its φ₁ has digits; NaN counts as balanced."""
+    z, _ = matrix(scratch, gram[3], gram[3])
+    apply_j(z, gram, scale, TILES)
+    spectrum = -inner_product(z, transpose(z), TILES)  # Σ|λ|²
+    return not (inner_product(z, z, TILES) > limit * tl.maximum(spectrum, 1.0))
+
+
+@triton.jit
+def _projector(gram, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
+    """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G)."""
+    g_t, scratch = matrix(scratch, gram[3], gram[3])
+    for _ in range(ITERATIONS):
+        multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
+        multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+
+
+@triton.jit
+def _projector_gradients(gram, grad, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
+    """The gradient of G_0 from the symmetric one of G_K, in place, keeping none of the G_k.
+
+    G_K is a polynomial in the symmetric G_0, and so its Fréchet derivative is self-adjoint: the gradient is its value in
+    the direction of the given one (Higham 2008, Chapter 3). It moves along with G, Ġ ← T Ġ T + Ṫ G T + (Ṫ G T)ᵀ with
+    Ṫ = −½ Ġ.
+    """
+    g_t, scratch = matrix(scratch, gram[3], gram[3])
+    half, scratch = matrix(scratch, gram[3], gram[3])
+    t_grad, scratch = matrix(scratch, gram[3], gram[3])
+    for _ in range(ITERATIONS):
+        multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
+        multiply(half, grad, g_t, -0.5, None, 0.0, TILES)  # Ṫ G T
+        multiply(t_grad, gram, grad, -0.5, grad, 1.5, TILES)  # T Ġ
+        multiply(grad, t_grad, gram, -0.5, t_grad, 1.5, TILES)
+        add(grad, half, 1.0, TILES)
+        add(grad, transpose(half), 1.0, TILES)
+        multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+
+
+@triton.jit
+def _skew(out, coordinates, scale, half, TILES: tl.constexpr):
+    """out ← [S] = c C J Cᵀ (Eq. 7), skew to the last bit."""
+    width = coordinates[4] // 2
+    query, key = columns_of(coordinates, 0, width), columns_of(coordinates, width, width)
+    multiply(half, query, transpose(key), scale, None, 0.0, TILES)
+    copy(out, half, 1.0, TILES)
+    add(out, transpose(half), -1.0, TILES)
+
+
+@triton.jit
+def _normaliser(gram, epsilon, TILES: tl.constexpr):
+    """‖M‖_F = (tr G)^½ and 1 / (‖M‖_F + ε)."""
+    rows, columns = tl.arange(0, TILES[0]), tl.arange(0, 1)
+    norm = tl.sqrt(tl.sum(load(diagonal(gram), rows, columns)))
+    return norm, 1.0 / (norm + epsilon)
+
+
+@triton.jit
+def _gram_z(z, y, projector, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES: tl.constexpr):
+    """Z = c Π J G and Y = Π J Π X, with Π and J Π X; returns ‖M‖_F and 1 / (‖M‖_F + ε)."""
+    norm, inverse = _normaliser(g, epsilon, TILES)
+    copy(projector, g, inverse * inverse, TILES)
+    _projector(projector, scratch, ITERATIONS, TILES)
+    j_g, scratch = matrix(scratch, g[3], g[3])
+    apply_j(j_g, g, 1.0, TILES)
+    multiply(z, projector, j_g, scale, None, 0.0, TILES)
+    multiply(y, projector, x, 1.0, None, 0.0, TILES)
+    apply_j(j_px, y, 1.0, TILES)
+    multiply(y, projector, j_px, 1.0, None, 0.0, TILES)
+    return norm, inverse
+
+
+@triton.jit
+def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS, TILES: tl.constexpr):
+    """T of exp(S) V = V + L T."""
+    z, scratch = matrix(scratch, g[3], g[3])
+    y, scratch = matrix(scratch, x[3], x[4])
+    if METHOD == "exact":
+        apply_j(z, g, scale, TILES)
+        apply_j(y, x, 1.0, TILES)
+        phi1_times(t, z, y, scratch, TILES)
+        copy(t, t, scale, TILES)
+    elif METHOD == "qr":
+        half, _ = matrix(scratch, g[3], g[3])
+        _skew(z, g, scale, half, TILES)
+        phi1_times(y, z, x, scratch, TILES)
+        multiply(t, z, y, 1.0, None, 0.0, TILES)
+    else:
+        projector, scratch = matrix(scratch, g[3], g[3])
+        j_px, scratch = matrix(scratch, x[3], x[4])
+        _gram_z(z, y, projector, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
+        phi1_times(t, z, y, scratch, TILES)
+        copy(t, t, scale, TILES)
+
+
+@triton.jit
+def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS, TILES: tl.constexpr):
+    """A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄; returns the gradient of c.
+
+    By the chain rule through G, X and c, A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact" that of c is
+    ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩, for "qr" likewise. The A's of "qr" are those of `_ByBasis` in osa/functional.py:
+    with U = φ₁([S]) X, Ū = φ₁(−[S]) F and A twice the skew part of the gradient of [S] for a fixed basis,
+
+        A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.
+    """
+    size, width = x[3], x[4]
+    z, scratch = matrix(scratch, size, size)
+    y, scratch = matrix(scratch, size, width)
+    h, scratch = matrix(scratch, size, width)
+    grad_y, scratch = matrix(scratch, size, width)
+    grad_z, scratch = matrix(scratch, size, size)
+    if METHOD == "exact":
+        apply_j(z, g, scale, TILES)
+        apply_j(y, x, 1.0, TILES)
+        copy(h, f, scale, TILES)
+        phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch, TILES)
+        copy(a1, a1, scale, TILES)
+        multiply(y, g, a1, 1.0, x, 1.0, TILES)  # Mᵀ exp(S) V
+        apply_j(h, y, 1.0, TILES)
+        grad_scale = inner_product(f, h, TILES)
+        apply_j(a2, grad_y, -1.0, TILES)
+        apply_j(z, grad_z, -scale, TILES)
+        copy(a3, z, 1.0, TILES)
+        add(a3, transpose(z), 1.0, TILES)
+        copy(a4, a2, 1.0, TILES)
+    elif METHOD == "qr":
+        g_j, scratch = matrix(scratch, size, size)
+        _skew(z, g, scale, g_j, TILES)
+        copy(h, f, 1.0, TILES)
+        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch, TILES)  # U, Ū and the gradient of [S] in φ₁
+        multiply(h, z, y, 1.0, x, 1.0, TILES)  # Bᵀ exp(S) V
+        times_j(g_j, g, 1.0, TILES)
+        multiply(a1, transpose(g), h, 1.0, None, 0.0, TILES)
+        multiply(h, g_j, a1, 1.0, None, 0.0, TILES)
+        grad_scale = inner_product(f, h, TILES)
+        multiply(a1, transpose(g_j), y, -scale, None, 0.0, TILES)
+        multiply(a2, transpose(g_j), grad_y, scale, None, 0.0, TILES)
+        multiply(a4, z, grad_y, -1.0, None, 0.0, TILES)
+        bar, scratch = matrix(scratch, size, size)
+        inside, scratch = matrix(scratch, size, size)
+        multiply(inside, f, transpose(y), 1.0, None, 0.0, TILES)
+        multiply(bar, z, grad_z, -1.0, inside, 1.0, TILES)  # the gradient of [S], B held fixed
+        multiply(inside, x, transpose(grad_y), -1.0, inside, 1.0, TILES)
+        add(inside, bar, -1.0, TILES)
+        add(inside, transpose(bar), 1.0, TILES)
+        multiply(a3, inside, g_j, scale, None, 0.0, TILES)
+    else:
+        projector, scratch = matrix(scratch, size, size)
+        j_px, scratch = matrix(scratch, size, width)
+        norm, inverse = _gram_z(z, y, projector, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
+        copy(h, f, scale, TILES)
+        phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch, TILES)
+        half, scratch = matrix(scratch, size, size)
+        grad, scratch = matrix(scratch, size, size)
+        grad_scale = inner_product(f, a1, TILES)
+        copy(a1, a1, scale, TILES)
+        multiply(y, projector, grad_y, 1.0, None, 0.0, TILES)
+        apply_j(h, y, -1.0, TILES)  # the gradient of Π X
+        multiply(a2, projector, h, 1.0, None, 0.0, TILES)
+        copy(a4, a2, 1.0, TILES)
+        multiply(half, grad_y, transpose(j_px), 1.0, None, 0.0, TILES)
+        multiply(half, h, transpose(x), 1.0, half, 1.0, TILES)
+        apply_j(z, g, scale, TILES)
+        multiply(half, grad_z, transpose(z), 1.0, half, 1.0, TILES)  # the gradient of Π
+        copy(grad, half, 0.5, TILES)
+        add(grad, transpose(half), 0.5, TILES)
+        apply_j(z, g, 1.0, TILES)
+        multiply(half, projector, z, 1.0, None, 0.0, TILES)
+        grad_scale += inner_product(grad_z, half, TILES)
+        multiply(half, projector, grad_z, 1.0, None, 0.0, TILES)
+        apply_j(z, half, -scale, TILES)  # the gradient of G but for Π
+        copy(projector, g, inverse * inverse, TILES)
+        _projector_gradients(projector, grad, scratch, ITERATIONS, TILES)
+        grad_square = -inverse * inverse * inverse * inner_product(grad, g, TILES) / tl.where(norm > 0, norm, 1.0)
+        add(z, grad, inverse * inverse, TILES)
+        copy(a3, z, 1.0, TILES)
+        add(a3, transpose(z), 1.0, TILES)
+        rows, columns = tl.arange(0, TILES[0]), tl.arange(0, 1)
+        store(diagonal(a3), rows, columns, load(diagonal(a3), rows, columns) + 2 * grad_square)
+        tl.debug_barrier()
+    return grad_scale

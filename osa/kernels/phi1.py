@@ -1,0 +1,161 @@
+"""φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own."""
+
+import triton
+import triton.language as tl
+
+from osa.kernels.tiles import (
+    columns_of,
+    copy,
+    inner_product,
+    matrix,
+    multiply,
+    set_identity,
+    slice_of,
+    transpose,
+)
+
+RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
+LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
+EPS = tl.constexpr(1.2e-7)
+
+
+@triton.jit
+def _terms(z, TILES: tl.constexpr):
+    """How φ₁(Z) Y is summed: how often Z is halved, the Taylor degree m, and 2^−(halvings).
+
+    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The second term covers its rounding.
+    Z is halved until ρ ≤ 3, so that the terms lose no digit; m is the least with ρ^{m+1} / (m + 1)! ≤ eps/4.
+    """
+    square = tl.maximum(-0.5 * inner_product(z, transpose(z), TILES), 0.0) + EPS * inner_product(z, z, TILES)
+    radius = tl.sqrt(square)
+    fits = radius <= LIMIT  # NaN does not
+    radius = tl.where(fits, radius, 0.0)
+    halvings, fraction = 0, tl.full([], 1.0, tl.float32)
+    while radius > RADIUS:
+        radius *= 0.5
+        fraction *= 0.5
+        halvings += 1
+    degree, term = 1, radius * radius / 2
+    while term > EPS / 4:
+        degree += 1
+        term *= radius / (degree + 1)
+    return halvings, degree, tl.where(fits, fraction, float("nan"))
+
+
+@triton.jit
+def _taylor(out, z, fraction, y, degree, TILES: tl.constexpr):
+    """out ← Σ_{k ≤ m} Z^k Y / (k + 1)! with Z times the fraction, by Horner's rule."""
+    multiply(out, z, y, fraction / (degree + 1), y, 1.0, TILES)
+    for k in range(1, degree):
+        multiply(out, z, out, fraction / (degree + 1 - k), y, 1.0, TILES)
+
+
+@triton.jit
+def _halved(phi, expm1, z, degree, fraction, scratch, TILES: tl.constexpr):
+    """φ₁(Z) and e^Z − I = Z φ₁(Z) with Z times the fraction."""
+    identity, _ = matrix(scratch, z[3], z[3])
+    set_identity(identity, TILES)
+    _taylor(phi, z, fraction, identity, degree, TILES)
+    multiply(expm1, z, phi, fraction, None, 0.0, TILES)
+
+
+@triton.jit
+def phi1_times(out, z, y, scratch, TILES: tl.constexpr):
+    """out ← φ₁(Z) Y; where Z was halved, φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) doubles it (Higham 2008, Section 10.7.4)."""
+    halvings, degree, fraction = _terms(z, TILES)
+    if halvings == 0:
+        _taylor(out, z, fraction, y, degree, TILES)
+    else:
+        phi, scratch = matrix(scratch, z[3], z[3])
+        expm1, scratch = matrix(scratch, z[3], z[3])
+        _halved(phi, expm1, z, degree, fraction, scratch, TILES)
+        multiply(out, phi, y, 1.0, None, 0.0, TILES)
+        for _ in range(halvings):
+            multiply(out, expm1, out, 0.5, out, 1.0, TILES)
+            multiply(phi, expm1, expm1, 1.0, expm1, 2.0, TILES)
+            copy(expm1, phi, 1.0, TILES)
+
+
+@triton.jit
+def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILES: tl.constexpr):
+    """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
+
+    By Horner's rule on both sides, which keeps no term: from the highest degree down
+
+        Q_a = Y + Z Q_{a+1} / (a + 3),        [D_a, F_a] = [H Q_aᵀ, H] + Zᵀ [D_{a+1}, F_{a+1}] / (a + 3),
+
+    and U = Y + ½ Z Q_0, D = ½ D_0, φ₁(Zᵀ) H = H + ½ Zᵀ F_0. Where Z was halved, with e = e^Z − I, Φ = φ₁(Z) and the
+    gradient of the exponential, L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ, that of twice Z comes from
+
+        D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
+
+    which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½; finally U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
+    """
+    halvings, degree, fraction = _terms(z, TILES)
+    size, width = y[3], y[4]
+    q, scratch = matrix(scratch, size, width)
+    base, scratch = matrix(scratch, size, size + width)
+    sums, scratch = matrix(scratch, size, size + width)
+    base_d, d = columns_of(base, 0, size), columns_of(sums, 0, size)
+    f = columns_of(sums, size, width)
+    copy(q, y, 1.0, TILES)
+    copy(columns_of(base, size, width), h, 1.0, TILES)
+    multiply(base_d, h, transpose(q), 1.0, None, 0.0, TILES)
+    copy(sums, base, 1.0, TILES)
+    for i in range(degree):
+        weight = fraction / (degree - i + 2)
+        multiply(q, z, q, weight, y, 1.0, TILES)
+        multiply(base_d, h, transpose(q), 1.0, None, 0.0, TILES)
+        multiply(sums, transpose(z), sums, weight, base, 1.0, TILES)
+    multiply(u, z, q, 0.5 * fraction, y, 1.0, TILES)
+    multiply(grad_y, transpose(z), f, 0.5 * fraction, h, 1.0, TILES)
+    copy(grad_z, d, 0.5, TILES)
+    if halvings > 0:
+        expm1, scratch = matrix(scratch, size, size)
+        phi, scratch = matrix(scratch, size, size)
+        grad_exp, scratch = matrix(scratch, size, size)
+        result, scratch = matrix(scratch, size, size)
+        _halved(phi, expm1, z, degree, fraction, scratch, TILES)
+        multiply(grad_exp, transpose(z), grad_z, fraction, None, 0.0, TILES)
+        multiply(grad_exp, h, transpose(u), 1.0, grad_exp, 1.0, TILES)
+        for _ in range(halvings):
+            multiply(result, transpose(phi), grad_exp, 0.25, grad_z, 0.5, TILES)
+            multiply(result, grad_z, transpose(expm1), 0.25, result, 1.0, TILES)
+            copy(grad_z, result, 1.0, TILES)
+            multiply(result, transpose(expm1), grad_exp, 0.5, grad_exp, 1.0, TILES)
+            multiply(result, grad_exp, transpose(expm1), 0.5, result, 1.0, TILES)
+            copy(grad_exp, result, 1.0, TILES)
+            multiply(phi, expm1, phi, 0.5, phi, 1.0, TILES)
+            multiply(result, expm1, expm1, 1.0, expm1, 2.0, TILES)
+            copy(expm1, result, 1.0, TILES)
+        multiply(u, phi, y, 1.0, None, 0.0, TILES)
+        multiply(grad_y, transpose(phi), h, 1.0, None, 0.0, TILES)
+
+
+@triton.jit(do_not_specialize=["count"])
+def forward_kernel(
+    z, y, output, scratch, count, scratch_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """output = φ₁(Z) Y of `count` contiguous matrices."""
+    own = slice_of(scratch, tl.program_id(0), scratch_size)
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        z_i, _ = matrix(slice_of(z, i, SIZE * SIZE), SIZE, SIZE)
+        y_i, _ = matrix(slice_of(y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+        output_i, _ = matrix(slice_of(output, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+        phi1_times(output_i, z_i, y_i, own, TILES)
+
+
+@triton.jit(do_not_specialize=["count"])
+def backward_kernel(
+    z, y, grad, grad_z, grad_y, scratch, count, scratch_size,
+    SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of Z and Y from that of φ₁(Z) Y."""
+    u, own = matrix(slice_of(scratch, tl.program_id(0), scratch_size), SIZE, VALUE_WIDTH)
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        z_i, _ = matrix(slice_of(z, i, SIZE * SIZE), SIZE, SIZE)
+        y_i, _ = matrix(slice_of(y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+        grad_i, _ = matrix(slice_of(grad, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+        grad_z_i, _ = matrix(slice_of(grad_z, i, SIZE * SIZE), SIZE, SIZE)
+        grad_y_i, _ = matrix(slice_of(grad_y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
+        phi1_gradients(u, grad_y_i, grad_z_i, z_i, y_i, grad_i, own, TILES)

@@ -1,0 +1,138 @@
+"""Products and sums of small matrices within one Triton program.
+
+A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
+Intermediate ones lie in scratch memory that only their program sees, which a cache holds. Products are full float32, of any
+shape, in tiles that fit the registers; TILES is the rows of a tile (2d or more), its columns and the length of its sums.
+What works on entries is called, not inlined: between calls a program holds a few numbers, so that no register has to be
+spilled, and a kernel compiles in seconds.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def matrix(scratch, rows, columns):
+    """A matrix at the beginning of a scratch memory (pointer, offset), row by row, and the memory behind it."""
+    return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
+
+
+@triton.jit
+def scratch_at(pointer):
+    """A scratch memory. Offsets from its pointer are numbers of the program's text, which take no register."""
+    return (pointer, tl.full([], 0, tl.int32))
+
+
+@triton.jit
+def slice_of(pointer, index, size):
+    """Slice number `index` of consecutive slices of one size."""
+    return scratch_at(pointer + (tl.full([], 0, tl.int64) + index) * size)
+
+
+@triton.jit
+def transpose(a):
+    return (a[0], a[2], a[1], a[4], a[3], a[5])
+
+
+@triton.jit
+def columns_of(a, start, count):
+    return (a[0], a[1], a[2], a[3], count, a[5] + start * a[2])
+
+
+@triton.jit
+def diagonal(a):
+    """The diagonal as a column."""
+    return (a[0], a[1] + a[2], 1, a[3], 1, a[5])
+
+
+@triton.jit
+def load(a, rows, columns):
+    """Entries of A, zero beyond its sizes."""
+    mask = (rows < a[3])[:, None] & (columns < a[4])[None, :]
+    return tl.load(a[0] + a[5] + rows[:, None] * a[1] + columns[None, :] * a[2], mask=mask, other=0.0)
+
+
+@triton.jit
+def store(a, rows, columns, values):
+    mask = (rows < a[3])[:, None] & (columns < a[4])[None, :]
+    pointers = a[0] + a[5] + rows[:, None] * a[1] + columns[None, :] * a[2]
+    tl.store(pointers, values.to(a[0].dtype.element_ty), mask=mask)
+
+
+@triton.jit(noinline=True)
+def multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
+    """out ← α A B + β C, without C where it is None. `out` may be C, and B where its rows fit one tile."""
+    ROWS: tl.constexpr = TILES[0]
+    COLUMNS: tl.constexpr = TILES[1]
+    INNER: tl.constexpr = TILES[2]
+    for row in range(0, out[3], ROWS):
+        rows = row + tl.arange(0, ROWS)
+        for column in range(0, out[4], COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for start in range(0, a[4], INNER):
+                inner = start + tl.arange(0, INNER)
+                left, right = load(a, rows, inner).to(tl.float32), load(b, inner, columns).to(tl.float32)
+                sums += tl.dot(left, right, input_precision="ieee", out_dtype=tl.float32)
+            sums = alpha * sums
+            if add is not None:
+                sums += beta * load(add, rows, columns).to(tl.float32)
+            tl.debug_barrier()  # what is overwritten has been read
+            store(out, rows, columns, sums)
+    tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
+def copy(out, a, alpha, TILES: tl.constexpr):
+    """out ← α A, of one row of tiles."""
+    for column in range(0, out[4], TILES[1]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+        store(out, rows, columns, alpha * load(a, rows, columns))
+    tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
+def add(out, a, alpha, TILES: tl.constexpr):
+    """out ← out + α A, of one row of tiles."""
+    for column in range(0, out[4], TILES[1]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+        store(out, rows, columns, load(out, rows, columns) + alpha * load(a, rows, columns))
+    tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
+def set_identity(out, TILES: tl.constexpr):
+    """out ← I, of one row of tiles."""
+    for column in range(0, out[4], TILES[1]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+        store(out, rows, columns, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
+    tl.debug_barrier()
+
+
+@triton.jit(noinline=True)
+def inner_product(a, b, TILES: tl.constexpr):
+    """⟨A, B⟩ = Σ A ∘ B."""
+    total = tl.full([], 0.0, tl.float32)
+    for column in range(0, a[4], TILES[1]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+        total += tl.sum(load(a, rows, columns) * load(b, rows, columns))
+    return total
+
+
+@triton.jit(noinline=True)
+def apply_j(out, a, alpha, TILES: tl.constexpr):
+    """out ← α J A with J = [[0, I], [−I, 0]]."""
+    half = a[3] // 2
+    for column in range(0, a[4], TILES[1]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+        other_half = load(a, tl.where(rows < half, rows + half, rows - half), columns)
+        store(out, rows, columns, tl.where(rows < half, alpha, -alpha)[:, None] * other_half)
+    tl.debug_barrier()
+
+
+@triton.jit
+def times_j(out, a, alpha, TILES: tl.constexpr):
+    """out ← α A J."""
+    width = a[4] // 2
+    copy(columns_of(out, 0, width), columns_of(a, width, width), -alpha, TILES)
+    copy(columns_of(out, width, width), columns_of(a, 0, width), alpha, TILES)

@@ -1,0 +1,94 @@
+"""Triton's interpreter made fit for the tests of kernels, and a record of what one program's threads do between barriers."""
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import pytest
+from triton.language import core
+from triton.runtime import interpreter
+
+
+@contextlib.contextmanager
+def quick():
+    """The interpreter fit for NumPy 2.4, and quick.
+
+    It keeps a scalar as an array of one entry, which NumPy no longer takes for an index; it looks for the overflow of each
+    sum of integers; it patches Triton's language again whenever a function is called; and it finds the type of every tuple,
+    which nothing needs.
+    """
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    run, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
+    patched, no_type = set(), core.tuple_type([])
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def patch_once(function):
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch_language(function)
+
+    def run_from_scratch(self, *args, **kwargs):
+        patched.clear()
+        return run(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter.GridExecutor, "__call__", run_from_scratch)
+        patch.setattr(core, "_type_for_tuple_values", lambda values, fields=None: no_type)
+        patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
+        yield
+
+
+class Races:
+    """Counts accesses to one address that a barrier should lie between, while a kernel runs in the interpreter.
+
+    They are a read of what was written, a write over what was read through another tensor of pointers, and a second write.
+    Through the same pointers it is the same thread that reads and writes.
+    """
+
+    def __init__(self, *, ignores_barriers: bool = False) -> None:
+        self.found, self.barriers, self.ignores_barriers = 0, 0, ignores_barriers
+        self.reads, self.writes = [], []
+
+    @contextlib.contextmanager
+    def watch(self):
+        kind = type(interpreter.interpreter_builder)
+        load, store, barrier = kind.create_masked_load, kind.create_masked_store, kind.create_barrier
+
+        def watched_load(builder, pointers, mask, *others):
+            addresses = self._addresses(pointers, mask)
+            self.found += sum(self._overlap(addresses, written) for written in self.writes)
+            self.reads.append(addresses)
+            return load(builder, pointers, mask, *others)
+
+        def watched_store(builder, pointers, value, mask, *others):
+            addresses = self._addresses(pointers, mask)
+            others_read = (read for read in self.reads if not np.array_equal(read, addresses))
+            self.found += sum(self._overlap(addresses, other) for other in (*others_read, *self.writes))
+            self.writes.append(addresses)
+            return store(builder, pointers, value, mask, *others)
+
+        def watched_barrier(builder):
+            self.barriers += 1
+            if not self.ignores_barriers:
+                self.reads.clear(), self.writes.clear()
+            return barrier(builder)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "create_masked_load", watched_load)
+            patch.setattr(kind, "create_masked_store", watched_store)
+            patch.setattr(kind, "create_barrier", watched_barrier)
+            yield self
+
+    @staticmethod
+    def _addresses(pointers, mask) -> np.ndarray:
+        return np.where(mask.data, pointers.data, 0)
+
+    @staticmethod
+    def _overlap(a: np.ndarray, b: np.ndarray) -> int:
+        return np.setdiff1d(np.intersect1d(a, b), [0]).size

@@ -1,0 +1,274 @@
+"""What surrounds the kernels of CUDA: when they are taken, how they are launched, and what they spare a device.
+
+Tensors of the CPU stand in for those of CUDA, or have no values; what a kernel computes is tested in test_kernels.py.
+"""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import osa
+from osa import functional, linalg
+from osa.functional import orthogonal_attention
+from tests.osa.helpers import draw, relative_error
+
+pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
+
+from osa.kernels import attention, launch
+from tests.osa.interpreter import quick
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Kernels take tensors of every device, by the interpreter."""
+    monkeypatch.setitem(linalg.KERNELS, "attend", [(launch.fits, launch.attend)])
+    monkeypatch.setitem(linalg.KERNELS, "phi1_times", [(launch.fits_phi1, launch.phi1_times)])
+    monkeypatch.setattr(launch, "tile_constants", lambda size: {"TILES": (64, 64, 64), "num_warps": 8})
+    with quick():
+        yield
+
+
+def random(tokens, width, value_width=3, batch=(1, 2), seed=0):
+    return [x.detach().to(DEVICE) for x in draw(tokens, width, value_width, batch=batch, dtype=torch.float32, seed=seed)]
+
+
+class Traffic(TorchDispatchMode):
+    """Names and bytes of the operators that give a device something to do: neither views nor allocations, and no read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names, self.bytes = [], 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name, returns = operator._schema.name, operator._schema.returns
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::item"), "it reads the device"
+        result = operator(*args, **(kwargs or {}))
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+        allocates = ("prim::", "profiler::", "aten::promote_types", "aten::empty", "aten::new_empty", "aten::_unsafe_view")
+        if not (is_view or name.startswith(allocates)):
+            self.names.append(name)
+            tensors = (x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor))
+            self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return result
+
+
+def traffic(step) -> Traffic:
+    with Traffic() as found:
+        step()
+    return found
+
+
+def step_names(name):
+    """The operators of a training step of a model, as CUDA takes it, counted on tensors without values."""
+    with FakeTensorMode():
+        model = osa.create_model(name)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        images, labels = torch.randn(2, 1, 28, 28), torch.tensor([3, 7])
+
+        def step():
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)  # CUDA's default
+            optimizer.step()
+
+        step()  # the first makes the optimizer's state
+        return traffic(step).names
+
+
+@INTERPRETED
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_step_launches_little_more_than_that_of_a_vit():
+    vit = len(step_names("vit"))
+    for name, most in {"osa_exact": 1.1, "osa_ns": 1.2, "osa_qr": 1.2}.items():
+        names = step_names(name)
+        assert len(names) <= most * vit, (name, len(names), vit)
+        assert sum(each.startswith("osa::") for each in names) == 12, name
+
+
+@pytest.mark.parametrize("name", ["vit", *(name for name in osa.MODELS if name in ("osa_exact", "osa_ns", "osa_qr"))])
+def test_a_forward_pass_keeps_to_the_device_and_reads_nothing_of_it(name):
+    """With tensors on CUDA that have no values, on any machine; all other models are tested so in test_models.py."""
+    model = osa.create_model(name)
+    shapes = {key: each.shape for key, each in (*model.named_parameters(), *model.named_buffers())}
+    with FakeTensorMode():
+        parameters = {key: torch.empty(shape, device="cuda") for key, shape in shapes.items()}
+        images = torch.empty(2, 1, 28, 28, device="cuda")
+        names = traffic(lambda: torch.func.functional_call(model, parameters, images)).names
+    assert names and ("osa" in name) == any(each.startswith("osa::") for each in names)
+
+
+def test_what_a_long_sequence_takes_of_a_device():
+    """No more launches and bytes than there are, at N = 65,536 in bfloat16, where Q, K, V and the output have 34 MB."""
+    with FakeTensorMode():
+        inputs = [torch.empty(1, 1, 65536, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        found = traffic(lambda: orthogonal_attention(*inputs, scale=0.01))
+    assert 60 < len(found.names) <= 69 and 1_700 < found.bytes / 1e6 < 1_775, (len(found.names), found.bytes / 1e6)
+
+
+def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda):
+    arguments = (
+        *(x.requires_grad_() for x in random(3, 1, 2)),
+        torch.tensor([0.2, 0.3], device=DEVICE).view(1, 2, 1, 1),
+        0,
+        1e-7,
+    )
+    utilities = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(launch.OPERATORS["qr"], arguments, test_utils=utilities)
+
+
+def test_under_a_compiler_without_a_break(as_on_cuda):
+    *inputs, weight = (*(x.requires_grad_() for x in random(5, 2)), random(5, 2, seed=1)[2])
+    compiled = torch.compile(orthogonal_attention, backend="aot_eager", fullgraph=True)
+    actual, expected = (f(*inputs, scale=0.2) for f in (compiled, orthogonal_attention))
+    torch.testing.assert_close(actual, expected)
+    both = (torch.autograd.grad((each * weight).sum(), inputs) for each in (actual, expected))
+    torch.testing.assert_close(*both)
+
+
+def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(as_on_cuda):
+    *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))
+
+    def second(function):
+        grads = torch.autograd.grad((function(*inputs) * weight).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs)
+
+    def plain(*inputs):
+        return functional.plain_attention(*inputs, 0.2, "exact", None, 1e-7)
+
+    fused = partial(orthogonal_attention, scale=0.2)
+    for actual, expected in zip(second(fused), second(plain), strict=True):
+        assert relative_error(actual, expected) < 1e-4
+    torch.testing.assert_close(torch.vmap(fused)(*inputs), plain(*inputs))
+
+    def total(scale, function=orthogonal_attention):
+        return function(*inputs, scale=scale, method="exact").square().sum()
+
+    scale, unfused = torch.tensor(0.2, device=DEVICE), partial(functional.plain_attention, num_iterations=None, epsilon=1e-7)
+    torch.testing.assert_close(torch.func.grad(total)(scale), torch.func.grad(total)(scale, unfused))
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    """As on a GPU with which no kernel was used yet, where no graph is recorded."""
+    monkeypatch.setattr(launch, "_TRIED", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+FORM = "exact", DEVICE, (torch.float32,) * 3, 16, 2, 3
+
+
+@pytest.mark.usefixtures("untried", "as_on_cuda")
+def test_a_kernel_is_tried_once_wherever_it_is_first_used():
+    with torch.inference_mode(), FakeTensorMode():  # on true tensors all the same
+        assert traffic(lambda: launch._is_right(*FORM)).names == [] and launch._is_right(*FORM)
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("no such architecture\nand more"),
+        subprocess.CalledProcessError(1, ["gcc"]),  # the stub that launches a kernel is compiled
+        PermissionError("the cache is not writable"),
+        ImportError("no driver"),
+        KeyError("maxnreg"),
+        None,  # its numbers are wrong
+    ],
+    ids=repr,
+)
+def test_a_kernel_that_fails_is_left_with_one_warning(monkeypatch, error):
+    def fails(query, key, value, scale, **options):
+        if error is not None:
+            raise error
+        return value + 0 * (query.sum() + key.sum() + scale.sum())
+
+    monkeypatch.setattr(launch, "attend", fails)
+    with pytest.warns(UserWarning, match="its error is" if error is None else type(error).__name__) as warned:
+        assert not launch._is_right(*FORM)
+    assert len(warned) == 1 and "and more" not in str(warned[0].message)
+    assert not launch._is_right(*FORM)
+
+
+@pytest.mark.usefixtures("untried")
+def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
+    """Types, rows and widths make another program, which may fail where the first one did not."""
+    forms = []
+    monkeypatch.setattr(launch, "_agrees", lambda *form: forms.append(form) or True)
+    x, y = torch.randn(1, 1, 20, 4), torch.randn(1, 1, 200, 4)
+    for inputs in ((x, x, x), (x, x, x.bfloat16()), (y, y, y), (x, x, x[..., :2])):
+        assert all(launch.fits(*inputs, None, "qr") for _ in range(2))
+    assert len(forms) == len(set(forms)) == 4
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # of a graph, in which none is tried
+    assert launch.fits(x, x, x, None, "qr") and not launch.fits(y, y, y.bfloat16(), None, "qr")
+
+
+def test_a_launch_is_on_the_device_of_its_tensors_and_its_scratch_memory_is_bounded(monkeypatch):
+    """However large the batch: a program takes one matrix after the other."""
+    guarded, launched = [], []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.device = tensor.device
+
+        def __enter__(self):
+            guarded.append(self.device)
+
+        def __exit__(self, *_):
+            guarded.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *tensors, **arguments: launched.append((grid, tensors[6], arguments["count"], list(guarded)))
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(attention, "forward_kernel", Kernel())
+    monkeypatch.setattr(launch, "resident_programs", lambda device, num_warps: 132 * 4)
+    for batch in (2, 1000):
+        x = torch.empty(batch, 12, 50, 16)
+        launch.attend(x, x, x, None, "exact", None, 1e-7)
+    (small, large) = launched
+    assert small[0] == (24,) and large[0] == (528,) and large[2] == 12_000
+    assert small[3] == large[3] == [x.device] and len(large[1]) == 528
+
+
+def test_programs_that_are_resident_fill_the_registers_of_a_multiprocessor():
+    assert [launch.resident_programs(torch.device("cpu"), warps) for warps in (4, 8, 16)] == [4, 2, 1]
+
+
+@INTERPRETED
+@pytest.mark.usefixtures("as_on_cuda")
+def test_rows_may_lie_2_to_the_31_entries_apart():
+    """In memory of which next to nothing is touched."""
+    key, value = (x.bfloat16() for x in random(3, 2, 2, (1, 1))[1:])
+    query = torch.empty(2**31 + 8, dtype=torch.bfloat16).as_strided(key.shape, (1, 1, 2**30, 1)).copy_(-key)
+    query[..., 0] += 1
+    actual, expected = (launch.attend(x, key, value, 0.2, "newton_schulz", 1, 1e-7) for x in (query, query.contiguous()))
+    assert torch.equal(actual, expected)
+
+
+def test_the_library_knows_its_kernels_only_when_they_are_imported():
+    """And imports them only where there is a device."""
+    script = "import sys, osa; assert not {'triton', 'osa.kernels'} & sys.modules.keys(); before = len(osa.linalg.KERNELS)\n"
+    script += "import osa.kernels; assert len(osa.linalg.KERNELS) == before + 1 and len(osa.linalg.KERNELS['attend']) == 2"
+    if DEVICE.type == "cpu":
+        subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_products_of_an_operator_are_counted_as_those_of_the_plain_route(monkeypatch, as_on_cuda):
+    from pipeline import cost
+
+    call = cost.Call(partial(orthogonal_attention, scale=0.05), tuple(random(3, 2, 2))).with_backward()
+    fused = cost.cost(call, DEVICE)
+    monkeypatch.setattr(linalg, "KERNELS", {})
+    plain = cost.cost(call, DEVICE)
+    assert fused.multiply_adds == plain.multiply_adds > 0 and fused.peak_bytes != plain.peak_bytes

@@ -8,8 +8,6 @@ import torch
 import osa.models
 from osa.deep.shaped import exponential_schedule, residual_schedule
 from osa.init import init_orthogonal_attention_, stiefel_uniform
-from pipeline.core import files
-from pipeline.core.files import ROOT
 from pipeline.studies.deep import kernels_with_depth
 from pipeline.studies.deep.kernels_with_depth import (
     Settings,
@@ -100,26 +98,3 @@ def test_tokens_repeat_as_often_as_asked(lab):
     kernel = repeated_tokens(200, 20, lab, 0)
     assert torch.equal(kernel, cosines(kernel))
     assert mean_cosine(kernel) == pytest.approx(1 / 20, abs=0.01)
-
-
-EXPECTED = {  # mean cosines after 1, 6, 12, 36 and 100 blocks, by one draw of the tokens before there was the study
-    "vanilla": (0.320, 0.947, 0.995, 1.000, 1.000),
-    "rms": (0.320, 0.888, 0.988, 1.000, 1.000),
-    "pre_ln": (0.045, 0.388, 0.631, 0.796, 0.854),
-    "pre_ln_normalised": (0.019, 0.027, 0.042, 0.271, 0.843),
-    "post_ln": (0.045, 0.548, 0.884, 0.999, 1.000),
-    "uspa": (0.025, 0.064, 0.110, 0.295, 0.800),
-    "uspa_root": (0.025, 0.061, 0.105, 0.283, 0.787),
-    "espa": (0.032, 0.069, 0.114, 0.359, 0.884),
-    "espa_root": (0.032, 0.068, 0.112, 0.356, 0.935),
-    "vskipinit": (0.018, 0.018, 0.018, 0.018, 0.018),
-}
-
-
-@pytest.mark.parametrize("row", EXPECTED)
-def test_the_committed_kernels_are_near_those_that_were_expected(row):
-    """Another draw of 100 tokens of 50 kinds moves them by a few hundredths where cosines are neither 0 nor 1."""
-    kernels = files.read_csv(ROOT / "paper_outputs/studies/kernels_with_depth/kernels.csv")
-    means = kernels[kernels["row"] == row].groupby("depth")["cosine"].mean().loc[[1, 6, 12, 36, 100]]
-    assert means.tolist() == pytest.approx(EXPECTED[row], abs=0.035)
-    assert row not in ("vanilla", "rms") or means[36] > 0.999

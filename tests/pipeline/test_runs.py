@@ -175,9 +175,9 @@ def test_a_run_is_current_until_something_changes_that_can_change_its_numbers(mo
     assert runs.is_current(run, today, mnist) and runs.is_current(run, today, None)
     assert not runs.is_current(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}), mnist)
     assert not runs.is_current(run, today, "0" * 64)
-    monkeypatch.setattr(runs, "NUMERICS", osa.NUMERICS + 1)
-    assert not runs.is_current(run, today, mnist)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "NUMERICS", osa.NUMERICS + 1)
+        assert not runs.is_current(run, today, mnist)
     (run.folder / "metrics.json").unlink()
     assert not runs.is_current(run, today, mnist)
 

@@ -52,11 +52,12 @@ def test_of_many_alternatives_one_must_stand_out(paper_lab):
 def test_distances_of_configurations_from_table_2(paper_lab):
     paper_lab.tables = {"runs": runs({"vit": [96.2, 97.2, 98.2]})}
     listed = settings(near_vit=STANDARD, far_vit=STANDARD, missing_vit=STANDARD)
-    tables = {"runs": runs({"near_vit": [96.2, 97.2, 98.2], "far_vit": [93.2, 94.2, 95.2]})}
+    tables = {"runs": runs({"near_vit": [96.2, 97.2, 98.2], "far_vit": [94.0, 94.2, 94.4]})}
     summary = recipes.summarise(listed, tables, paper_lab)
     assert summary["default"]["distance"] == pytest.approx(0, abs=1e-12) and set(summary["default"]["models"]) == {"vit"}
     far = summary["configurations"]["far"]
-    assert far["distance"] == pytest.approx(9 / (1 + 1 / 3)) and far["models"]["vit"]["difference"] == pytest.approx(-3)
+    assert far["distance"] == pytest.approx(9 / (0.52 * (1 + 1 / 3)))  # the variances are 0.04 and 1
+    assert far["models"]["vit"]["difference"] == pytest.approx(-3)
     assert summary["configurations"]["near"]["distance"] == pytest.approx(0, abs=1e-12)
     assert summary["configurations"]["missing"]["distance"] is None
 

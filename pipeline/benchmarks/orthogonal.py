@@ -1,7 +1,7 @@
 """An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline.benchmarks.orthogonal`.
 
-Each map of `osa.orthogonal` by our parametrisation, by torch's where it has it, and by the algorithms of the post that
-`benchmarks.post` follows, beside `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all
+Each map of osa/constrained/orthogonal.py by our parametrisation, by torch's where it has it, and by the algorithms of
+pipeline/benchmarks/post.py, beside `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all
 are timed in rounds of shuffled order, and divided by the dense layer of the same round. A size that a layer is predicted to
 be too slow for is absent. Writes orthogonal.csv and .json to paper_outputs/benchmarks/HARDWARE/.
 """
@@ -27,9 +27,11 @@ from pipeline.benchmarks import post, results
 from pipeline.core import record
 from pipeline.core.errors import entry_point
 from pipeline.cost import Call
-from pipeline.studies.orthogonal.orthogonal_speed import DENSE, LARGEST_ROTOR, OURS, POST, TORCH, TRAINING_TOKENS
-from pipeline.studies.paper.complexity import BOTH, FORWARD
 
+DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
+FORWARD, BOTH = "forward", "forward and backward"
+LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
+TRAINING_TOKENS = 6400  # 128 images of 50
 SEED = 0
 SMALLEST = 4
 TOKENS = (1, 128, TRAINING_TOKENS)

@@ -10,10 +10,9 @@ import torch
 
 from osa.constrained.orthogonal import MAPS
 from pipeline.benchmarks import orthogonal, post
+from pipeline.benchmarks.orthogonal import BOTH, DENSE, FORWARD, OURS, POST, TORCH
 from pipeline.core import files
 from pipeline.studies.orthogonal import orthogonal_speed
-from pipeline.studies.orthogonal.orthogonal_speed import DENSE, OURS, POST, TORCH
-from pipeline.studies.paper.complexity import BOTH, FORWARD
 
 
 def numbers(*shape):
@@ -102,8 +101,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(orthogonal, "SAMPLE_SECONDS", 1e-9)
     monkeypatch.setattr(orthogonal, "TOKENS", (1, 7))
-    for module in (orthogonal, orthogonal_speed):
-        monkeypatch.setattr(module, "TRAINING_TOKENS", 7)
+    monkeypatch.setattr(orthogonal, "TRAINING_TOKENS", 7)
+    monkeypatch.setattr(orthogonal_speed, "TRAINING_TOKENS", 7)
+    monkeypatch.setattr(orthogonal_speed, "SIZES", (4, 16))
 
 
 def test_every_layer_is_timed_beside_the_dense_one_and_told_of(folder):
@@ -118,10 +118,8 @@ def test_every_layer_is_timed_beside_the_dense_one_and_told_of(folder):
     assert (table.loc[table["code"] == DENSE, "seconds_over_dense"] == 1).all()
     ours = table[(table["code"] == OURS) & (table["n"] == 16)]
     assert set(ours["parameters"]) == set(ours["free"]) == {120}
-    speed, needs = orthogonal_speed.findings(None, {}, None)
-    assert speed.figure is not None and speed.id.startswith("orthogonal-") and needs.id.startswith("orthogonal_needs-")
-    assert [row[0] for row in speed.table.rows][:3] == ["Dense", "Givens, ours", "Givens, the post’s steps"]
-    assert len(needs.table.rows) == len(expected) and "n = 16" in needs.statement
+    (machine,) = orthogonal_speed.summarise(None, {}, None)["machines"].values()
+    assert machine["ours"].keys() == set(MAPS) and machine["environment"]["device"] == "cpu"
 
 
 def test_what_takes_too_long_is_left_out():
@@ -132,23 +130,29 @@ def test_what_takes_too_long_is_left_out():
     assert orthogonal.fits((DENSE, DENSE, 1024, 1, FORWARD), {}) and orthogonal.fits(("cayley", OURS, 4, 1, FORWARD), {})
 
 
-@pytest.mark.parametrize("low, high, expected", [(1.1, 1.2, "holds"), (0.8, 0.9, "does not hold"), (0.9, 1.1, "is open")])
-def test_a_statement_is_judged_by_the_spread_of_the_rounds(low, high, expected):
-    row = pd.Series({"p10_over_dense": low, "p90_over_dense": high})
-    assert orthogonal_speed.side(row, 1.0).startswith(expected)
+@pytest.mark.parametrize(
+    "low, high, expected",
+    [
+        ([1.1, 1.2], [1.2, 1.3], ("holds", 1.1)),
+        ([0.8, 0.7], [0.9, 1.1], ("fails", 0.8)),
+        ([0.9, 2.0], [1.1, 3.0], ("open", 0.9)),
+    ],
+)
+def test_a_statement_is_judged_where_it_is_nearest_to_failing(low, high, expected):
+    table = pd.DataFrame({"p10_over_dense": low, "p90_over_dense": high}).assign(
+        **dict.fromkeys(("map", "code", "n", "tokens", "pass", "seconds_over_dense", "parameters", "orthogonality_error"), 1)
+    )
+    row = orthogonal_speed.statement(table, 1.0)
+    assert (row["word"], row["low"]) == expected
 
 
-def test_a_row_that_refutes_is_not_hidden_by_one_that_begins_lower():
-    table = pd.DataFrame({"p10_over_dense": [0.85, 0.80, 2.0], "p90_over_dense": [0.95, 1.20, 3.0]})
-    assert orthogonal_speed.nearest_to_failing(table, 1.0).name == 0
-    assert orthogonal_speed.nearest_to_failing(table[1:], 1.0).name == 1
-
-
-def test_our_goal_is_judged_where_it_is_set():
+def test_our_goal_is_judged_at_the_slowest_size(tmp_path):
     row = {"map": "cayley", "code": OURS, "tokens": 6400, "pass": BOTH, "p10_over_dense": 1.0, "p90_over_dense": 2.0}
+    row |= {"parameters": 1, "orthogonality_error": 0}
     sizes = {32: 9.0, 64: 1.2, 256: 1.31, 512: 9.0}
-    table = pd.DataFrame([row | {"n": n, "seconds_over_dense": ratio} for n, ratio in sizes.items()])
-    (worst,) = orthogonal_speed.goals(table)
-    assert worst.value == 1.31 and "n = 256" in worst.note and worst.note.endswith("our goal of 1.3 is missed")
-    (worst,) = orthogonal_speed.goals(table[table["n"] < 256])
-    assert worst.value == 1.2 and worst.note.endswith("met")
+    rows = [row | {"n": n, "seconds_over_dense": ratio} for n, ratio in sizes.items()]
+    rows.append(row | {"map": "givens", "code": POST, "n": 64, "seconds_over_dense": 30.0})
+    files.write_csv(tmp_path / "orthogonal.csv", pd.DataFrame(rows))
+    files.write_json(tmp_path / "orthogonal.json", {"environment": {}})
+    (ours,) = orthogonal_speed.machine(tmp_path / "orthogonal.csv")["ours"].values()
+    assert (ours["over_dense"], ours["n"], ours["meets_goal"]) == (1.31, 256, False)

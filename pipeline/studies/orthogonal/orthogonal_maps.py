@@ -1,4 +1,4 @@
-"""Four charts of one group: how the maps of `osa.orthogonal` from X to rotations Q(X) ∈ SO(n) part from one another.
+"""Four charts of one group: how the maps of osa/constrained/orthogonal.py from X to rotations Q(X) ∈ SO(n) differ.
 
 All have Q(0) = I and the same derivative there. In the plane each is an angle; beyond it they differ from exp(A) by a power
 of the distance from 0.
@@ -23,12 +23,9 @@ from pipeline.lab import Lab
 from pipeline.measures import norm
 from pipeline.report import charts
 from pipeline.report.looks import PALETTE, STYLE
-from pipeline.report.numbers import number
-from pipeline.studies import CHECK, Finding, Measure, Tables
-from pipeline.studies._findings import largest, log_log_slope
+from pipeline.studies import Study, Tables, check
+from pipeline.studies._summaries import log_log_slope
 
-place = 63.5
-POST = "“Orthogonal Linear Layers in PyTorch”"
 EXACT = "exponential"  # what the others are compared with
 ANGLES = {  # of Q(X) for n = 2, by x = X₂₁
     "givens": lambda x: x,
@@ -37,7 +34,6 @@ ANGLES = {  # of Q(X) for n = 2, by x = X₂₁
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
 ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
-SECOND = 2  # the least power of any map whose derivative at 0 is A
 NEAR = 1e-2  # ‖tA‖₂ up to which the power is read off
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # of an angle in float64
@@ -62,8 +58,8 @@ def plane(settings: Settings) -> Iterator[dict]:
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)
     stacked[:, 1, 0] = x
-    for name, of in MAPS.items():
-        q = of(stacked)  # (x, 2, 2)
+    for name, function in MAPS.items():
+        q = function(stacked)  # (x, 2, 2)
         angles = np.unwrap(torch.atan2(q[:, 1, 0], q[:, 0, 0]).numpy())
         angles -= angles[len(x) // 2]
         errors = np.abs(angles - ANGLES[name](x.numpy())) if name in ANGLES else np.full(len(x), math.nan)
@@ -84,46 +80,25 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
             yield from ({"map": name, "n": n, "seed": seed, "t": t, "distance": distance} for t, distance in rows)
 
 
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """Whether angles are those of `ANGLES`, and the power of t with which a map leaves the exponential that of `ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
-    angles = [
-        largest(f"{name.capitalize()}: error of the angle", own["error"], TOLERANCE)
-        for name, own in plane[plane["map"].isin(ANGLES)].groupby("map", sort=False)
-    ]
-    return [
-        Finding(
-            id="orthogonal_maps",
-            title="Four charts of one group",
-            place=POST,
-            kind=CHECK,
-            statement="In the plane, X₂₁ = x is a rotation by x for Givens and for the exponential, and by 2 arctan(x/2), "
-            "which never comes to a half turn, for Cayley and for Householder. In more dimensions the exponential is left "
-            "by the third power of the distance from I by Cayley, whose series agrees one term further, and by the second "
-            "by Givens and Householder, which take planes or vectors one after another.",
-            rule=f"In float64: every angle is right to {number(TOLERANCE)}, and along every random direction the slope of "
-            f"log ‖Q(tX) − exp(tA)‖₂ over log t, up to ‖tA‖₂ = {NEAR:g}, is that power to {SLOPE_TOLERANCE:g}.",
-            measures=[*angles, *(of_order(name, own) for name, own in apart.groupby("map", sort=False))],
-            figure=draw(plane, apart),
-            caption="Left, the angle of rotation by x for n = 2; dashed, a half turn. Right, the distance from the "
-            f"exponential along a random direction in n = {apart['n'].max()} dimensions.",
-            remark="So one learning rate means one step in all of them near the base, and no longer far from it.",
-        )
-    ]
-
-
-def of_order(name: str, own: pd.DataFrame) -> Measure:
-    """The power of t with which a map leaves the exponential, where it is farthest from what it should be."""
-    near = own[own["t"] <= NEAR].groupby(["n", "seed"])[["t", "distance"]]
+    near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))
-    if name not in ORDERS:  # one that is new: what all have in common, an equal derivative at 0
-        least = SECOND - SLOPE_TOLERANCE
-        return Measure(f"{name.capitalize()}: slope of log ‖Q − exp(A)‖₂", slopes.min(), side="above", limit=least)
-    what = f"{name.capitalize()}: slope of log ‖Q − exp(A)‖₂ less {ORDERS[name]}"
-    return largest(what, (slopes - ORDERS[name]).abs(), SLOPE_TOLERANCE)
+    rows = {}
+    for name in MAPS:
+        own = {"angle": check(float(plane.loc[plane["map"] == name, "error"].max()), TOLERANCE)} if name in ANGLES else {}
+        if name in ORDERS:
+            error = float((slopes[name] - ORDERS[name]).abs().max())
+            own |= {"order": ORDERS[name], "slope": check(error, SLOPE_TOLERANCE)}
+        rows[name] = own
+    return {"maps": rows}
 
 
 @matplotlib.rc_context(STYLE)
-def draw(plane: pd.DataFrame, apart: pd.DataFrame) -> Figure:
+def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
+    """The angle in the plane, and the distance from the exponential in the most dimensions."""
+    plane, apart = tables["plane"], tables["apart"]
     figure, (left, right) = charts.panels(2, 3.6)
     style = {name: {"color": COLOURS[name], "linestyle": (0, (5, 5)) if name in DASHED else "-"} for name in MAPS}
     for name, own in plane.groupby("map", sort=False):
@@ -138,3 +113,6 @@ def draw(plane: pd.DataFrame, apart: pd.DataFrame) -> Figure:
     right.set(title="‖Q(tX) − exp(tA)‖₂", xlabel="‖tA‖₂")
     charts.legend(figure, [Line2D([], [], color=COLOURS[name], label=name.capitalize()) for name in MAPS], 4)
     return figure
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise, figures={"orthogonal_maps": draw})

@@ -8,11 +8,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import matplotlib
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from torch import Generator, Tensor
 
 from osa.functional import orthogonal_attention_matrix
@@ -20,14 +17,8 @@ from osa.modules import OrthogonalSelfAttention
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, norm
-from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE, look
-from pipeline.report.numbers import number
-from pipeline.studies import CHECK, OBSERVATION, Finding, Measure, Table, Tables
-from pipeline.studies._findings import largest
+from pipeline.studies import Study, Tables, check
 
-place = 62
-PAPER = "Zhang et al. 2021, Theorem 2.1"
 GAUSSIAN = "Gaussian"
 SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and keys
 KEY_MEANS = (0.0, 3.0)  # added to all keys alike, which changes no softmax attention
@@ -123,84 +114,18 @@ def attained() -> pd.DataFrame:
     return pd.DataFrame({"epsilon": EPSILONS, "ratio": ratios})
 
 
-def findings(settings: Settings, tables: Tables, lab: Lab) -> list[Finding]:
-    return [bounds(tables, lab), typical(tables["softmax"], lab)]
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """The theorem, the bound that is four times as sharp and its sharpness, the bound of orthogonal attention, and how far
+    below the bound rows are at random directions."""
+    softmax, orthogonal = tables["softmax"], tables["orthogonal"]
+    random = softmax[softmax["epsilon"] > 0]
+    return {
+        "stated": check(float(softmax["largest"].max()), 1 + ROUNDING),
+        "quarter": check(float(softmax["largest"].max()), QUARTER + ROUNDING),
+        "attained": check(4 * float(tables["attained"]["ratio"].max()), 1 - 4 * ROUNDING, "above"),
+        "orthogonal": check(float(orthogonal["largest"].max()), 1 + ROUNDING),
+        "typical": {source: float(own["median"].median()) for source, own in random.groupby("source", sort=False)},
+    }
 
 
-def bounds(tables: Tables, lab: Lab) -> Finding:
-    """The theorem, the bound that is four times as sharp, and that of orthogonal attention."""
-    softmax, orthogonal, sharpest = tables["softmax"], tables["orthogonal"], tables["attained"]["ratio"].max()
-    case = "N = 2, K = (1, −1)ᵀ, q = 0"
-    reached = Measure(
-        f"The case {case}: change over the stated bound, over ¼", 4 * sharpest, side="above", limit=1 - 4 * ROUNDING
-    )
-    return Finding(
-        id="perturbation",
-        title="A row of attention follows its query, four times as closely as stated",
-        place=PAPER,
-        kind=CHECK,
-        statement="‖A'ᵢ − Aᵢ‖ ≤ 2‖K‖₂ε/√d_v for softmax. It holds, and so does a quarter of it: the softmax’s Jacobian "
-        "diag f − ffᵀ has norm ≤ ½ (Gershgorin), which N = 2 reaches. For all of A = exp(S), ‖A' − A‖₂ ≤ ‖S' − S‖₂ ≤ "
-        "(α/√d_v)‖K‖₂ε.",
-        measures=[
-            largest("Softmax: change over the stated bound", softmax["largest"], 1 + ROUNDING),
-            largest("Softmax: change over the stated bound, against ¼", softmax["largest"], QUARTER + ROUNDING),
-            reached,
-            largest("Orthogonal attention: change over its bound", orthogonal["largest"], 1 + ROUNDING),
-        ],
-        rule="In float64 and in every case: softmax's ratios are ≤ ¼ and so ≤ 1, one case comes to ¼, and orthogonal "
-        f"attention's are ≤ 1, but for a rounding of {number(ROUNDING)}.",
-        figure=draw(tables, lab),
-        caption="The largest change over its bound and, dotted, the median, over ε; dashed, the bound and a quarter of it. "
-        "Medians below the panels’ edge are of keys that are all but alike, whose mean moves no attention.",
-        remark="The bound has ‖K‖₂ in it and not AᵀA: it is no reason to penalise AᵀA − I. It speaks of Q alone, while a "
-        "token that changes moves K and V too.",
-        models=MODELS,
-    )
-
-
-def typical(table: pd.DataFrame, lab: Lab) -> Finding:
-    """How far below the bound rows are, and what the keys' mean adds to it."""
-    columns = ["Queries and keys", "Worst direction", "Largest, random", "Median, random", "Least ‖K − 1k̄ᵀ‖₂ / ‖K‖₂"]
-    measures, rows = [], []
-    for source, own in table.groupby("source", sort=False):
-        name = source if source == GAUSSIAN else f"{lab.label(source)}, as initialised"
-        worst, random = own[own["epsilon"] == 0], own[own["epsilon"] > 0]
-        measures.append(Measure(f"{name}: median of random changes over the bound", random["median"].median()))
-        numbers = worst["largest"].max(), random["largest"].max(), random["median"].median(), own["centred_keys"].min()
-        rows.append([name, *map(number, numbers)])
-    return Finding(
-        id="perturbation_typical",
-        title="How loose the bound is",
-        place=PAPER,
-        kind=OBSERVATION,
-        statement="The change of a row over 2‖K‖₂ε/√d_v. A vector added to all keys raises ‖K‖₂ and moves no attention: "
-        "‖K − 1k̄ᵀ‖₂, with the keys’ mean k̄, bounds as well.",
-        measures=measures,
-        table=Table(columns, rows),
-        remark="Of trained models the worst direction alone is known, from the study penalties.",
-        models=MODELS,
-    )
-
-
-@matplotlib.rc_context(STYLE)
-def draw(tables: Tables, lab: Lab) -> Figure:
-    """The largest and the median ratio of each model over ε."""
-    figure, panels = charts.panels(2, 3.9, sharey=True)
-    titles = {"softmax": "Softmax, a row", "orthogonal": "Orthogonal attention, all rows"}
-    colours = {GAUSSIAN: PALETTE[6]} | {variant: look(variant).colour for variant in MODELS}
-    for axes, (name, title) in zip(panels, titles.items(), strict=True):
-        table = tables[name][tables[name]["epsilon"] > 0]
-        for source, own in table.groupby("source", sort=False):
-            of = own.groupby("epsilon")
-            axes.plot(of["largest"].max(), color=colours[source], marker="o", markersize=4)
-            axes.plot(of["median"].median(), color=colours[source], linestyle=":", marker="o", markersize=3)
-        for bound in (1.0, QUARTER)[: 2 if name == "softmax" else 1]:
-            axes.axhline(bound, **charts.EXPECTED)
-        charts.logarithmic(axes, "x", "y")
-        axes.set(title=title, xlabel="ε", ylim=(1e-5, 2))
-    panels[0].set_ylabel("Change over its bound")
-    names = {source: source if source == GAUSSIAN else lab.label(source) for source in colours}
-    handles = [Line2D([], [], color=colours[source], label=name) for source, name in names.items()]
-    charts.legend(figure, [*handles, charts.expected_line("the bound, and ¼ of it")], 3)
-    return figure
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

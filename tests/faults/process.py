@@ -106,5 +106,6 @@ def leftovers() -> list[Path]:
 
 
 def clear() -> None:
+    assert not (Path.cwd() / ".git").exists()  # never the repository's own runs
     for name in ("paper_outputs/runs", "paper_outputs/weights", ".checkpoints"):
         shutil.rmtree(name, ignore_errors=True)

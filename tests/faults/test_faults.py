@@ -38,13 +38,12 @@ trials = pytest.mark.parametrize("seed", range(TRIALS))
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Makes a project the working directory, and trains; the run's files and its seconds."""
-    before = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("faults"))
-    write_project()
-    status, errors = Training().end()
-    assert (status, errors) == (0, [])
-    yield outputs() | {RUN.outputs[-1]: RUN.outputs[-1].read_bytes()}, RUN.read("record")["seconds"]
-    os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("faults"))
+        write_project()
+        status, errors = Training().end()
+        assert (status, errors) == (0, [])
+        yield outputs() | {RUN.outputs[-1]: RUN.outputs[-1].read_bytes()}, RUN.read("record")["seconds"]
 
 
 @pytest.fixture

@@ -63,7 +63,8 @@ def find_runs(params: Params) -> list[dict]:
     runs = [read_run(variant, seed) for variant, seed in listed]
     missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
     if len(missing) == len(runs):
-        raise UserError(f"runs/ holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
+        folder = results.FOLDER / results.TABLE_2
+        raise UserError(f"{folder} holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
     strays = {path.parent for path in Path(results.FOLDER, results.TABLE_2).glob("*/*/metrics.json")}

@@ -22,6 +22,7 @@ from pipeline.report import figures, page, results
 from pipeline.report.looks import look
 from pipeline.report.results import FOLDER, TABLE_2
 from pipeline.studies import Study
+from pipeline.verdicts import LEVEL
 
 PAGES = {"paper": "report", "research": "research"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
@@ -78,6 +79,7 @@ def common(lab: Lab) -> dict[str, Any]:
     content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
     content |= {
         "provenance": results.provenance(records),
+        "level": LEVEL,
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),
     }

@@ -34,7 +34,7 @@ def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
                 )
                 if (points["n"] > 1).any():
                     band = {"color": style.colour, "alpha": 0.15, "linewidth": 0}
-                    axes.fill_between(points["epoch"], points["min"], points["max"], **band)
+                    axes.fill_between(points["epoch"], points["min"], points["max"], gid=f"{curve}.{variant}.band", **band)
             axes.set(title=PANELS[curve], xlabel="Epoch")
             of_losses(axes)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=4)

@@ -82,7 +82,7 @@ def holds(check: Mapping[str, Any]) -> Markup:
 
 @functools.cache
 def _markdown() -> MarkdownIt:
-    return MarkdownIt("commonmark", {"html": True}).enable("table")
+    return MarkdownIt("commonmark", {"html": True, "typographer": True}).enable(["table", "smartquotes"])
 
 
 def word_count(markdown: str) -> int:

@@ -17,8 +17,11 @@ from pipeline.report.page import TEMPLATES, to_html, word_count
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 2_500_000)}  # words, bytes of HTML
 # What a text may have digits in: names of parts of papers, years, data sets, and identifiers
 NAMES = re.compile(
-    r"(Table|Figure|Section|Sections|Theorem|Theorems|Eq\.|Lemma|Remark|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP) ?[\d.]+(?: and \d+)?"
-    r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day)[^.|\n]{0,40}? (19|20)\d\d|CIFAR-10|float(16|32|64)|bfloat16|W[12]|[A-Z]-?\d|[₀-₉²³]"
+    r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"
+    r" ?[\d.]+(?:(?:,| and| to) [\d.]+)*"
+    r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day)[^|\n]{0,40}? (19|20)\d\d"
+    r"|CIFAR-10|b?float(16|32|64)|W[12]|[A-Z]-?\d|[₀-₉²³]"
+    r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # and parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
 )
 DIALECT = ("so many of", "is asked", " told", "undecided about", "anew", "lest ")
 
@@ -76,7 +79,7 @@ def test_every_figure_and_link_of_a_page_is_there(name):
     missing = [link for link in links if not link.startswith("http") and not (ROOT / "paper_outputs" / link).exists()]
     assert not missing
     anchors = {page.anchor(title) for title in re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)}
-    assert {link for link in re.findall(r"\]\(#([^)]*)\)", markdown)} <= anchors
+    assert set(re.findall(r"\]\(#([^)]*)\)", markdown)) <= anchors
 
 
 @pytest.mark.parametrize("template", sorted(TEMPLATES.rglob("*.md.j2")), ids=lambda path: str(path.relative_to(TEMPLATES)))

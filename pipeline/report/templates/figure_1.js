@@ -7,9 +7,9 @@ if (figure) {
     for (const [variant, points] of Object.entries(models)) {
       const group = document.getElementById(`figure-1-${curve}.${variant}`);
       const path = group?.querySelector("path");
-      if (!path) continue;
-      const places = [...path.getAttribute("d").matchAll(/(-?[\d.]+) (-?[\d.]+)/g)].map(([, x, y]) => [+x, +y]);
-      lines.push({ group, variant, points, places, path });
+      const places = [...(path?.getAttribute("d") ?? "").matchAll(/(-?[\d.]+) (-?[\d.]+)/g)].map(([, x, y]) => [+x, +y]);
+      if (places.length !== points.length) continue;
+      lines.push({ group, variant, points, places, path, band: document.getElementById(`${group.id}.band`) });
     }
   }
   const tip = document.createElement("output");
@@ -20,7 +20,7 @@ if (figure) {
     tip.hidden = true;
     for (const line of lines) line.group.style.opacity = "";
   };
-  figure.addEventListener("pointermove", (event) => {
+  const show = (event) => {
     let best = null;
     for (const line of lines) {
       if (line.group.style.display === "none") continue;
@@ -33,13 +33,15 @@ if (figure) {
     }
     if (!best) return hide();
     const [epoch, loss] = best.line.points[best.i];
-    tip.textContent = `${labels[best.line.variant]}: ${loss.toPrecision(3)} at epoch ${epoch}`;
-    const box = tip.parentElement.getBoundingClientRect();
-    tip.style.left = `${Math.min(best.at.x - box.left + 10, box.width - 190)}px`;
-    tip.style.top = `${best.at.y - box.top - 34}px`;
+    tip.textContent = `${labels[best.line.variant]}: ${loss.toPrecision(3)} at epoch ${+epoch.toFixed(2)}`;
     tip.hidden = false;
+    const box = tip.parentElement.getBoundingClientRect();
+    tip.style.left = `${Math.min(best.at.x - box.left + 10, box.width - tip.offsetWidth)}px`;
+    tip.style.top = `${best.at.y - box.top - 34}px`;
     for (const line of lines) line.group.style.opacity = line.variant === best.line.variant ? "" : "0.25";
-  });
+  };
+  figure.addEventListener("pointermove", show);
+  figure.addEventListener("pointerdown", show); // of a finger, which does not hover
   figure.addEventListener("pointerleave", hide);
   for (const text of figure.querySelectorAll("[id$='legend_1'] text")) {
     const variant = Object.keys(labels).find((name) => labels[name] === text.textContent);
@@ -48,7 +50,7 @@ if (figure) {
     text.addEventListener("click", () => {
       const own = lines.filter((line) => line.variant === variant);
       const hidden = own[0]?.group.style.display === "none";
-      for (const line of own) line.group.style.display = hidden ? "" : "none";
+      for (const { group, band } of own) for (const part of [group, band]) if (part) part.style.display = hidden ? "" : "none";
       text.style.opacity = hidden ? "" : "0.4";
     });
   }

@@ -74,7 +74,8 @@ def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Fig
         axes.plot(row["change"], y, "o", color=colour, markersize=4.5)
     for side in (-MARGIN, MARGIN):
         axes.axvline(side, **charts.EXPECTED)
-    names = [f"{lab.label(row['variant'])}, {row['key'].split('.')[-1]}: {row['value']}" for row in rows]
+    topics = {detail.key: detail.topic for detail in lab.paper.left_open}
+    names = [f"{topics[row['key']]}, {lab.label(row['variant'])}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=7.5)
     axes.set(xlabel="Change of test accuracy (points)", ylim=(len(rows) - 0.5, -0.5))
     return figure

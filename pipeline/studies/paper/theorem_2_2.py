@@ -156,21 +156,19 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
         "softmax": "Softmax",
     }
     ticks = [0, *(4**k for k in range(deepest.bit_length()) if 4**k <= deepest)]
-    figure, panels = charts.panels(3, 2.8, sharey=True)
+    figure, panels = charts.panels(3, 2.1, sharey=True)
     for axes, (stack, title) in zip(panels, stacks.items(), strict=True):
         wide = spectra[spectra["stack"] == stack].pivot(index="depth", columns="index", values="eigenvalue")
         relative = wide.div(wide[1], axis=0)
         relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)  # to just below the axis
         for (i, line), colour in zip(relative.items(), charts.ramp(wide.shape[1]), strict=True):
             axes.plot(line, color=colour, linewidth=0.9, solid_capstyle="round", zorder=100 - i)
-        charts.logarithmic(axes, "y", numticks=6)
+        charts.logarithmic(axes, "y", numticks=4)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(ticks, ticks)
         axes.set_xticks([], minor=True)
-        first, last = (effective_rank(torch.tensor(wide.loc[depth].to_numpy())) for depth in (0, deepest))
-        label = f"Layers\neffective rank {first:.1f} → {last:.1f}"
-        axes.set(title=title, xlabel=label, xlim=(0, deepest), ylim=(floor, 3))
-    panels[0].set_ylabel("Eigenvalues of X Xᵀ, relative")
+        axes.set(title=title, xlabel="Layers", xlim=(0, deepest), ylim=(floor, 3))
+    panels[0].set_ylabel("Eigenvalue / largest")
     return figure
 
 

@@ -8,7 +8,7 @@ With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/r
 
 import argparse
 
-from pipeline import runs, studies
+from pipeline import runs, studies, tracking
 from pipeline.core import params
 from pipeline.core.errors import entry_point
 from pipeline.training.loop import make_deterministic
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")
     parser.add_argument("--study", help="as this study trains it: by the paper's recipe, among that study's runs")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
+    parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args()
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
@@ -35,6 +36,8 @@ def main() -> None:
         config = params.resolve(settings, arguments.variant, overrides)
     run = runs.Run(arguments.variant, arguments.seed, study, overrides)
     train(run, config, watch=watch, eager=arguments.eager)
+    if not arguments.no_tracking:
+        tracking.sync_quietly(run)
     if study == runs.TRIES:
         print(f"The run is in {run.folder}.")
 

@@ -1,30 +1,37 @@
-"""The runs in MLflow, as a view of the files under runs/, which stay the truth.
+"""The runs in MLflow, as a view of the files under paper_outputs/runs, which stay the truth.
 
-    python -m pipeline.tracking sync [--from DIR]   import every finished run that MLflow does not have
-    python -m pipeline.tracking ui                  sync, then serve MLflow on 127.0.0.1:$PORT (5000)
-    python -m pipeline.tracking watch FOLDER        follow one training while it runs (trainings start this themselves)
+    python -m pipeline.tracking sync [--from DIR]   bring MLflow up to date with the runs, and with those that train now
+    python -m pipeline.tracking ui                  serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
 
-The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says. It may be deleted: sync rebuilds it.
+The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says.
 """
 
 import argparse
 from pathlib import Path
 
 from pipeline.core.errors import entry_point
-from pipeline.tracking.sync import sync, ui
-from pipeline.tracking.watcher import watch
 
 
 @entry_point
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    importing = commands.add_parser("sync", help="import finished runs that MLflow does not have")
-    importing.add_argument("--from", dest="base", type=Path, default=Path("."), help="a folder with runs/")
-    commands.add_parser("ui", help="sync, then serve MLflow on 127.0.0.1")
-    commands.add_parser("watch", help="follow one training").add_argument("folder", type=Path)
-    arguments = vars(parser.parse_args())
-    {"sync": sync, "ui": ui, "watch": watch}[arguments.pop("command")](**arguments)
+    sync_parser = commands.add_parser("sync", help="bring MLflow up to date with the runs")
+    sync_parser.add_argument("--from", dest="base", type=Path, default=Path("."), help="a folder with paper_outputs/runs")
+    sync_parser.add_argument("--only", metavar="RUN", help="one run, as in table_2/osa_qr/0")
+    commands.add_parser("ui", help="serve MLflow on 127.0.0.1, and sync every few seconds")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "ui":
+        from pipeline.tracking.ui import ui
+
+        ui()
+    else:
+        from pipeline.tracking.store import address, without_password
+        from pipeline.tracking.sync import sync
+
+        new, runs = sync(chosen.base, only=chosen.only)
+        hint = "" if runs else " Trainings leave records: run `dvc repro` or `dvc pull`."
+        print(f"{new} of {runs} runs were new to MLflow at {without_password(address())}.{hint}")
 
 
 if __name__ == "__main__":

@@ -9,18 +9,6 @@ RESULT = ("test_accuracy", "test_accuracy_std", "difference_to_paper", "paper_te
 SEED = ("test_accuracy", "difference_to_paper", "test_loss", "train_accuracy", "train_loss", "seconds")
 STUDY = ("test_accuracy", "test_accuracy_std", "test_loss", "train_loss", "num_seeds", "num_diverged")
 
-OPENING = """<script>
-localStorage["mlflow.workflowType_v1"] ??= '"machine_learning"'
-localStorage["mlflow.assistant.fab.autoOpenedOnFirstLoad_v1"] ??= "true"
-if (["", "#/"].includes(location.hash)) location.replace("{address}")
-</script>"""
-
-
-def opening_on(page: str, address: str) -> str:
-    """MLflow's page, which then opens on this address of its own where none is given; as one that trains models, and
-    without the assistant, which else takes a third of it on the first visit."""
-    return page.replace("<head>", f"<head>{OPENING.format(address=address)}", 1)
-
 
 def views(studies: Iterable[str]) -> dict[str, tuple[str, str]]:
     """By the end of its address, the name of each view, and itself as MLflow saves views."""

@@ -1,0 +1,136 @@
+"""Where MLflow keeps the runs, and what to do where it fails."""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
+
+from pipeline.core.errors import UserError
+
+ENVIRONMENT = {  # set before MLflow is imported, where the user has not set them
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_DISABLE_AGENT_HINT": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its background jobs are for language models
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+VARIABLE = "MLFLOW_TRACKING_URI"
+PATIENCE_SECONDS = 30  # with another process that writes
+
+
+def root() -> Path:
+    """The repository root, also where DVC runs a stage in a temporary copy of the repository."""
+    return Path(os.environ.get("DVC_ROOT") or ".").resolve()
+
+
+def address() -> str:
+    """MLFLOW_TRACKING_URI, or the SQLite database at the repository root.
+
+    An SQLite address cannot quote a `?`, `#` or `%` in the name of a folder above: there the path is relative.
+    """
+    path = root() / "mlflow.db"
+    path = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
+    return os.environ.get(VARIABLE) or f"sqlite:///{path}"
+
+
+def artifacts() -> str:
+    return (root() / "mlartifacts").as_uri()
+
+
+def connect() -> tuple[Any, FileLock]:
+    """A client of MLflow, and the lock to hold while one writes.
+
+    Raises:
+        UserError: MLflow is not installed, does not answer or cannot read its store.
+    """
+    uri = address()
+    lock = FileLock(f"{_database(uri) or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
+    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    try:
+        from mlflow import MlflowClient
+    except ImportError as error:
+        raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
+    for name in ("mlflow", "alembic", "urllib3"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with explained():
+        if (path := _database(uri)) and not path.parent.is_dir():
+            raise UserError(
+                f"{VARIABLE} names {path}, but there is no folder {path.parent}: create it, or correct the path."
+            )
+        with lock:
+            if path and not (path.exists() and path.stat().st_size):
+                _create(path, MlflowClient)
+            return MlflowClient(uri), lock
+
+
+def _database(uri: str) -> Path | None:
+    """The file of an SQLite store."""
+    return Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
+
+
+def _create(path: Path, client: type) -> None:
+    """Makes an empty store under another name first: a kill in between would leave half of its tables."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    client(f"sqlite:///{partial.as_posix()}").search_experiments()
+    os.replace(partial, path)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turns a failure of MLflow or of its store inside into a UserError that says why and what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        if not isinstance(error, MlflowException | SQLAlchemyError | ImportError | OSError):
+            raise
+        why = cause(error)
+        raise UserError(f"MLflow at {without_password(address())} failed ({why}): {_remedy(error, why)}.") from None
+
+
+def _remedy(error: Exception, why: str) -> str:
+    """What helps, without the loss of a run: nobody can rebuild a store that holds other people's too."""
+    is_ours = not os.environ.get(VARIABLE)
+    if isinstance(error, Timeout) or "database is locked" in why:
+        return "another process writes to it, so wait for that and give the command again"
+    if "schema" in why or "revision" in why:
+        return f"copy it to a safe place, then `mlflow db upgrade {address() if is_ours else f'${VARIABLE}'}`"
+    if isinstance(error, ImportError):
+        return f"install that driver, or correct {VARIABLE}"
+    if is_ours:
+        return "move it away, and this command makes another from the runs"
+    return f"start it, or correct {VARIABLE}" if address().startswith("http") else f"correct {VARIABLE}, or unset it"
+
+
+def cause(error: BaseException) -> str:
+    """What is behind an error, on one line: MLflow's own message is an address, and what was wrong comes last."""
+    while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = behind
+    return without_password((str(error).splitlines() or [type(error).__name__])[0])
+
+
+def without_password(text: str) -> str:
+    """`text` without the password of the store's address, and without what stands before an `@` of any other."""
+    try:
+        password = urlsplit(address()).password
+    except ValueError:
+        password = None
+    return re.sub(r"(?<=://)\S*@", "", text.replace(password, "***") if password else text)
+
+
+def warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""MLflow's pages over the runs, as they train: `make ui`."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.core.errors import UserError
+from pipeline.tracking import records, store
+from pipeline.tracking.sync import Experiment, sync
+
+POLL_SECONDS = 3.0
+
+
+def ui() -> None:
+    """Serves the store on 127.0.0.1 and syncs it whenever a record changes, until it is interrupted."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    uri, server = store.address(), None
+    site = store.without_password(uri).rstrip("/")
+    try:
+        if not uri.startswith("http"):
+            server, site = serve(os.environ.get("PORT") or "5000")
+        print(f"{'MLflow':<22}{site}", flush=True)
+        follow(server, site)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if server:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)  # its workers too
+            server.wait()
+
+
+def serve(port: str) -> tuple[subprocess.Popen, str]:
+    """MLflow's own server and its address, once it answers."""
+    try:
+        socket.create_server(("127.0.0.1", int(port))).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(f"port {port} cannot be used ({error}): choose another, as in `PORT=5001 make ui`.") from None
+    if not os.environ.get(store.VARIABLE) and not (store.root() / "mlflow.db").exists():
+        store.connect()  # which a kill cannot leave half made
+    os.environ.update(store.ENVIRONMENT | os.environ)
+    command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1", "--no-serve-artifacts"]
+    command = [
+        sys.executable,
+        *command,
+        "--backend-store-uri",
+        store.address(),
+        "--default-artifact-root",
+        store.artifacts(),
+    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen(command, start_new_session=True, **quiet)
+    try:
+        while server.poll() is None:
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", int(port))) == 0:
+                    return server, f"http://127.0.0.1:{port}"
+            time.sleep(0.1)
+    except BaseException:
+        os.killpg(server.pid, signal.SIGTERM)
+        raise
+    raise UserError(f"MLflow's server does not start: `{store.without_password(shlex.join(command))}` says why.")
+
+
+def follow(server: subprocess.Popen | None, site: str) -> None:
+    """Prints the address of each view, then syncs again and again."""
+    opened, paths, seen = store.connect(), records.find(Path(".")), None
+    experiment = Experiment(opened[0])
+    page = f"{site}/#/experiments/{experiment.id}/runs?workflowType=machine_learning&viewStateShareKey="
+    for key, name in experiment.write_views(paths).items():
+        print(f"{name:<22}{page}{key}")
+    print(f"{'Curves of the models':<22}{page}models&compareRunsMode=CHART", flush=True)
+    while server is None or server.poll() is None:
+        # Also now and then with no new point: a training that was killed writes none.
+        state = int(time.time() / records.LOST_SECONDS), {path: _age(path) for path in records.find(Path("."))}
+        if state != seen:
+            try:
+                sync(opened=opened)
+            except UserError as error:
+                store.warn(str(error))
+            seen = state
+        time.sleep(POLL_SECONDS)
+    raise UserError("MLflow's server has ended: `make ui` starts it again.")
+
+
+def _age(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

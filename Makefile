@@ -5,14 +5,13 @@ VENV := .venv
 TORCH ?= $(shell cat $(VENV)/.torch 2>/dev/null)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-TOOK = $(shell sed -n 's/.*"took": "\(.*\)".*/\1/p' paper_outputs/quickstart.json)
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart check test plan reproduce benchmark gpu ui lint readme lock
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { sub("TOOK", "$(or $(TOOK),minutes)"); printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed  ## create .venv and install the pinned requirements; TORCH=cpu for PyTorch without CUDA
 
@@ -34,7 +33,7 @@ $(VENV)/.cluster: requirements-cluster.txt $(VENV)/.installed
 	$(PIP) -r requirements-cluster.txt
 	@touch $@
 
-quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download: in TOOK
+quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download, in minutes
 	$(RUN) python -m pipeline.tools.quickstart
 
 check: setup  ## the quick tests and ruff: an answer in a minute

@@ -78,9 +78,3 @@ def test_otherwise_setup_installs_the_requirements_as_they_are(make):
     planned = make("--dry-run", "setup").stdout
     assert "pip install --quiet --disable-pip-version-check -r requirements.txt\n" in planned
     assert "TORCH_INDEX" not in planned and "pytorch.org" not in planned
-
-
-def test_help_says_how_long_the_quickstart_took(make, tmp_path):
-    files.write_json(tmp_path / "paper_outputs/quickstart.json", {"seconds": {"fetch": 2}, "took": "83 s on a machine"})
-    line = next(line for line in make().stdout.splitlines() if line.startswith("make quickstart"))
-    assert line.endswith("83 s on a machine")

@@ -290,7 +290,7 @@ def take_over(source: Path) -> None:
     if not same_params:
         print("The benchmarks are of other parameters: left there.")
     if not is_known:
-        raise UserError(fan_out.NOT_TOLD)
+        raise UserError(fan_out.COMMIT_FAILED)
 
 
 def is_whole(run: Run) -> bool:

@@ -1,0 +1,40 @@
+"""How long a training takes, by the records of those that have ended."""
+
+from collections.abc import Iterable
+from statistics import median
+
+from pipeline import runs
+from pipeline.core.params import RunConfig
+from pipeline.runs import Run
+
+TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 elsewhere
+
+
+def work(config: dict) -> float:
+    """What a training's time is proportional to: images seen times blocks."""
+    return config["train"]["epochs"] * TRAIN_IMAGES.get(config["data"]["source"], 60_000) * config["model"]["depth"]
+
+
+def estimate(run: Run, config: RunConfig, records: Iterable[dict]) -> float | None:
+    """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any."""
+    keys = [(run.study, run.name), run.variant, None]
+    groups: list[list[float]] = [[], [], []]
+    planned = work(config.model_dump())
+    for record in records:
+        seconds = record["seconds"] * planned / work(record["config"])
+        for key, group, own in zip(keys, groups, [(record["study"], record["name"]), record["variant"], None], strict=True):
+            if key == own:
+                group.append(seconds)
+    return next((median(group) for group in groups if group), None)
+
+
+def finished() -> list[dict]:
+    """The records of all runs that finished."""
+    records = [runs.read_record(path.parent) for path in sorted(runs.FOLDER.glob("*/*/*/record.json"))]
+    return [record for record in records if record["status"] == "finished"]
+
+
+def duration(seconds: float) -> str:
+    """2 h 5 min, 12 min or 40 s."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"

@@ -1,0 +1,83 @@
+"""The plan names what would run and why, and how long by the records, without data or weights."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import sources
+from pipeline.core import files, params
+from pipeline.runs import Run
+from pipeline.tools import fan_out, plan
+from tests.pipeline.trainings import trained, write_data, write_params
+
+pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of DVC's own use of pygtrie
+GRAPH = """
+stages:
+  sources: {cmd: mkdir -p paper_outputs/sources && cp code paper_outputs/sources/one.txt, deps: [code],
+            outs: [paper_outputs/sources]}
+  one: {cmd: mkdir one, deps: [paper_outputs/sources], outs: [one]}
+  train:
+    matrix: {variant: [vit], seed: [0]}
+    cmd: "true"
+    deps: [data/mnist]
+    params: [train, model]
+    outs:
+      - paper_outputs/weights/table_2/${item.variant}/${item.seed}.pt
+      - paper_outputs/runs/table_2/${item.variant}/${item.seed}/metrics.json: {cache: false}
+  tables: {cmd: mkdir -p tables, deps: [paper_outputs/runs/table_2/vit/0/metrics.json], outs: [tables]}
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """One run of 4 epochs, 2 blocks and, by its record, an hour, which DVC knows; its weights and data are gone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: [])
+    write_params(run={"variants": ["vit"], "seeds": [0]}, train={"epochs": 4})
+    write_data()
+    run = trained("vit")
+    files.write_json(run.folder / "record.json", run.read("record") | {"seconds": 3600.0})
+    Path("dvc.yaml").write_text(GRAPH)
+    Path("code").write_text("A = 1")
+    files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
+    for command in ("commit --force train@vit-0", "repro --quiet"):
+        subprocess.run([sys.executable, "-m", "dvc", *command.split()], check=True)
+    shutil.rmtree("data"), shutil.rmtree("paper_outputs/weights"), shutil.rmtree(".dvc/cache")
+    monkeypatch.setattr(sources, "text", lambda name: "A = 1")
+
+
+def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
+    plan.main([])
+    text = capsys.readouterr().out
+    assert "up to date" in text and "train (" not in text
+    assert "weights of 1 recorded run" in text and "1 h 0 min" in text
+
+
+def test_an_edit_names_its_group_in_a_line_with_reasons_and_the_time_of_what_is_left(project, capsys):
+    changes = {"train": {"epochs": 1}, "model": {"depth": 3}}
+    edited = params.deep_merge(params.read("params.yaml"), changes)
+    write_params(run=edited["run"], **changes)
+    plan.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("train (vit-0): ") and "train.epochs is 1, was 4" in lines[0]
+    assert "model.depth is 3, was 2" in lines[0] and "about 22 min" in lines[0]  # three eighths of the hour
+    assert "tables" in lines[1] and len(lines) == 3  # it would train again anyway, so no word of its weights
+
+
+def test_an_edit_of_code_that_makes_none_of_a_studys_numbers_stops_at_its_source(project, capsys):
+    Path("code").write_text("A = 1  # a comment")
+    plan.main([])
+    text = capsys.readouterr().out
+    assert text.startswith("sources: code is modified\n") and "one" not in text.splitlines()[1]
+    assert "1 stages will run, up to 0 more" in text
+
+
+def test_what_stops_dvc_is_one_sentence(project, capsys):
+    Path("dvc.lock").write_text("<<<<<<< HEAD\n")
+    with pytest.raises(SystemExit):
+        plan.main([])
+    assert capsys.readouterr().err.startswith("error: ")
+    assert Run("vit", 0).read("record")["seconds"] == 3600

@@ -28,8 +28,8 @@ class Results:
     """Runs and their curves, by name.
 
     Args:
-        tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …), and
-            "watched" of a study that watches its models. Where there is no column `name`, `variant` is it.
+        tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …)
+            and, of a study that watches its models, "watched". Where there is no column `name`, `variant` is it.
     """
 
     def __init__(self, *tables: Mapping[str, pd.DataFrame]) -> None:

@@ -5,7 +5,7 @@ imports, directly or not; comments, docstrings and layout do not count. A study'
 instead of on files, so that an edit of its summary or its figures measures nothing again. Its settings, and a digest of the
 recipe and of the variants, stand there too.
 
-pipeline/core, pipeline/report, pipeline/tracking and the packages' own __init__ files make no number and are left out. So do
+pipeline/core, drawing, report and tracking and the packages' own __init__ files make no number and are left out. So do
 the CUDA kernels on a CPU, whose numbers `osa.NUMERICS` stands for.
 """
 
@@ -22,7 +22,14 @@ from pipeline.core.errors import entry_point
 from pipeline.core.files import ROOT
 
 FOLDER = Path("paper_outputs/sources")
-MAKES_NO_NUMBER = ("osa/kernels", "pipeline/core/", "pipeline/report/", "pipeline/tracking/", "pipeline/runs.py")
+MAKES_NO_NUMBER = (
+    "osa/kernels",
+    "pipeline/core/",
+    "pipeline/drawing/",
+    "pipeline/report/",
+    "pipeline/tracking/",
+    "pipeline/runs.py",
+)
 SHOWS = ("summarise", "figures")  # the parts of a study that make no number
 
 

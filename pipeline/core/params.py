@@ -603,6 +603,11 @@ def _schemas(annotation: Any) -> list[type[Section]]:
     return [schema for argument in get_args(annotation) for schema in _schemas(argument)]
 
 
+def plain(value: Any) -> str:
+    """A value as it is written in params.yaml."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def hint(name: object, known) -> str:
     """The end of a sentence about an unknown name: the nearest known one, or all."""
     close = difflib.get_close_matches(str(name), list(known), n=1)

@@ -17,9 +17,9 @@ from markupsafe import Markup
 from pipeline import studies, study
 from pipeline.core import files, params
 from pipeline.core.errors import UserError, entry_point
+from pipeline.drawing.looks import look
 from pipeline.lab import Lab
 from pipeline.report import figures, page, results
-from pipeline.report.looks import look
 from pipeline.report.results import FOLDER, TABLE_2
 from pipeline.studies import Study
 from pipeline.verdicts import LEVEL

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from pipeline.core.params import Params
-from pipeline.report.looks import STYLE, look, on_page
+from pipeline.drawing.looks import STYLE, look, on_page
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}

@@ -5,7 +5,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import pandas as pd
 
@@ -106,8 +105,3 @@ def listing(items: Iterable[str]) -> str:
     """a, b and c."""
     *others, last = list(items)
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def plain(value: Any) -> str:
-    """A value of params.yaml as it is written there."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,9 +15,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup, escape
 
+from pipeline.core import params
 from pipeline.core.files import rounded
+from pipeline.drawing.looks import look, on_page
 from pipeline.report import numbers
-from pipeline.report.looks import look, on_page
 from pipeline.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,7 +58,7 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
     )
     named = (numbers.fixed, numbers.signed, numbers.grouped, numbers.percent, numbers.mean_sd, numbers.interval)
     made.filters |= {each.__name__: each for each in (*named, numbers.number, numbers.times, numbers.words, numbers.listing)}
-    made.filters |= {"plain": numbers.plain, "verdict": verdict, "holds": holds, "label": lambda name: text(label(name))}
+    made.filters |= {"plain": params.plain, "verdict": verdict, "holds": holds, "label": lambda name: text(label(name))}
     return made
 
 

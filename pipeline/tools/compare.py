@@ -17,7 +17,7 @@ from dvc.exceptions import DvcException
 from ruamel.yaml import YAML, YAMLError
 
 from pipeline.core.errors import UserError, entry_point
-from pipeline.report.numbers import ABSENT, plain
+from pipeline.core.params import plain
 from pipeline.runs import FOLDER, TABLE_2
 from pipeline.statistics import CONFIDENCE, contrast, quantile, summarise
 
@@ -121,7 +121,7 @@ def changes(old: dict[int, Run], new: dict[int, Run]) -> dict[str, tuple[str, st
         return {}
     was, now = (next(iter(runs.values())).settings for runs in (old, new))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
-    return {key: (was.get(key, ABSENT), now.get(key, ABSENT)) for key in keys}
+    return {key: (was.get(key, "–"), now.get(key, "–")) for key in keys}
 
 
 def row(old: dict[int, Run], new: dict[int, Run]) -> list[str]:

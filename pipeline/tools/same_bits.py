@@ -77,9 +77,8 @@ def main() -> None:
             finally:
                 subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
         other = [name for name in here if name in there and here[name] != there[name]]
-        print(
-            f"{len(here.keys() & there.keys())} models of {commit} compared after {STEPS} steps; with other bits: {other or 'none'}"
-        )
+        compared = len(here.keys() & there.keys())
+        print(f"{compared} models of {commit} compared after {STEPS} steps; with other bits: {', '.join(other) or 'none'}")
         sys.exit(bool(other))
 
     compare()

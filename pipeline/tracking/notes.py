@@ -3,8 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from pipeline.core.params import LABELS, Paper
-from pipeline.report.numbers import plain
+from pipeline.core.params import LABELS, Paper, plain
 
 TABLE_2, TRIES = "table_2", "tries"  # as in pipeline.runs, which imports torch
 EXPERIMENT = """\

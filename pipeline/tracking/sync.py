@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
-from pipeline.report.looks import look
-from pipeline.report.numbers import plain
+from pipeline.core.params import plain
+from pipeline.drawing.looks import look
 from pipeline.tracking import records, store
 from pipeline.tracking.notes import EXPERIMENT, TABLE_2, Notes
 from pipeline.tracking.records import CURVES, Point, Training, rounded

@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
-from pipeline.benchmarks import attention, gpu, orthogonal, results, step
 from pipeline import studies
-from pipeline.tools import fan_out
+from pipeline.benchmarks import attention, gpu, orthogonal, results, step
 from pipeline.core import files, params
 from pipeline.runs import Run
-from pipeline.studies.paper import benchmarks
 from pipeline.studies.orthogonal import orthogonal_speed
+from pipeline.studies.paper import benchmarks
+from pipeline.tools import fan_out
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.report import numbers
-from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, plain, scripted, signed
+from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, scripted, signed
 from pipeline.statistics import summarise
 
 
@@ -65,8 +65,6 @@ def test_a_number_as_text_is_the_number(value):
         (numbers.words(13), "13"),
         (listing(["a"]), "a"),
         (listing(["a", "b", "c"]), "a, b and c"),
-        (plain(True), "true"),
-        (plain([0.9, 0.999]), "[0.9, 0.999]"),
         (numbers.superscript("-12"), "⁻¹²"),
     ],
 )

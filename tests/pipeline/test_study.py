@@ -111,7 +111,8 @@ def test_a_broken_study_stops_no_training_and_no_other_study(tmp_path):
     (tmp_path / "pipeline/studies/paper/theorem_4_1.py").write_text("this is no Python\n", encoding="utf-8")
     for command in (["pipeline.train", "--help"], ["pipeline.study", "theorem_4_2"]):
         subprocess.run([sys.executable, "-m", *command], cwd=tmp_path, check=True, capture_output=True)
-    code = "import sys, pipeline.train; from pipeline.core import params; params.load(); sys.exit(any('studies.paper.' in name for name in sys.modules))"
+    loaded = "any('studies.paper.' in name for name in sys.modules)"
+    code = f"import sys, pipeline.train; from pipeline.core import params; params.load(); sys.exit({loaded})"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 

@@ -25,7 +25,7 @@ from pipeline import runs, tracking
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
-from pipeline.report.looks import look
+from pipeline.drawing.looks import look
 from pipeline.tracking import records, store
 from pipeline.tracking.notes import TABLE_2, TRIES, Notes
 from pipeline.tracking.sync import sync

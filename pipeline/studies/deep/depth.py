@@ -11,9 +11,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from pipeline.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
+from pipeline.drawing import charts
+from pipeline.drawing.looks import PALETTE, STYLE
 from pipeline.lab import Lab
-from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE
 from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
 

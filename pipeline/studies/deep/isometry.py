@@ -27,9 +27,9 @@ from osa.deep.shaped import dks_gelu, linear_share
 from osa.init import init_isometric_mlp_, init_suo_mlp_
 from osa.modules import MLP
 from pipeline.core.params import Name, PositiveInt, Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import STYLE
 from pipeline.lab import Lab, float64
-from pipeline.report import charts
-from pipeline.report.looks import STYLE
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import log_log_slope

@@ -29,10 +29,10 @@ from osa.deep.shaped import (
 )
 from osa.init import stiefel_uniform
 from pipeline.core.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import STYLE, look
 from pipeline.lab import Lab, float64
 from pipeline.measures import effective_rank, exponential, skew
-from pipeline.report import charts
-from pipeline.report.looks import STYLE, look
 from pipeline.studies import Study, Tables, check
 
 ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # of Figure 7, in its order

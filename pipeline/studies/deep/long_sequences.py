@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pipeline.core.params import PositiveInt, RunConfig, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import STYLE
 from pipeline.lab import Lab, float64
 from pipeline.measures import attention_inputs, head_weights, norm
-from pipeline.report import charts
-from pipeline.report.looks import STYLE
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Study, Tables, comparison
 from pipeline.studies._summaries import log_log_slope

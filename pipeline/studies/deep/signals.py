@@ -25,10 +25,10 @@ from osa.deep.shaped import exponential_kernel, uniform_kernel
 from osa.init import stiefel_uniform
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import STYLE, look
 from pipeline.lab import Lab, float64
 from pipeline.measures import attention_inputs, effective_rank, norm
-from pipeline.report import charts
-from pipeline.report.looks import STYLE, look
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Study, Tables, check
 from pipeline.studies._summaries import log_log_slope

@@ -14,9 +14,9 @@ from torch import Tensor
 from osa.constrained.orthogonal import StiefelConstraint
 from pipeline import measures
 from pipeline.claims import Results, epochs_to_reach, read_claims, target_loss
+from pipeline.drawing import charts
+from pipeline.drawing.looks import LINE_WIDTH, PALETTE, STYLE
 from pipeline.lab import Lab
-from pipeline.report import charts
-from pipeline.report.looks import LINE_WIDTH, PALETTE, STYLE
 from pipeline.statistics import summarise as mean_of
 from pipeline.studies import Tables, check, comparison
 from pipeline.studies.comparison import Settings

@@ -19,10 +19,10 @@ from pydantic import Field
 
 from osa.constrained.orthogonal import MAPS
 from pipeline.core.params import Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import PALETTE, STYLE
 from pipeline.lab import Lab
 from pipeline.measures import norm
-from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE
 from pipeline.studies import Study, Tables, check
 from pipeline.studies._summaries import log_log_slope
 

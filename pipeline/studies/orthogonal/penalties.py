@@ -15,10 +15,10 @@ from torch import nn
 
 from osa.constrained.penalties import attention_matrix
 from pipeline.claims import Results, read_claims
+from pipeline.drawing import charts
+from pipeline.drawing.looks import PALETTE, STYLE, look
 from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, condition, effective_rank, norm
-from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE, look
 from pipeline.statistics import summarise as mean_of
 from pipeline.studies import Tables, check, comparison
 from pipeline.studies.comparison import Settings

@@ -30,9 +30,9 @@ from pipeline.core import record
 from pipeline.core.files import DIGITS
 from pipeline.core.params import PositiveFloat, PositiveInt, Section
 from pipeline.cost import Call
+from pipeline.drawing import charts
+from pipeline.drawing.looks import PALETTE, STYLE, look
 from pipeline.lab import Lab
-from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE, look
 from pipeline.studies import Study, Tables, check
 from pipeline.studies._summaries import log_log_slope
 

@@ -4,9 +4,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from pipeline.claims import Results
+from pipeline.core.params import plain
+from pipeline.drawing import charts, looks
 from pipeline.lab import Lab
-from pipeline.report import charts, looks
-from pipeline.report.numbers import plain
 from pipeline.statistics import contrast, interval
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Tables, comparison

@@ -15,8 +15,8 @@ from scipy.stats import gmean
 from pipeline.claims import Claim, Results, epochs_to_reach, read_claims, target_loss
 from pipeline.core import files
 from pipeline.core.params import AnySeeds, Section
+from pipeline.drawing import charts, looks
 from pipeline.lab import Lab
-from pipeline.report import charts, looks
 from pipeline.studies import Study, Tables
 from pipeline.verdicts import WORDS, holm
 

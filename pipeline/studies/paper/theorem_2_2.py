@@ -22,10 +22,10 @@ from torch import Tensor
 from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
 from pipeline.core.params import PositiveFloat, Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import STYLE
 from pipeline.lab import Lab
 from pipeline.measures import METHODS, ORTHOGONAL, effective_rank
-from pipeline.report import charts
-from pipeline.report.looks import STYLE
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import worst_case
 

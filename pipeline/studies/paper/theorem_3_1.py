@@ -23,6 +23,8 @@ from osa.functional import ITERATIONS
 from osa.linalg import EPSILON, POLAR_EXPRESS
 from osa.reference import skew
 from pipeline.core.params import PositiveFloat, PositiveInt, Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
 from pipeline.lab import Lab
 from pipeline.measures import (
     exponential,
@@ -33,8 +35,6 @@ from pipeline.measures import (
     rounding,
     scale_for_norm,
 )
-from pipeline.report import charts
-from pipeline.report.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
 from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case, worst_of_seeds

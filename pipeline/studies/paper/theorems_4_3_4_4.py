@@ -17,10 +17,10 @@ from torch import Tensor
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.reference import skew
 from pipeline.core.params import Section, Seeds
+from pipeline.drawing import charts
+from pipeline.drawing.looks import PALETTE, STYLE
 from pipeline.lab import Lab
 from pipeline.measures import METHODS, condition, head, head_condition, initialised_layers, jacobian, norm, random_head
-from pipeline.report import charts
-from pipeline.report.looks import PALETTE, STYLE
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case
 

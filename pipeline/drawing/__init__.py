@@ -1,0 +1,1 @@
+"""What all figures share: one look for each model, and the parts that charts are made of."""

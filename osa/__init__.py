@@ -9,10 +9,12 @@ from osa import compiled, functional, init, linalg
 from osa.constrained import orthogonal, penalties
 from osa.deep import shaped
 from osa.functional import orthogonal_attention
-from osa.models import MODELS, build_vit, create_model
+from osa.models import MODELS, ModelConfig, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
+from osa.pretrained import load_pretrained, save_pretrained
 from osa.vit import VisionTransformer
 
+__version__ = "1.0.0"
 NUMERICS = 1  # raised by an edit that changes the numbers of a training: runs of another one are trained again
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "MODELS",
     "NUMERICS",
     "Block",
+    "ModelConfig",
     "OrthogonalSelfAttention",
     "SoftmaxSelfAttention",
     "VisionTransformer",
@@ -29,9 +32,11 @@ __all__ = [
     "functional",
     "init",
     "linalg",
+    "load_pretrained",
     "orthogonal",
     "orthogonal_attention",
     "penalties",
+    "save_pretrained",
     "shaped",
 ]
 

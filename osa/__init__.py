@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
-from osa import compiled, functional, init, linalg
+from osa import compiled, functional, init, integrations, linalg
 from osa.constrained import orthogonal, penalties
 from osa.deep import shaped
 from osa.functional import orthogonal_attention
@@ -31,6 +31,7 @@ __all__ = [
     "create_model",
     "functional",
     "init",
+    "integrations",
     "linalg",
     "load_pretrained",
     "orthogonal",

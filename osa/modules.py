@@ -47,15 +47,19 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product.
+        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product where all are linear layers.
 
         Args:
             x: (B, N, embed_dim).
         """
         parts = (self.query, self.key, self.value)
-        weight = torch.cat([part.weight for part in parts])  # (3d, d)
-        bias = None if self.query.bias is None else torch.cat([part.bias for part in parts])
-        qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
+        if all(isinstance(part, nn.Linear) for part in parts):
+            weight = torch.cat([part.weight for part in parts])  # (3d, d)
+            bias = None if self.query.bias is None else torch.cat([part.bias for part in parts])
+            qkv = F.linear(x, weight, bias)  # (B, N, 3d)
+        else:  # quantised, or with an adapter around them
+            qkv = torch.cat([part(x) for part in parts], dim=-1)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:

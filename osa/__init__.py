@@ -5,14 +5,16 @@ from importlib.util import find_spec
 
 import torch
 
-from osa import compiled, functional, init, linalg
+from osa import compiled, functional, init, integrations, linalg
 from osa.constrained import orthogonal, penalties
 from osa.deep import shaped
 from osa.functional import orthogonal_attention
-from osa.models import MODELS, build_vit, create_model
+from osa.models import MODELS, ModelConfig, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
+from osa.pretrained import load_pretrained, save_pretrained
 from osa.vit import VisionTransformer
 
+__version__ = "1.0.0"
 NUMERICS = 1  # raised by an edit that changes the numbers of a training: runs of another one are trained again
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "MODELS",
     "NUMERICS",
     "Block",
+    "ModelConfig",
     "OrthogonalSelfAttention",
     "SoftmaxSelfAttention",
     "VisionTransformer",
@@ -28,10 +31,13 @@ __all__ = [
     "create_model",
     "functional",
     "init",
+    "integrations",
     "linalg",
+    "load_pretrained",
     "orthogonal",
     "orthogonal_attention",
     "penalties",
+    "save_pretrained",
     "shaped",
 ]
 

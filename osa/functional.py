@@ -30,6 +30,7 @@ from osa.linalg import (
     recorded_grad,
     without_autocast,
 )
+from osa.masking import check_neutral, repeated, without_padding
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
 LOST = 2.0**-7  # imbalance times eps, in which errors measured are 10⁻⁴ or so
@@ -40,8 +41,12 @@ def orthogonal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     *,
     scale: float | Tensor | None = None,
+    enable_gqa: bool = False,
     method: str = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
@@ -88,8 +93,13 @@ def orthogonal_attention(
         query: (..., N, d).
         key: (..., N, d).
         value: (..., N, d_value).
+        attn_mask: boolean, True for tokens that take part and False for padding: (..., 1, N), or (..., N, N) with equal
+            rows. The others get what they get without padding, to rounding, and a padded token its own value. The gradient
+            of "qr_literal" needs more tokens of full rank than that leaves.
+        dropout_p, is_causal: 0 and False, as no other attention matrix is orthogonal.
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
+        enable_gqa: repeat the heads of key and value, dimension −3, to as many as query has.
         method: one of the table's.
         num_iterations: K of Eq. 9, for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7) alone.
         epsilon: ε of Section 3, which those two add to ‖M‖_F.
@@ -98,9 +108,14 @@ def orthogonal_attention(
         (..., N, d_value), of value's type. With bfloat16 or float16 inputs the small matrices are float32.
 
     Raises:
-        ValueError: the shapes do not match, or the method is unknown.
+        ValueError: the shapes do not match, the method is unknown, or an argument asks for a matrix that is not orthogonal.
     """
+    check_neutral(dropout_p, is_causal)
+    if enable_gqa:
+        key, value = repeated(query, key), repeated(query, value)
     _check(query, key, value, scale, method, num_iterations)
+    if attn_mask is not None:
+        query, key = without_padding(query, key, attn_mask)
     options = scale, method, num_iterations, epsilon
     attend = kernel("attend", query, key, value, scale, method) or plain_attention
     return attend(query, key, value, *options)

@@ -254,7 +254,7 @@ class ModelConfig(Sizes, Start, Architecture):
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size {self.patch_size} must divide image_size {self.image_size}")
         if int(self.embed_dim * self.mlp_ratio) < 1:
-            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit; 1/embed_dim or more does")
+            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit: raise it, 2/embed_dim does")
         if self.normalised_skip is not None and not (self.skip and self.normalised_skip < self.depth):
             raise ValueError(f"normalised_skip {self.normalised_skip} must be below the depth {self.depth}, and needs skip")
         if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):

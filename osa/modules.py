@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,46 +12,75 @@ from osa.functional import check_method, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.linalg import EPSILON
 
+Device, Dtype = torch.device | str | None, torch.dtype | None
 NORM_EPS = 1e-6  # of LayerNorm in the original ViT
 
 
 class SelfAttention(nn.Module):
     """Query, key, value and output projections of multi-head self-attention; subclasses say how tokens are mixed.
 
+    All take `device` and `dtype` of their weights, as layers of torch do.
+
     Head i owns rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight, so
     that the sum over heads of A_i X W^V_i W^O_i (Eq. 4) is one product with the concatenated heads.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool, qkv_bias: bool = True) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        bias: bool,
+        qkv_bias: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads {num_heads} must divide embed_dim {embed_dim}")
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.query = nn.Linear(embed_dim, embed_dim, bias=bias and qkv_bias)
-        self.key = nn.Linear(embed_dim, embed_dim, bias=bias and qkv_bias)
-        self.value = nn.Linear(embed_dim, embed_dim, bias=bias and qkv_bias)
-        self.out = nn.Linear(embed_dim, embed_dim, bias=bias)
+        linear = partial(nn.Linear, embed_dim, embed_dim, device=device, dtype=dtype)
+        self.query, self.key, self.value = (linear(bias=bias and qkv_bias) for _ in range(3))
+        self.out = linear(bias=bias)
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product.
+        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product where all are linear layers.
 
         Args:
             x: (B, N, embed_dim).
         """
         parts = (self.query, self.key, self.value)
-        weight = torch.cat([part.weight for part in parts])  # (3d, d)
-        bias = None if self.query.bias is None else torch.cat([part.bias for part in parts])
-        qkv = F.linear(x, weight, bias).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
+        if all(isinstance(part, nn.Linear) for part in parts):
+            weight = torch.cat([part.weight for part in parts])  # (3d, d)
+            bias = None if self.query.bias is None else torch.cat([part.bias for part in parts])
+            qkv = F.linear(x, weight, bias)  # (B, N, 3d)
+        else:  # quantised, or with an adapter around them
+            qkv = torch.cat([part(x) for part in parts], dim=-1)
+        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
         return qkv.permute(2, 0, 3, 1, 4).unbind()
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
         """The heads' outputs for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, num_outputs: int | None = None) -> Tensor:
-        """(B, N, embed_dim) → (B, N, embed_dim), or only the first `num_outputs` tokens of that."""
-        heads = self.mix(*self.project(x), num_outputs)
-        return self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
+    def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor) -> Tensor:
+        """(B, N, embed_dim) or (N, embed_dim) → the same, or only the first `num_outputs` tokens of that.
+
+        Raises:
+            ValueError: x has another shape, or there are inputs for key and value, too.
+        """
+        if others or isinstance(num_outputs, Tensor):
+            raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
+        if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
+            d = self.embed_dim
+            raise ValueError(f"the tokens must be (B, N, {d}) or (N, {d}), not {tuple(x.shape)}")
+        batch = x if x.dim() == 3 else x[None]
+        heads = self.mix(*self.project(batch), num_outputs)
+        y = self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
+        return y if x.dim() == 3 else y[0]
 
 
 class OrthogonalSelfAttention(SelfAttention):
@@ -80,8 +110,10 @@ class OrthogonalSelfAttention(SelfAttention):
         epsilon: float = EPSILON,
         alpha_init: float = 0.1,
         alpha_per_head: bool = True,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
-        super().__init__(embed_dim, num_heads, bias=False)
+        super().__init__(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
         if num_heads < 2:
             raise ValueError(
                 f"num_heads {num_heads} gives 2 d_v = {2 * embed_dim} > embed_dim = {embed_dim}; "
@@ -89,8 +121,14 @@ class OrthogonalSelfAttention(SelfAttention):
             )
         check_method(method, num_iterations)
         self.options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
-        self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1))
+        self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1, device=device, dtype=dtype))
         init_orthogonal_attention_(self, alpha=alpha_init)
+
+    def extra_repr(self) -> str:
+        alpha = tuple(self.alpha.shape)
+        if type(self.alpha.data) is Tensor and not self.alpha.is_meta:
+            alpha = ", ".join(f"{each:.3g}" for each in dict.fromkeys(self.alpha.tolist()))
+        return f"{super().extra_repr()}, method={self.options['method']}, alpha={alpha}"
 
     def scale(self) -> Tensor:
         """α/√d_v of Eq. 5, (num_heads or 1, 1, 1)."""
@@ -115,8 +153,10 @@ class SoftmaxSelfAttention(SelfAttention):
         ValueError: num_heads does not divide embed_dim.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, *, qkv_bias: bool = True) -> None:
-        super().__init__(embed_dim, num_heads, bias=True, qkv_bias=qkv_bias)
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, qkv_bias: bool = True, device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__(embed_dim, num_heads, bias=True, qkv_bias=qkv_bias, device=device, dtype=dtype)
         init_softmax_attention_(self)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
@@ -126,10 +166,18 @@ class SoftmaxSelfAttention(SelfAttention):
 class MLP(nn.Module):
     """Linear, activation, linear, for each token alone (Eq. 2)."""
 
-    def __init__(self, embed_dim: int, hidden_dim: int, activation: Callable[[Tensor], Tensor] = F.gelu) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        *,
+        device: Device = None,
+        dtype: Dtype = None,
+    ) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(embed_dim, hidden_dim)
-        self.fc2 = nn.Linear(hidden_dim, embed_dim)
+        self.fc1 = nn.Linear(embed_dim, hidden_dim, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_dim, embed_dim, device=device, dtype=dtype)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,17 +207,18 @@ class Block(nn.Module):
         norm: bool,
         norm_eps: float = NORM_EPS,
         shortcut: float | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
-        self.attention = attention
-        self.norm2 = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
+        make_norm = partial(nn.LayerNorm, embed_dim, norm_eps, device=device, dtype=dtype) if norm else nn.Identity
+        self.norm1, self.attention, self.norm2 = make_norm(), attention, make_norm()
         self.mlp = mlp
         self.skip, self.shortcut = skip, shortcut
 
     def forward(self, x: Tensor, num_outputs: int | None = None) -> Tensor:
-        """(B, N, d) → (B, N, d), or only the first `num_outputs` tokens of that: the same values for less work."""
-        y = self.join(x[:, :num_outputs], self.attention(self.norm1(x), num_outputs))  # (B, N, d)
+        """(B, N, d) or (N, d) → the same, or only the first `num_outputs` tokens of that: the same values for less work."""
+        y = self.join(x[..., :num_outputs, :], self.attention(self.norm1(x), num_outputs))  # (B, N, d)
         return self.join(y, self.mlp(self.norm2(y)))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """The Vision Transformer of Appendix D. Every model of the paper is this class with other parts injected."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from osa.init import truncated_normal_, xavier_linear_
 from osa.modules import MLP, NORM_EPS, Block
@@ -17,7 +20,7 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: height and width of the image.
         patch_size: p, which divides image_size; N = (image_size/p)² + 1 tokens.
-        num_classes: number of logits.
+        num_classes: number of logits; 0: no head, and features of [cls] leave the model.
         embed_dim: d.
         depth: number of blocks, 1 or more.
         mlp_ratio: hidden width of the MLPs over d.
@@ -52,6 +55,7 @@ class VisionTransformer(nn.Module):
         embedding_std: float = 0.02,
     ) -> None:
         super().__init__()
+        self.config: Any = None  # the `ModelConfig` that it is built from, if from one
         if image_size % patch_size:
             raise ValueError(f"patch_size {patch_size} must divide image_size {image_size}")
         if depth < 1:
@@ -66,11 +70,14 @@ class VisionTransformer(nn.Module):
         block = partial(Block, embed_dim=embed_dim, skip=skip, norm=norm, norm_eps=norm_eps, shortcut=shortcut)
         self.blocks = nn.ModuleList(block(attention(i), mlp()) for i in range(depth))
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
-        self.head = nn.Linear(embed_dim, num_classes)
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
+        self.num_features, self.grad_checkpointing = embed_dim, False
         truncated_normal_(self.cls_token, embedding_std)
         truncated_normal_(self.position_embedding, embedding_std)
-        for linear in (self.patch_embedding, self.head, *(layer for b in self.blocks for layer in (b.mlp.fc1, b.mlp.fc2))):
+        for linear in (self.patch_embedding, *(layer for b in self.blocks for layer in (b.mlp.fc1, b.mlp.fc2))):
             xavier_linear_(linear)
+        if num_classes:
+            xavier_linear_(self.head)
 
     def tokens(self, images: Tensor) -> Tensor:
         """The input of the first block: [cls] and the embedded patches, plus positions; normalised if so chosen.
@@ -95,8 +102,37 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) → (B, num_classes)."""
+        return self.forward_head(self._features(images, num_outputs=1))  # only [cls] leaves the last block
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """What leaves the last block and its norm, (B, C, H, W) → (B, N, d)."""
+        return self._features(images, num_outputs=None)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Logits from the first token, [cls], of (B, N, d); with `pre_logits` this token as it is, (B, d)."""
+        return x[:, 0] if pre_logits else self.head(x[:, 0])
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A new head, by Xavier, of the device and type of the weights; 0 for none."""
+        weight = self.patch_embedding.weight
+        self.head = nn.Identity()
+        if num_classes:
+            self.head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
+            xavier_linear_(self.head)
+        if self.config is not None:
+            self.config = dataclasses.replace(self.config, num_classes=num_classes)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether training keeps no more than each block's input for the backward pass, and computes the rest again."""
+        self.grad_checkpointing = enable
+
+    def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
+        """The first `num_outputs` tokens that leave the last block and its norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
-        for block in self.blocks[:-1]:
-            x = block(x)
-        x = self.blocks[-1](x, num_outputs=1)  # (B, 1, d): only [cls] leaves the last block
-        return self.head(self.norm(x[:, 0]))
+        for i, block in enumerate(self.blocks, 1):
+            outputs = num_outputs if i == len(self.blocks) else None
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, outputs, use_reentrant=False)
+            else:
+                x = block(x, outputs)
+        return self.norm(x)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import osa
 from pipeline.core.files import ROOT
 
 TRAINING = """
@@ -42,7 +43,7 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("osa", "pipeline", "benchmarks"):
+    for name in ("osa", "pipeline"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", source / "dist"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True)
@@ -52,11 +53,14 @@ def wheel(tmp_path_factory):
 
 def test_holds_osa_and_nothing_else(wheel):
     files = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
-    package = {path.relative_to(ROOT) for path in (ROOT / "osa").iterdir() if path.is_file()}
+    paths = [path for pattern in ("*.py", "py.typed") for path in (ROOT / "osa").rglob(pattern)]
+    package = {path.relative_to(ROOT) for path in paths}
     (metadata,) = {file.parent for file in files if file.name == "METADATA"}
     assert {file for file in files if not file.is_relative_to(metadata)} == package
     assert metadata / "licenses/LICENSE" in files
-    needed = message_from_string(zipfile.ZipFile(wheel).read(str(metadata / "METADATA")).decode()).get_all("Requires-Dist")
+    message = message_from_string(zipfile.ZipFile(wheel).read(str(metadata / "METADATA")).decode())
+    assert message["Version"] == osa.__version__
+    needed = message.get_all("Requires-Dist")
     assert [requirement.split(">=")[0] for requirement in needed] == ["torch"]
 
 

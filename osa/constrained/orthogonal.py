@@ -240,7 +240,8 @@ class Orthogonal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, columns = self.base.shape[-2:]
         if rows == columns:
-            full = x.new_zeros(*x.shape[:-1], rows * rows).index_copy(-1, self.below, x)
+            i, j = torch.tril_indices(rows, rows, -1, device=x.device)
+            full = x.new_zeros(*x.shape[:-1], rows * rows).index_copy(-1, i * rows + j, x)
             return MAPS[self.name](full.unflatten(-1, (rows, rows)), self.base)
         if rows < columns:
             return FRAME_MAPS[self.name](x.mT, self.base.mT).mT
@@ -260,9 +261,7 @@ class Orthogonal(nn.Module):
         self.register_buffer("base", weight.detach().clone())
         if rows != columns:
             return torch.zeros_like(weight)
-        i, j = torch.tril_indices(rows, rows, -1, device=weight.device)
-        self.register_buffer("below", i * rows + j, persistent=False)
-        return weight.new_zeros(*weight.shape[:-2], len(i))
+        return weight.new_zeros(*weight.shape[:-2], rows * (rows - 1) // 2)
 
 
 def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
@@ -279,8 +278,12 @@ def orthogonality_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """Whether the columns of W, or the rows where it is wide, are orthonormal to `ORTHONORMAL`; those of a NaN are not."""
-    return orthogonality_error(weight) <= ORTHONORMAL
+    """Whether the columns of W, or the rows where it is wide, are orthonormal to `ORTHONORMAL` or the rounding of W's type.
+
+    Those of a NaN are not. Weights without values, on the meta device, count as such.
+    """
+    rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
+    return weight.is_meta or orthogonality_error(weight) <= max(ORTHONORMAL, rounding)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from osa.init import init_signal_preserving_attention_, init_value_skipinit_attention_
-from osa.modules import SelfAttention
+from osa.modules import Device, Dtype, SelfAttention
 
 CPU = {"dtype": torch.float64, "device": "cpu"}
 KERNELS = ("uniform", "exponential")
@@ -222,31 +222,44 @@ class SignalPreservingSelfAttention(SelfAttention):
 
         heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
 
-    with D, the row sums of A, and log P, −∞ where A is 0, fixed. W^Q = 0 at first, so that heads_i = A V_i; W^V and W^O are
-    each one orthogonal matrix, so that the layer is X → A X W with W orthogonal. No biases.
+    with D, the row sums of A, and log P, the least float where A is 0, fixed. W^Q = 0 at first, so that heads_i = A V_i; W^V
+    and W^O are each one orthogonal matrix, so that the layer is X → A X W with W orthogonal. No biases.
 
     Args:
         embed_dim: d.
         num_heads: h.
-        matrix: A (N, N), for tokens in this order; the layer's buffers lie on its device and are not part of `state_dict`.
+        matrix: A (N, N), for tokens in this order; the layer's buffers, D and log P, lie on its device. A state dict without
+            them, as older ones are, leaves them as they are.
 
     Raises:
         ValueError: h does not divide d, or A is not square.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, matrix: Tensor) -> None:
-        super().__init__(embed_dim, num_heads, bias=False)
+    def __init__(
+        self, embed_dim: int, num_heads: int, matrix: Tensor, *, device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"the attention matrix must be (N, N), not {tuple(matrix.shape)}")
         gain = matrix.sum(-1, keepdim=True)
-        self.register_buffer("gain", gain.to(torch.get_default_dtype()), persistent=False)  # (N, 1)
-        self.register_buffer("bias", (matrix / gain).log().to(torch.get_default_dtype()), persistent=False)  # (N, N)
+        dtype = dtype or torch.get_default_dtype()
+        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # no −∞, which an average makes NaN
+        self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
+        self.register_buffer("bias", bias.to(device))  # (N, N)
+        self.register_load_state_dict_pre_hook(_keep_buffers)
         init_signal_preserving_attention_(self)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
         mask = self.bias[:num_outputs]
         heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
         return self.gain[:num_outputs] * heads  # (B, h, n, d_v)
+
+
+def _keep_buffers(attention: SignalPreservingSelfAttention, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """Completes a state dict of a time when the buffers were no part of it."""
+    for name, buffer in attention.named_buffers(recurse=False):
+        if not buffer.is_meta:
+            state.setdefault(prefix + name, buffer)
 
 
 class ValueSkipInitSelfAttention(SelfAttention):
@@ -260,10 +273,10 @@ class ValueSkipInitSelfAttention(SelfAttention):
         ValueError: num_heads does not divide embed_dim.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__(embed_dim, num_heads, bias=False)
-        self.shortcut = torch.nn.Parameter(torch.empty(num_heads))
-        self.residual = torch.nn.Parameter(torch.empty(num_heads))
+    def __init__(self, embed_dim: int, num_heads: int, *, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
+        self.shortcut = torch.nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.residual = torch.nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         init_value_skipinit_attention_(self)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
@@ -338,7 +351,9 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     target = slope ** (1 / depth)
     limit = math.pi / (math.pi - 1)  # of a ReLU, as a → ∞
     if not 1 < target < limit:
-        raise ValueError(f"a GELU cannot have the slope {slope:g} over {depth} layers: 1 < slope^(1/depth) < {limit:.4g}")
+        raise ValueError(
+            f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
+        )
     log_scale, shift = 0.0, 0.0
     for _ in range(50):  # Newton's method, with steps of at most 1; 4 to 9 are enough
         residual = [moment - aim for moment, aim in zip(_slopes(log_scale, shift), (1, target), strict=True)]

@@ -31,8 +31,8 @@ def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
         if len(losses) == steps:
             break
     digest = hashlib.sha256()
-    for tensor in training.model.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+    for parameter in training.model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
     return losses, digest.hexdigest()
 
 

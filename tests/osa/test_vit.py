@@ -187,3 +187,41 @@ def test_layer_norm_has_torchvisions_epsilon():
 def test_patch_size_must_divide_the_image():
     with pytest.raises(ValueError, match="patch_size.*image_size"):
         tiny_vit(image_size=28, patch_size=5)
+
+
+@pytest.mark.parametrize("name", ["osa_qr", "vit", "espa"])
+def test_features_and_head_as_in_timm(name):
+    model, batch = build(name), images()
+    features = model.forward_features(batch)
+    assert features.shape == (3, 50, model.num_features)
+    torch.testing.assert_close(model.forward_head(features), model(batch), rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.forward_head(features, pre_logits=True), features[:, 0])
+
+
+def test_another_head():
+    model, batch = build("osa_qr").double(), images(torch.float64)
+    features = model.forward_features(batch)[:, 0]
+    model.reset_classifier(3)
+    assert (model(batch).shape, model.config.num_classes, model.head.weight.dtype) == ((3, 3), 3, torch.float64)
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(batch), features)
+    assert model.config.num_classes == 0
+    assert osa.create_model("osa_qr", num_classes=0)(images()).shape == (3, 64)
+
+
+@pytest.mark.parametrize("name", ["osa_qr", "vit", "espa"])
+def test_gradients_with_checkpoints_are_those_without_and_keep_less(name):
+    model, batch, kept, gradients = build(name), images(), {}, {}
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        kept[enable] = 0
+
+        def count(tensor, enable=enable):
+            kept[enable] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            loss = model(batch).square().sum()
+        gradients[enable] = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(map(torch.equal, gradients[True], gradients[False]))
+    assert kept[True] < kept[False] / 3

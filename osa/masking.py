@@ -1,0 +1,67 @@
+"""What the arguments of `scaled_dot_product_attention` mean to orthogonal attention: padding, repeated heads, or nothing."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from osa.linalg import is_eager
+
+
+def check_neutral(dropout_p: float, is_causal: bool) -> None:
+    """Raises ValueError where either asks for an attention matrix that is not orthogonal."""
+    if is_causal:
+        raise ValueError(
+            "is_causal=True is refused: a causal attention matrix is triangular, and only diagonal ones among these are "
+            "orthogonal, so that no token would read another"
+        )
+    if dropout_p > 0:
+        raise ValueError(
+            f"dropout_p must be 0, not {dropout_p}: exp(S) without some of its entries is not orthogonal; "
+            "drop out the output instead"
+        )
+
+
+def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key with zeros for the tokens that a mask leaves out: they neither read nor are read.
+
+    Args:
+        query, key: (..., N, d).
+        mask: boolean, True for tokens that take part, (..., 1, N), or (..., N, N) with equal rows. Where values cannot be
+            read, under torch.compile and in function transforms, unequal rows are an error on the device.
+
+    Raises:
+        ValueError: the mask is of another kind.
+    """
+    num_tokens = query.shape[-2]
+    if mask.dtype != torch.bool:
+        raise ValueError(
+            f"attn_mask must be boolean, not {mask.dtype}: exp(S) has no softmax, to whose logits a mask could be added"
+        )
+    if mask.dim() < 2 or mask.shape[-1] != num_tokens or mask.shape[-2] not in (1, num_tokens):
+        raise ValueError(
+            f"attn_mask must be (..., 1, {num_tokens}) or (..., {num_tokens}, {num_tokens}), not {tuple(mask.shape)}"
+        )
+    first = mask[..., :1, :]  # (..., 1, N)
+    if mask.shape[-2] > 1:
+        is_padding = (mask == first).all()
+        message = "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal"
+        if not is_eager(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+            torch._assert_async(is_padding, message)
+        elif not is_fake(mask) and not is_padding:
+            raise ValueError(message)
+    left_out = ~first.mT  # (..., N, 1)
+    return query.masked_fill(left_out, 0), key.masked_fill(left_out, 0)
+
+
+def repeated(query: Tensor, other: Tensor) -> Tensor:
+    """Keys or values (..., h', N, d) of fewer heads, each for h/h' heads of the query in turn, as `enable_gqa` has it.
+
+    Raises:
+        ValueError: h' does not divide h.
+    """
+    if min(query.dim(), other.dim()) < 3 or query.shape[-3] % other.shape[-3]:
+        heads = [x.shape[-3] if x.dim() > 2 else 0 for x in (query, other)]
+        raise ValueError(
+            f"enable_gqa needs a number of key and value heads that divides the query's {heads[0]}, not {heads[1]}"
+        )
+    return other.repeat_interleave(query.shape[-3] // other.shape[-3], dim=-3)

@@ -1,0 +1,133 @@
+"""Calls as of `scaled_dot_product_attention`: padding is left out, heads repeat, and what is not orthogonal is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import osa
+from osa import orthogonal_attention
+from osa.functional import METHODS
+from tests.osa.helpers import draw, relative_error
+
+TOKENS, LEFT, WIDTH = 17, 11, 4
+KEEP = torch.arange(TOKENS) < LEFT
+
+
+def masks():
+    row = KEEP.view(1, 1, 1, TOKENS)
+    return {"row": row, "square": row.expand(2, 1, TOKENS, TOKENS), "two dimensions": row[0, 0].expand(TOKENS, TOKENS)}
+
+
+@pytest.mark.parametrize("shape", masks())
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_changes_nothing(method, shape):
+    """Values of the tokens that are left, and their gradients but for "qr_literal", whose M loses its rank."""
+    inputs = draw(TOKENS, WIDTH)
+    shorter = [x[..., :LEFT, :].detach().requires_grad_() for x in inputs]
+    actual = orthogonal_attention(*inputs, masks()[shape], scale=0.7, method=method)
+    expected = orthogonal_attention(*shorter, scale=0.7, method=method)
+    assert relative_error(actual[..., :LEFT, :], expected) < 1e-12
+    assert torch.equal(actual[..., LEFT:, :], inputs[2][..., LEFT:, :])
+    if method != "qr_literal":
+        cotangent = torch.randn_like(actual)
+        gradients = torch.autograd.grad(actual, inputs, cotangent)
+        for gradient, short in zip(gradients, torch.autograd.grad(expected, shorter, cotangent[..., :LEFT, :]), strict=True):
+            assert relative_error(gradient[..., :LEFT, :], short) < 1e-10
+        assert not gradients[0][..., LEFT:, :].any() and not gradients[1][..., LEFT:, :].any()
+
+
+def test_what_stands_in_padding_is_not_read_even_if_it_is_infinite():
+    query, key, value = (x.detach() for x in draw(TOKENS, WIDTH))
+    expected = orthogonal_attention(query, key, value, masks()["row"])
+    query[..., LEFT:, :], key[..., LEFT:, :] = torch.inf, torch.nan
+    assert torch.equal(orthogonal_attention(query, key, value, masks()["row"]), expected)
+
+
+def test_a_batch_of_masks_is_one_for_each_sequence():
+    inputs = draw(TOKENS, WIDTH)
+    mask = torch.stack([KEEP, ~KEEP]).view(2, 1, 1, TOKENS)
+    actual = orthogonal_attention(*inputs, mask)
+    for i in range(2):
+        assert relative_error(actual[i], orthogonal_attention(*(x[i] for x in inputs), mask[i])) < 1e-12
+
+
+def test_a_mask_is_traced():
+    inputs, mask = draw(TOKENS, WIDTH), masks()["square"]
+    compiled = torch.compile(lambda *x: orthogonal_attention(*x, mask), backend="eager", fullgraph=True)
+    assert relative_error(compiled(*inputs), orthogonal_attention(*inputs, mask)) < 1e-12
+    ours = torch.func.vmap(lambda *x: orthogonal_attention(*x, mask[0]))(*inputs)
+    assert relative_error(ours, orthogonal_attention(*inputs, mask[0])) < 1e-12
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6])
+def test_keys_and_values_of_fewer_heads_repeat_as_in_torch(heads):
+    query, _, _ = draw(TOKENS, WIDTH, batch=(2, 6))
+    _, key, value = draw(TOKENS, WIDTH, batch=(2, heads))
+    order = torch.arange(6) // (6 // heads)
+    actual = orthogonal_attention(query, key, value, enable_gqa=True)
+    assert torch.equal(actual, orthogonal_attention(query, key[:, order], value[:, order]))
+    softmax = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)  # the same order there
+    torch.testing.assert_close(softmax, F.scaled_dot_product_attention(query, key[:, order], value[:, order]))
+
+
+def test_neutral_arguments_work_by_place_and_name():
+    inputs = draw(TOKENS, WIDTH)
+    expected = orthogonal_attention(*inputs)
+    assert torch.equal(orthogonal_attention(*inputs, None, 0.0, False, scale=None, enable_gqa=False), expected)
+    named = dict(zip(("query", "key", "value"), inputs, strict=True))
+    assert torch.equal(orthogonal_attention(**named, attn_mask=None, dropout_p=0.0, is_causal=False), expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, cause",
+    [
+        (dict(is_causal=True), "is_causal.*triangular"),
+        (dict(dropout_p=0.1), "dropout_p.*not orthogonal"),
+        (dict(attn_mask=torch.zeros(TOKENS, TOKENS)), "attn_mask.*boolean"),
+        (dict(attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()), "attn_mask.*whole tokens"),
+        (dict(attn_mask=KEEP), "attn_mask.*1, 17"),
+        (dict(attn_mask=KEEP[None, :5]), "attn_mask.*1, 17"),
+        (dict(enable_gqa=True, key_heads=2), "enable_gqa.*3.*2"),
+    ],
+)
+def test_what_has_no_orthogonal_matrix_is_refused_with_its_reason(arguments, cause):
+    query, key, value = draw(TOKENS, WIDTH)
+    heads = arguments.get("key_heads", 3)
+    others = {name: value for name, value in arguments.items() if name != "key_heads"}
+    with pytest.raises(ValueError, match=cause):
+        orthogonal_attention(query, key[:, :heads], value[:, :heads], **others)
+
+
+LAYERS = {
+    "orthogonal": osa.OrthogonalSelfAttention,
+    "softmax": osa.SoftmaxSelfAttention,
+    "value_skipinit": osa.shaped.ValueSkipInitSelfAttention,
+    "signal_preserving": lambda d, h, **k: osa.shaped.SignalPreservingSelfAttention(d, h, torch.full((7, 7), 1 / 7), **k),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_takes_one_sequence_a_device_and_a_type_and_says_what_it_is(name):
+    layer = LAYERS[name](12, 3, dtype=torch.float64)
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    torch.testing.assert_close(layer(x[1]), layer(x)[1])
+    torch.testing.assert_close(layer(x[1], 1), layer(x)[1, :1])
+    block = osa.Block(layer, osa.MLP(12, 24, dtype=torch.float64), embed_dim=12, skip=True, norm=True, dtype=torch.float64)
+    torch.testing.assert_close(block(x[0], 2), block(x)[0, :2])
+    empty = LAYERS[name](12, 3, device="meta", dtype=torch.bfloat16)
+    assert {(tensor.device.type, tensor.dtype) for tensor in empty.state_dict().values()} == {("meta", torch.bfloat16)}
+    assert all("num_heads=3" in repr(each) for each in (layer, empty))
+
+
+def test_an_orthogonal_layer_says_method_and_alpha():
+    layer = osa.OrthogonalSelfAttention(12, 3, method="qr", alpha_init=0.25)
+    assert "method=qr" in repr(layer) and "alpha=0.25" in repr(layer)
+    layer.alpha.data[1] = -0.5
+    assert "alpha=0.25, -0.5" in repr(layer)
+
+
+@pytest.mark.parametrize("shapes", [[(2, 7, 12)] * 3, [(2, 7, 12)] * 2, [(2, 3, 7, 12)], [(12,)], [(2, 7, 11)]])
+@pytest.mark.parametrize("name", LAYERS)
+def test_other_inputs_of_a_layer_are_a_sentence(name, shapes):
+    with pytest.raises(ValueError, match=r"layer\(x\)" if len(shapes) > 1 else r"\(B, N, 12\)"):
+        LAYERS[name](12, 3)(*(torch.randn(shape) for shape in shapes))

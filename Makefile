@@ -29,8 +29,8 @@ else
 endif
 	@touch $@
 
-$(VENV)/.cluster: requirements-cluster.txt $(VENV)/.installed
-	$(PIP) -r requirements-cluster.txt
+$(VENV)/.extras: requirements-cluster.txt requirements-integrations.txt $(VENV)/.installed
+	$(PIP) -r requirements-cluster.txt -r requirements-integrations.txt
 	@touch $@
 
 quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download, in minutes
@@ -40,7 +40,7 @@ check: setup  ## the quick tests and ruff: an answer in a minute
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 -q -m "not slow and not faults"
 	$(RUN) ruff check .
 
-test: setup $(VENV)/.cluster  ## the test suite
+test: setup $(VENV)/.extras  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 plan: setup  ## what `make reproduce` would run, why, and for how long

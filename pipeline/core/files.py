@@ -72,7 +72,7 @@ def write_json(path: str | Path, value: object) -> None:
 
 
 def as_json(value: object, sort_keys: bool = True) -> str:
-    """JSON whose bytes depend on `value` alone: null for numbers that are not finite, and keys sorted unless order matters."""
+    """JSON whose bytes depend on `value` alone: null for what is not finite, and keys sorted unless their order matters."""
     return json.dumps(_finite(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n"
 
 

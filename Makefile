@@ -59,8 +59,8 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) python -m pipeline.benchmarks.orthogonal
 	$(RUN) dvc repro --single-item report
 
-gpu:  ## the CUDA tests, benchmarks and missing runs, in gpu/; MINUTES=9 returns in time and goes on when given again
-	$(RUN) $(PYTHON) -m pipeline.benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES))
+gpu:  ## check and time the kernels on a GPU, where torch alone will do, into gpu.tar.gz; STEP=attention takes that step alone
+	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
 	$(RUN) exec python -m pipeline.tracking ui

@@ -1,306 +1,177 @@
-"""All that is to be done on a GPU, in one command that goes on where it was: `make gpu` or `python -m pipeline.benchmarks.gpu`.
+"""All that needs a GPU, on a machine with torch alone: `make gpu`, or `python pipeline/benchmarks/gpu.py [STEP ...]`.
 
-The tests that use CUDA, one run of each model, the benchmarks, all other runs that are missing, and the study that measures
-on CUDA; then a table of what was measured beside what is aimed at. Each part but the trainings is a process of its own that
-takes less than ten minutes. The same command skips what is done and goes on with what was cut off, a training at its last
-epoch; with `--minutes 9` it returns in time where no command may take more than ten. All it makes lies in one folder, which
-`--import FOLDER` takes over on another machine.
+check      values and gradients of every kernel against the reference in float64
+attention  one call by each method and by torch's softmax attention, as replays of a CUDA graph, at 1 and 64 heads
+step       a training step of each model of the paper, as a replay
+tests      the tests of kernels and CUDA graphs, where pytest is installed
+train      seed 0 of each model, where the pipeline's packages and data/mnist are: carry it along
 
-Beyond torch it needs torchvision, numpy, pandas, scipy, matplotlib, pydantic, ruamel-yaml, tqdm and filelock, and for the
-tests pytest, hypothesis and pyyaml; neither DVC nor MLflow.
+Each step is a process of its own that ends within ten minutes. All goes to gpu/, and with the runs into gpu.tar.gz, to be
+unpacked at the root of a repository with the same code. It runs by its path: `pipeline` asks for packages that may lack.
 """
 
 import argparse
-import contextlib
-import hashlib
+import csv
 import importlib.util
-import io
-import json
-import math
-import os
+import itertools
+import runpy
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
-from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-import pandas as pd
-import torch
-from filelock import FileLock, Timeout
-from ruamel.yaml import YAML
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[0] = str(ROOT)  # not this folder, whose profile.py hides Python's own
 
-from pipeline import runs, study
-from pipeline.benchmarks import attention, results
-from pipeline.benchmarks.step import EXACT, SEED
-from pipeline.core import files, params, record
-from pipeline.core.errors import UserError, entry_point
-from pipeline.core.files import ROOT
-from pipeline.core.params import Params
-from pipeline.runs import TABLE_2, Run
-from pipeline.studies.paper.benchmarks import ALL_MODELS, BEST, FOLDER, TARGETS
-from pipeline.studies.paper.complexity import FORWARD
-from pipeline.tools import fan_out
-from pipeline.tools.fan_out import Job
-from pipeline.training import data
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
-STATE = Path("parts.json")  # how each part went
-SHALLOW = 6  # blocks of the deep models in a rehearsal
-REHEARSAL = ROOT / "pipeline/benchmarks/rehearsal.yaml"
-FIRST_RUNS, RUNS = "first_runs", "runs"  # the first are those whose weights the step is timed with
-DONE, FAILED, CUT_OFF = "done", "failed", "cut off"
-TEST_MODULES = ("pytest", "hypothesis", "yaml")
-CODE = ("osa/*.py", "pipeline/cost.py", "pipeline/studies/paper/complexity.py", "pipeline/training/*.py")  # what is measured
-LEAST_SECONDS = 5  # left, for a part to begin
-NARROW, WIDE = 16, 64  # d_v of the paper's heads, and of the comparison with SDPA
-LARGEST_NORM = 8  # ‖S‖₂ up to which orthogonality is aimed at
-SDPA_RATIO = f"{BEST} / exact"
+import osa  # noqa: E402
+from osa import reference  # noqa: E402
+
+SECONDS = 570  # of a step
+MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
+METHODS = ("exact", "qr", "newton_schulz")
+NEEDED = ("pandas", "numpy", "scipy", "matplotlib", "pydantic", "ruamel", "tqdm")  # for a training
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@entry_point
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help="where everything goes; default: gpu, or gpu_rehearsal")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="return after so many; the next call goes on")
-    parser.add_argument("--rehearse", action="store_true", help="everything at a tiny size, without a GPU too")
-    parser.add_argument("--import", dest="source", type=Path, metavar="FOLDER", help="take over what another machine made")
-    chosen = parser.parse_args(arguments)
-    deadline = time.monotonic() + 60 * chosen.minutes
-    if chosen.source:
-        take_over(chosen.source)
-        return
-    if not (chosen.rehearse or torch.cuda.is_available()):
-        raise UserError("there is no CUDA device here: run it where there is one, or see it work with --rehearse.")
-    folder = chosen.into or Path("gpu_rehearsal" if chosen.rehearse else "gpu")
+def check(tiny: bool) -> Iterator[dict]:
+    sizes = [(7, 3)] if tiny else [(50, 16), (197, 64), (37, 8), (1024, 64)]
+    for method, (tokens, width), dtype in itertools.product(METHODS, sizes, (torch.float32, torch.bfloat16)):
+        torch.manual_seed(0)
+        inputs = [torch.randn(2, 3, tokens, width).to(dtype) for _ in range(3)]
+        scale = 1 / torch.linalg.matrix_norm(reference.skew(*inputs[:2], 1.0), 2).max().item()
+        dense = reference.newton_schulz_attention if method == "newton_schulz" else reference.orthogonal_attention
+        exact = [x.double().requires_grad_() for x in inputs]
+        ours = [x.to(DEVICE).requires_grad_() for x in inputs]
+        actual, expected = osa.orthogonal_attention(*ours, scale=scale, method=method), dense(*exact, scale)
+        weight = torch.randn_like(expected)
+        grads = torch.autograd.grad(actual, ours, weight.to(actual)), torch.autograd.grad(expected, exact, weight)
+        pairs = [(actual.detach(), expected.detach()), *zip(*grads, strict=True)]
+        errors = [((a.double().cpu() - b).norm() / b.norm()).item() for a, b in pairs]
+        case = {"method": method, "tokens": tokens, "width": width, "dtype": dtype}
+        yield case | dict(zip(("output", "query", "key", "value"), errors, strict=True))
+
+
+def attention(tiny: bool) -> Iterator[dict]:
+    calls = {method: partial(osa.orthogonal_attention, scale=0.01, method=method) for method in METHODS}
+    calls["sdpa"] = F.scaled_dot_product_attention
+    sizes = [(1,), (16,), (50,)] if tiny else [(1, 64), (16, 64), (50, 256, 1024, 4096, 16384, 65536)]
+    cases = itertools.product(*sizes, (torch.float32, torch.bfloat16))
+    for heads, width, tokens, dtype in (case for case in cases if case[0] * case[2] <= 2**20):
+        inputs = [torch.randn(1, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+        for method, call in calls.items():
+            case = {"method": method, "heads": heads, "width": width, "tokens": tokens, "dtype": dtype}
+            forward, both = (partial(differentiate, call, inputs[: 3 * n], inputs) for n in (0, 1))
+            yield case | {"forward": seconds(forward), "both": seconds(both)}
+
+
+def differentiate(call: Callable, wanted: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple:
+    with torch.set_grad_enabled(bool(wanted)):
+        output = call(*inputs)
+        return torch.autograd.grad(output.sum(), wanted) if wanted else (output,)
+
+
+def step(tiny: bool) -> Iterator[dict]:
+    for name in MODELS[-1:] if tiny else MODELS:
+        model = osa.create_model(name).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=DEVICE.type == "cuda")
+        images = torch.rand(4 if tiny else 128, 1, 28, 28, device=DEVICE)
+        yield {"model": name, "seconds": seconds(partial(train_step, model, optimizer, images))}
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> tuple:
+    loss = F.cross_entropy(model(images), torch.arange(len(images), device=DEVICE) % 10)
+    model.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return (loss.detach(),)
+
+
+def seconds(work: Callable[[], tuple], samples: int = 20) -> float:
+    """The median of replays of a CUDA graph, or of calls on a CPU."""
+    synchronize = torch.cuda.synchronize if DEVICE.type == "cuda" else bool
+    if DEVICE.type == "cuda":
+        record = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"]
+        work, _ = record(work)
+    repeats, measured = (10, []) if DEVICE.type == "cuda" else (1, [])
+    for _ in range(samples if DEVICE.type == "cuda" else 2):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronize()
+        measured.append((time.perf_counter() - start) / repeats)
+    return statistics.median(measured)
+
+
+TABLES = {"check": check, "attention": attention, "step": step}
+
+
+def commands(name: str) -> list[list[str]]:
+    """What a step that is no table runs: nothing where the machine lacks what that needs."""
+    if name == "tests" and importlib.util.find_spec("pytest"):
+        paths = ["tests/osa/test_kernels.py", "tests/osa/test_launch.py", "tests/pipeline/test_cuda_graph.py"]
+        return [["-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *paths]]
+    if name == "train" and all(map(importlib.util.find_spec, NEEDED)) and (ROOT / "data/mnist").exists():
+        return [["-m", "pipeline.train", model, "0", "--no-tracking"] for model in MODELS[:-1]]
+    return []
+
+
+def main() -> None:
+    parser, known = argparse.ArgumentParser(description=__doc__.splitlines()[0]), (*TABLES, "tests", "train")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(known)}; default: all")
+    parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too")
+    parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if DEVICE.type != "cuda" and not chosen.rehearse:
+        sys.exit("error: torch finds no CUDA device here: run it where there is one, or add --rehearse.")
+    if unknown := set(chosen.steps) - set(known):
+        sys.exit(f"error: {', '.join(sorted(unknown))}: no such step; choose from {', '.join(known)}.")
+    folder, outcomes = chosen.into.resolve(), {}
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / "lock", timeout=0):
-            settings = prepare(folder, chosen.rehearse)
-            lacking = {str(run) for run, _ in fan_out.missing(settings, ["*"])}
-            with contextlib.chdir(folder):
-                work(settings, lacking, chosen.rehearse, deadline)
-    except Timeout:
-        raise UserError(f"another process works in {folder} already: wait for it, or end it.") from None
+    if chosen.inside:
+        write(folder / f"{chosen.steps[0]}.csv", TABLES[chosen.steps[0]](chosen.rehearse))
+        return
+    for name in chosen.steps or known:
+        options = ["--into", folder, "--inside", *(["--rehearse"] if chosen.rehearse else [])]
+        outcomes[name] = run([[__file__, name, *options]] if name in TABLES else commands(name), folder / f"{name}.txt")
+        print(f"{name}: {outcomes[name]}", flush=True)
+        with tarfile.open(folder.with_suffix(".tar.gz"), "w:gz") as archive:
+            archive.add(folder, "gpu")
+            for path in sorted(ROOT.glob("paper_outputs/runs/table_2/*/0")) if outcomes.get("train") == "done" else ():
+                archive.add(path, path.relative_to(ROOT))
+    if failed := [name for name, outcome in outcomes.items() if outcome not in ("done", "skipped")]:
+        sys.exit(f"error: {', '.join(failed)} did not end well: see {folder}; give its name to try it again.")
 
 
-def prepare(folder: Path, is_rehearsal: bool) -> Params:
-    """Makes the folder one that every stage can work in: with parameters, and with the data that are here."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    if read_state(folder).get("is_rehearsal", is_rehearsal) != is_rehearsal:
-        raise UserError(f"{folder} is {'no' if is_rehearsal else 'a'} rehearsal: name another folder with --into.")
-    raw = params.read("params.yaml")
-    if is_rehearsal:
-        raw = params.deep_merge(raw, params.read(REHEARSAL))
-        os.environ["TRITON_INTERPRET"] = str(int(not torch.cuda.is_available()))
-    text = io.StringIO()
-    YAML(typ="safe").dump(raw, text)
-    files.write_text(folder / "params.yaml", text.getvalue())
-    settings = params.load(folder / "params.yaml")
-    here = data.folder(settings.data.source)
-    if not (folder / here).exists() and here.exists():
-        (folder / here.parent).mkdir(exist_ok=True)
-        (folder / here).unlink(missing_ok=True)  # a link that leads nowhere any more
-        (folder / here).symlink_to(here.resolve(), target_is_directory=True)
-    return settings
+def write(path: Path, rows: Iterator[dict]) -> None:
+    """Row by row, so that what was measured before the time ran out is kept."""
+    facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"}
+    with path.open("w", newline="", encoding="utf-8") as file:
+        for i, row in enumerate(rows):
+            writer = csv.DictWriter(file, row | facts)
+            if i == 0:
+                writer.writeheader()
+            writer.writerow(row | facts)
+            file.flush()
 
 
-def read_state(folder: Path) -> dict:
-    return files.read_json(folder / STATE) if (folder / STATE).exists() else {}
-
-
-def parts(settings: Params, is_rehearsal: bool) -> dict[str, list[str]]:
-    """The command of each part, as arguments for Python, in their order; none for the two that train."""
-
-    def script(name: str, *options: object, largest: int | None = None) -> list[str]:
-        """A benchmark; in a rehearsal one round of it, up to this size."""
-        small = ["--repeats", 1, *(["--largest", largest] if largest else [])] if is_rehearsal else []
-        return ["-m", f"benchmarks.{name}", *map(str, (*options, *small))]
-
-    tests = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "cuda.is_available()" in path.read_text()]
-    few = ["-k", "test_cuda_graph or test_any_norm"] if is_rehearsal else []
-    fetch = {} if data.folder(settings.data.source).exists() else {"fetch": ["-m", "pipeline.fetch"]}
-    return fetch | {
-        "tests": ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={Path('pytest').resolve()}", *few, *tests],
-        FIRST_RUNS: [],
-        "step": script("step"),
-        "attention_bfloat16": script("attention", "--dtype", "bfloat16", largest=128),
-        "attention_heads": script("attention", "--heads", heads(settings), "--largest", attention.SMALLEST),
-        "attention_norm": script("attention", "--norm", LARGEST_NORM, "--largest", attention.MOST_TOKENS_ERROR, largest=128),
-        "attention": script("attention", largest=128),
-        "profile": script("profile"),
-        "depth": script("depth", *(["--depth", SHALLOW] if is_rehearsal else [])),
-        "orthogonal": script("orthogonal", largest=8),
-        "complexity": ["-m", "pipeline.study", "complexity", "--no-tracking"],
-        RUNS: [],
-    }
-
-
-def work(settings: Params, lacking: set[str], is_rehearsal: bool, deadline: float) -> None:
-    """Does what is not done, in the working directory, as far as the time allows, and shows what has been measured.
-
-    What failed is tried again after the others. What was cut off although it had as much time as is left would be so again.
-    """
-    state = read_state(Path()) or {"is_rehearsal": is_rehearsal, "parts": {}}
-    commands, went, left = parts(settings, is_rehearsal), state["parts"], []
-    for name in sorted(commands, key=lambda name: went.get(name, {}).get("status") == FAILED):
-        made_by, before = digest(commands[name], settings), went.get(name, {})
-        jobs = [job for job in fan_out.missing(settings, ["*"]) if str(job[0]) in lacking] if not commands[name] else []
-        jobs = [job for job in jobs if name == RUNS or (job[0].study, job[0].seed) == (TABLE_2, SEED)]
-        is_known = commands[name] and before.get("made_by") == made_by
-        if (is_known and before["status"] == DONE) or not (commands[name] or jobs):
-            continue
-        seconds = deadline - time.monotonic()
-        if seconds < LEAST_SECONDS or (is_known and before["status"] == CUT_OFF and before["seconds"] > 0.95 * seconds):
-            left.append(name)
-            continue
-        start = time.monotonic()
-        status = execute(name, commands[name], deadline) if commands[name] else train(jobs, deadline)
-        went[name] = {"status": status, "seconds": time.monotonic() - start, "made_by": made_by}
-        files.write_json(STATE, state)
-        print(f"{name}: {status} after {went[name]['seconds']:.0f} s", flush=True)
-        left += [name] if status == CUT_OFF else []
-    show(state, settings)
-    if left:
-        longest = max((went[name]["seconds"] for name in left if name in went), default=0)
-        longer = f", with --minutes above {longest / 60:.1f}" if longest > 60 else ""
-        print(f"Left: {', '.join(left)}. Give the same command again{longer}.")
-    if failed := [name for name in commands if went.get(name, {}).get("status") == FAILED]:
-        raise UserError(f"{', '.join(failed)} failed: see {Path('logs').resolve()}; the same command tries again.")
-
-
-def digest(command: list[str], settings: Params) -> str:
-    """Of the code that is measured, the part's own, its options, and the parameters but for which runs are wanted."""
-    words = [word if word.endswith(".py") else f"{word.replace('.', '/')}.py" for word in command]
-    paths = {path for word in words if (path := ROOT / word).is_file()} | {p for glob in CODE for p in ROOT.glob(glob)}
-    made_by = [command, comparable(settings), *map(files.sha256, sorted(paths))]
-    return hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
-
-
-def execute(name: str, command: list[str], deadline: float) -> str:
-    """Runs a part into logs/NAME.txt, and says how it went."""
-    if lacks := [each for each in TEST_MODULES if name == "tests" and importlib.util.find_spec(each) is None]:
-        return f"not run, as there is no {', '.join(lacks)},"
-    Path("logs").mkdir(exist_ok=True)
-    left = deadline - time.monotonic()
-    with open(Path("logs", f"{name}.txt"), "w") as log:
-        options = dict(stdout=log, stderr=subprocess.STDOUT, cwd=ROOT if name == "tests" else None, check=False)
-        try:
-            done = subprocess.run([sys.executable, *command], timeout=None if math.isinf(left) else left, **options)
-        except subprocess.TimeoutExpired:
-            return CUT_OFF
-    return FAILED if done.returncode else DONE
-
-
-def train(jobs: list[Job], deadline: float) -> str:
-    """Trains runs until the deadline, one on each GPU at a time, and says how it went."""
-    at_a_time, came = fan_out.slots(), []
-    finished = fan_out.here(jobs, at_a_time, ["--no-tracking"], deadline)
-    try:
-        fan_out.follow(jobs, (came.append(run) or run for run in finished), at_a_time)
-    except UserError as error:
-        files.write_text("logs/runs.txt", f"{error}\n")
-        return FAILED
-    return DONE if len(came) == len(jobs) else CUT_OFF
-
-
-def show(state: dict, settings: Params) -> None:
-    """Writes what was measured beside what is aimed at, as targets.csv and .json among the benchmarks, and prints it."""
-    device = record.default_device()
-    environment = record.describe_environment(device)
-    measured = gather(FOLDER / results.slug(environment), heads(settings))
-    measured["epochs"] = ten_epochs(environment["device_name"])
-    table = pd.DataFrame([target.row(measured.get(target.key, math.nan)) for target in TARGETS])
-    print(table.drop(columns="key").to_string(index=False, na_rep="–", float_format="{:.4g}".format))
-    results.write("targets", table, device, argparse.Namespace(rehearse=state["is_rehearsal"]), parts=state["parts"])
-
-
-def heads(settings: Params) -> int:
-    """How many heads a layer has in one step."""
-    return settings.train.batch_size * settings.model.num_heads
-
-
-def gather(folder: Path, heads: int) -> dict[str, float]:
-    """What the benchmarks in a machine's folder say of each target; what was not measured is absent."""
-
-    def ratios(name: str) -> dict | list:  # of the step by weights, sorted, and of attention by size
-        return files.read_json(folder / f"{name}.json")["ratios"] if (folder / f"{name}.json").exists() else {}
-
-    def step(kind: str) -> dict:
-        """Ratios of steps, with trained weights where they were there."""
-        return {name: ratio for of in ratios("step").values() for name, ratio in of.get(kind, {}).items()}
-
-    over_vit = step("over_vit")
-    found = {"graph": step("eager_over_ours").get("vit"), "all": step("straightforward_over_ours").get(ALL_MODELS)}
-    found |= {"exact": over_vit.get(EXACT), "ns": over_vit.get("osa_ns"), "qr": over_vit.get("osa_qr")}
-    of_heads = [row for row in ratios(f"attention_{heads}_heads") if row["width"] == NARROW]
-    found |= {f"literal, {row['pass']}": row.get("literal_qr / exact") for row in of_heads}
-    wide = [row for row in ratios("attention_bfloat16") if (row["width"], row["pass"]) == (WIDE, FORWARD)]
-    over_sdpa = {row["tokens"]: row[SDPA_RATIO] for row in wide if SDPA_RATIO in row}
-    found |= {f"sdpa, {tokens}": ratio for tokens, ratio in over_sdpa.items()}
-    if over_sdpa:
-        slower = max((tokens for tokens, ratio in over_sdpa.items() if ratio < 1), default=0)
-        found["crossover"] = min((tokens for tokens in over_sdpa if tokens > slower), default=math.inf)
-    if (path := folder / f"attention_norm_{LARGEST_NORM}.csv").exists():
-        table = files.read_csv(path)
-        found["orthogonality"] = table.loc[table["method"] == "exact", "orthogonality_error"].max()
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def ten_epochs(device_name: str) -> float:
-    """Seconds of ten epochs of the slowest model, by the median over its runs here: from point to point, evaluations and
-    checkpoints included, without the start and the first interval, in which the step is captured. NaN if there is no run."""
-    seconds = defaultdict(list)
-    for made in map(files.read_json, runs.FOLDER.glob(f"{TABLE_2}/*/*/record.json")):
-        times, points = made["timestamps"], made["config"]["train"]["points_per_epoch"]
-        if made["environment"]["device_name"] == device_name and not made["resumptions"] and len(times) > 2:
-            seconds[made["variant"]].append((times[-1] - times[1]) / 1000 / (len(times) - 2) * 10 * points)
-    return max(map(statistics.median, seconds.values()), default=math.nan)
-
-
-def take_over(source: Path) -> None:
-    """Copies runs that are missing here, if they are of today's code, data and parameters, and the benchmarks into place.
-
-    Every digest is checked, a run's record comes last, and DVC is told where there is DVC. What is left is named.
-    """
-    if not (source / STATE).exists():
-        raise UserError(f"{source} was not made by `python -m pipeline.benchmarks.gpu`: name the folder that it wrote to.")
-    settings = params.load()
-    wanted = fan_out.missing(settings, ["*"])
-    digests = {each: data.digest(data.folder(each)) for each in {config.data.source for _, config in wanted}}
-    with contextlib.chdir(source):
-        whole = [run for run, config in wanted if runs.is_current(run, config, digests[config.data.source])]
-        content = {str(run): [Path(path).read_bytes() for path in fan_out.written(run)] for run in whole if is_whole(run)}
-        there = {"/".join(path.parts[-4:-1]) for path in runs.FOLDER.glob("*/*/*/record.json")}
-        same_params = comparable(settings) == comparable(params.load())
-        made = {path: path.read_bytes() for path in FOLDER.glob("**/*") if path.is_file() and same_params}
-        for path in study.FOLDER.glob(f"*/{study.RECORD}") if same_params else ():
-            machine = FOLDER / results.slug(files.read_json(path)["environment"])  # not where the study itself lies here
-            made |= {machine / each.parent.name / each.name: each.read_bytes() for each in path.parent.iterdir()}
-    came = [run for run, _ in wanted if str(run) in content]
-    for run in came:
-        fan_out.receive(run, content[str(run)])
-    for path, each in made.items():
-        files.write_bytes(path, each)
-    is_known = fan_out.commit([run for run in came if run.study == TABLE_2])
-    print(f"{len(came)} runs and {len(made)} files of benchmarks are in their places.")
-    asked = {str(run) for run, _ in wanted}
-    for run in sorted(there - content.keys()):
-        why = "is not whole, or not of this code, these data and parameters" if run in asked else "is not missing here"
-        print(f"{run} {why}: left there.")
-    if not same_params:
-        print("The benchmarks are of other parameters: left there.")
-    if not is_known:
-        raise UserError(fan_out.COMMIT_FAILED)
-
-
-def is_whole(run: Run) -> bool:
-    """Whether the weights of a run are there, as its record knows them."""
-    return run.weights.exists() and files.sha256(run.weights) == run.read("record")["weights_sha256"]
-
-
-def comparable(settings: Params) -> dict:
-    """The parameters that a benchmark depends on."""
-    return settings.model_dump(mode="json", exclude={"run", "labels"})
+def run(steps: list[list], log: Path) -> str:
+    with log.open("w", encoding="utf-8") as file:
+        for command in steps:
+            options = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": ROOT, "timeout": SECONDS, "check": True}
+            try:
+                subprocess.run([sys.executable, *map(str, command)], **options)
+            except subprocess.SubprocessError as error:
+                return type(error).__name__
+    return "done" if steps else "skipped"
 
 
 if __name__ == "__main__":

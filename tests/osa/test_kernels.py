@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import pandas as pd
 import pytest
 import torch
 
@@ -240,34 +239,15 @@ def test_beyond_every_digit_the_result_is_nan():
     assert attend(query, key, value, 1e9, "exact").isnan().all()
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    """What two kernels take of a GPU, from a process without the interpreter."""
+@pytest.mark.slow
+def test_kernels_spill_no_register():
+    """And two programs share a multiprocessor; in a process without the interpreter."""
     cases = [("exact", "forward", 16, "float32", 90), ("newton_schulz", "backward", 64, "bfloat16", 80)]
     script = (
         "import json, torch; from pipeline.benchmarks.kernels import resources\n"
         f"print(json.dumps([resources(*a, getattr(torch, dtype), b) for *a, dtype, b in {cases}]))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script]
-    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-
-
-@pytest.mark.slow
-def test_what_kernels_take_of_a_gpu(compiled):
-    """No register is spilled, and two programs share a multiprocessor; the committed table of all is of this code."""
-    import triton
-
-    from pipeline.benchmarks.kernels import TABLE, grid
-    from pipeline.core.files import ROOT
-
-    table = pd.read_csv(ROOT / TABLE)
-    identity = ["method", "kernel", "width", "dtype", "architecture"]
-    expected = {(*case, str(dtype).removeprefix("torch."), f"sm_{number}") for *case, dtype, number in grid()}
-    assert set(table[identity].itertuples(index=False, name=None)) == expected and len(table) == len(expected)
-    assert (table["spilled_bytes"] == 0).all() and (table["programs_by_memory"] >= 2).all()
-    committed = table.set_index(identity).to_dict("index")
-    for row in compiled:
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    for row in json.loads(done.stdout):
         assert row["spilled_bytes"] == 0 and row["programs"] >= 2, row
-        in_table = committed[tuple(row.pop(key) for key in identity)]
-        assert in_table["triton"] != triton.__version__ or row.items() <= in_table.items()

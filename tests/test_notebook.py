@@ -45,6 +45,7 @@ def files_of(folder):
     return {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
 
 
+@pytest.mark.slow
 def test_runs_as_committed(clone, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))  # no start-up file of the user's
@@ -58,7 +59,7 @@ def test_runs_as_committed(clone, tmp_path_factory, monkeypatch):
 
 
 def test_is_committed_whole_and_small():
-    notebook, text = read(), TOUR.read_text()
+    notebook, text = read(), TOUR.read_text(encoding="utf-8")
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))  # from top to bottom, in one go

@@ -79,7 +79,7 @@ def as_json(value: object, sort_keys: bool = True) -> str:
 def read_json(path: str | Path) -> Any:
     """Reads JSON. Raises UserError naming the file if it is absent or not JSON."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run `dvc repro` to make it.") from None
     except ValueError as error:

@@ -66,7 +66,7 @@ def _device_name(device: torch.device) -> str:
 def _cpu_name() -> str:
     """The processor's name: Linux tells it in /proc/cpuinfo, elsewhere Python knows as much as there is to know."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

@@ -85,7 +85,7 @@ def mount(folder: str, kind: str, pages: int) -> None:
     failed = libc.unshare(new_mounts | (new_users if user else 0))
     if user and not failed:
         for name, text in {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}.items():
-            Path("/proc/self", name).write_text(text)
+            Path("/proc/self", name).write_text(text, encoding="utf-8")
     Path(folder).mkdir(parents=True, exist_ok=True)
     path, size = folder.encode(), f"size={pages * PAGE}".encode()
     mounts = {

@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written(folder, kind, undisturbed, expected):
             for path, content in undisturbed[0].items():
                 files.write_bytes(path, content)
         if kind == "a file":
-            Path(folder).write_text("")
+            Path(folder).write_text("", encoding="utf-8")
             status, errors = Training().end()
             Path(folder).unlink()
         else:

@@ -47,7 +47,7 @@ def _write_yaml(path: Path, values: dict) -> None:
 
 def _read_yaml(path: Path) -> dict:
     """By LibYAML, which is many times faster, and called hundreds of times here."""
-    return yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 
 def write_project(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[int] = (0, 1, 2), diverged=()) -> None:

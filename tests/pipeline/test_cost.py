@@ -86,7 +86,7 @@ def test_all_linear_algebra_of_the_library_has_a_count():
     """On whatever device it is called."""
     calls = set()
     for path in (ROOT / "osa").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.linalg":
                 calls.add(f"aten::linalg_{node.attr}")
     assert {"aten::linalg_qr", "aten::linalg_cholesky_ex"} <= calls <= FORMULAS.keys() | MADE_OF_OTHERS
@@ -100,15 +100,9 @@ def routes_of_cuda(monkeypatch):
         monkeypatch.setattr(f"osa.{module}.is_readable", lambda x: False)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_what_runs_on_cuda_has_a_count(method, routes_of_cuda):
-    call = Call(partial(orthogonal_attention, method=method), tuple(inputs()))
-    assert cost_of(call.with_backward()).multiply_adds > cost_of(call).multiply_adds > 0
-
-
 @pytest.mark.parametrize("name", osa.MODELS)
 def test_a_step_on_cuda_has_a_count(name, routes_of_cuda):
-    """Of every model, with its loss, clipping and optimizer."""
+    """Of every model, with its loss, clipping and optimizer, and so of every method."""
     model = osa.create_model(name, embed_dim=8, depth=5, num_heads=2, patch_size=14)  # shaped for so many blocks at least
     optimizer = torch.optim.AdamW(model.parameters())
     images, labels = torch.randn(2, 1, 28, 28), torch.tensor([3, 7])
@@ -193,16 +187,6 @@ def test_what_is_kept_from_the_first_call_is_no_cost():
     assert cost_of(call).peak_bytes == 0
 
 
-def test_costs_are_counted_on_one_thread():
-    torch.set_num_threads(3)
-    try:
-        seen = []
-        cost_of(lambda: seen.append(torch.get_num_threads()))
-        assert seen[-1] == 1 and torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(1)
-
-
 def rounds(seed):
     """The order in which three calls are sampled, one a round."""
     made = []
@@ -213,7 +197,7 @@ def rounds(seed):
     return [tuple(made[i : i + 3]) for i in range(0, len(made), 3)]
 
 
-def test_every_round_has_each_call_in_an_order_drawn_anew():
+def test_every_round_has_each_call_in_an_order_of_its_own():
     order = rounds(0)
     assert len(order) == 4 and all(Counter(each) == Counter("abc") for each in order)
     assert len(set(order)) > 1

@@ -56,14 +56,10 @@ def test_it_holds_what_the_weights_say(project):
     assert found["metrics_sha256"] == files.sha256("paper_outputs/runs/table_2/vit_noskip/1/metrics.json")
 
 
-def test_each_layer_and_head_of_orthogonal_attention_has_a_row(project):
-    rows = evaluated("osa_ns", 0)["layers"]
-    assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(2)]
-
-
 def test_a_second_evaluation_writes_the_same_bytes(project):
     path = project / "paper_outputs/runs/table_2/osa_ns/0/evaluation.json"
-    evaluated("osa_ns", 0)
+    rows = evaluated("osa_ns", 0)["layers"]
+    assert [(row["layer"], row["head"]) for row in rows] == [(i, j) for i in range(3) for j in range(2)]
     before = path.read_bytes()
     evaluated("osa_ns", 0)
     assert path.read_bytes() == before
@@ -166,23 +162,21 @@ def change_accuracy(images: float) -> None:
     files.write_json(Run("osa_ns", 1).folder / "metrics.json", metrics)
 
 
-def test_accuracy_may_differ_by_images_that_rounding_tips_over(project):
+def test_weights_may_contradict_the_metrics_by_what_rounding_tips_over_and_no_more(project, capsys):
     change_accuracy(evaluate.TOLERANCE_IMAGES)
     evaluate.main(["osa_ns", "1"])
-
-
-def test_weights_that_contradict_the_metrics_are_an_error(project, capsys):
-    change_accuracy(evaluate.TOLERANCE_IMAGES + 1)
+    change_accuracy(1)
+    before = (Run("osa_ns", 1).folder / "evaluation.json").read_bytes()
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "1"])
     message = capsys.readouterr().err
-    assert "paper_outputs/runs/table_2/osa_ns/1/metrics.json" in message and "`dvc repro -f train@osa_ns-1`" in message
-    assert not (project / "paper_outputs/runs/table_2/osa_ns/1/evaluation.json").exists()
+    assert "osa_ns/1/metrics.json" in message and "dvc repro -f train@osa_ns-1" in message
+    assert (Run("osa_ns", 1).folder / "evaluation.json").read_bytes() == before
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy(project, capsys):
     (project / "paper_outputs/weights/table_2/osa_ns/0.pt").unlink()
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "0"])
-    message = "error: paper_outputs/weights/table_2/osa_ns/0.pt is missing: train it with `dvc repro -f train@osa_ns-0`"
-    assert message in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "paper_outputs/weights/table_2/osa_ns/0.pt" in message and "dvc repro -f train@osa_ns-0" in message

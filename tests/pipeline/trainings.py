@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -22,7 +21,6 @@ VARIANTS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_e
 SMALL = {"patch_size": 14, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2}  # N = 5, d_v = 4
 SHORT = {"epochs": 2, "batch_size": 13, "points_per_epoch": 2}
 TRAIN_IMAGES, TEST_IMAGES = 43, 31  # 4 steps an epoch, the last one of 4 images
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(synthetic.ROOT), "OMP_NUM_THREADS": "1"}
 OUTPUTS = ("history.csv", "metrics.json")
 CPU = torch.device("cpu")
 
@@ -70,11 +68,7 @@ def read_history(content: bytes) -> list[dict]:
 
 
 def read_json(path: Path) -> dict:
-    return json.loads(path.read_text())
-
-
-def command(variant: str = "osa_exact", *options: str) -> list[str]:
-    return [sys.executable, "-m", "pipeline.train", variant, "0", *options]
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

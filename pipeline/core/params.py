@@ -377,13 +377,13 @@ def load(path: str | Path = "params.yaml") -> Params:
     Raises:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
-    raw = read(path)
-    check_blocks(raw, str(path))
-    raw = with_library(raw)
+    written = read(path)
+    check_blocks(written, str(path))
+    raw = with_library(written)
     if isinstance(raw, dict):
         raw = {key: value for key, value in raw.items() if key not in paper_studies()}
     params = validate(Params, raw, str(path))
-    for name in params.variants:
+    for name in written["variants"]:  # a model of the library that has no block is checked where it is used
         resolve(params, name)
     return params
 

@@ -124,7 +124,7 @@ def test_the_models_take_on_the_size_of_the_images(variant):
 
 def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(monkeypatch, capsys):
     first = stored().sha256
-    run_main(monkeypatch, "vit", "0", "--no-tracking")
+    run_main(monkeypatch, "vit", "0")
     run = Run("vit", 0)
     assert runs.is_current(run, config("vit"), first)
     before = {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()}
@@ -138,8 +138,8 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
 @pytest.mark.parametrize(
     "changes, expected",
     [
-        ({"patch_size": 5}, "model.patch_size 5 must divide the 12 pixels of folder"),
-        ({"num_classes": 2}, "model.num_classes 2 is less than the 3 classes of folder"),
+        ({"patch_size": 5}, "patch_size 5 .*12"),
+        ({"num_classes": 2}, "num_classes 2 .*3"),
         ({"path": "others"}, "run `python -m pipeline.fetch`"),
     ],
 )

@@ -215,6 +215,12 @@ def test_an_override_may_replace_an_option_of_the_variant():
     assert changed.variant.model_copy(update={"epsilon": default.variant.epsilon}) == default.variant
 
 
+def test_a_model_of_the_library_that_does_not_fit_is_refused_where_it_is_used():
+    settings = load(edited(("model", "depth"), 1, WRITTEN))
+    assert "normalised_skip" in refusal(params.resolve, settings, "espa_skip")
+    assert params.resolve(settings, "vit").model.depth == 1
+
+
 def test_orthogonal_attention_needs_two_heads_and_an_unknown_variant_is_named():
     settings = load(edited(("model", "num_heads"), 2))
     assert "num_heads" in refusal(params.resolve, settings, "osa_qr", {"model": {"num_heads": 1}})

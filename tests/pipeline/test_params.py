@@ -18,7 +18,7 @@ from pipeline.core.files import ROOT
 WRITTEN = params.read(ROOT / "params.yaml")
 RAW = params.with_library(WRITTEN)
 PAPER = params.read(ROOT / "pipeline/paper.yaml")
-ABSENT = object()
+ABSENT = "(absent)"  # as text, so that every process names its tests alike
 
 
 @pytest.fixture(autouse=True)

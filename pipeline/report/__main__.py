@@ -34,8 +34,7 @@ README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__.splitlines()[0])
-    default = "paper" if study.FOLDER.is_dir() else "demonstration"
-    parser.add_argument("page", nargs="?", default=default, choices=[*PAGES, "readme"])
+    parser.add_argument("page", nargs="?", default="paper", choices=[*PAGES, "readme"])
     parser.add_argument("--only", metavar="STUDY", help="summarise this study alone; take the others' numbers as they are")
     chosen = parser.parse_args(arguments)
     if chosen.page == "readme":

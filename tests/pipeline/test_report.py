@@ -48,7 +48,7 @@ def test_a_demonstration_needs_tables_and_runs_alone(tmp_path, monkeypatch):
     (tmp_path / "paper_outputs").mkdir()
     for name in ("params.yaml", "osa", "pipeline", "paper_outputs/tables", "paper_outputs/runs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    report.main([])
+    report.main(["demonstration"])
     markdown = Path("paper_outputs/report.md").read_text(encoding="utf-8")
     accuracy = files.read_json(Path("paper_outputs/numbers/demonstration/table_2.json"))["table_2"][0]["ours"]["mean"]
     assert f"{accuracy:.1f}" in markdown and "verdict" not in markdown

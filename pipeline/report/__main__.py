@@ -1,7 +1,8 @@
 """The pages: `python -m pipeline.report paper` writes report.html and report.md, `research` research.html and research.md.
 
-    python -m pipeline.report paper --only theorem_2_2    one study anew; the rest from paper_outputs/numbers
+    python -m pipeline.report paper --only theorem_2_2    one study again; the rest from paper_outputs/numbers
     python -m pipeline.report readme                      the result into README.md, between its markers
+    python -m pipeline.report demonstration               report.html and report.md of trainings alone, as in quickstart/
 
 The words stand in templates/, one for each section. Their numbers come from what the studies summarise of their tables and
 are written to paper_outputs/numbers. There is no clock and no chance in here: the same files give the same bytes.
@@ -24,7 +25,7 @@ from pipeline.report.results import FOLDER, TABLE_2
 from pipeline.studies import Study
 from pipeline.verdicts import LEVEL
 
-PAGES = {"paper": "report", "research": "research"}  # templates and files
+PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
@@ -34,7 +35,7 @@ README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__.splitlines()[0])
     parser.add_argument("page", nargs="?", default="paper", choices=[*PAGES, "readme"])
-    parser.add_argument("--only", metavar="STUDY", help="measure up this study alone; take the others' numbers as they are")
+    parser.add_argument("--only", metavar="STUDY", help="summarise this study alone; take the others' numbers as they are")
     chosen = parser.parse_args(arguments)
     if chosen.page == "readme":
         write_readme()
@@ -43,9 +44,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def on_page(name: str) -> list[str]:
-    """The studies of a page."""
+    """The studies of a page; a demonstration has none."""
     paper = [each for each in studies.names("paper") if each not in ON_RESEARCH]
-    return paper if name == "paper" else [each for each in studies.names() if each not in paper]
+    return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
 
 def write(name: str, only: str | None = None) -> None:
@@ -62,7 +63,7 @@ def write(name: str, only: str | None = None) -> None:
             summary = summarise(each, lab, FIGURES / name)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
-    if name == "paper" and only is None:
+    if name != "research" and only is None:
         files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
         files.write_json(
             NUMBERS / name / "table_2.json", {key: context[key] for key in ("table_2", "cost", "compute", "provenance")}
@@ -150,7 +151,8 @@ def source_line(path: str, of_page: str) -> str:
 def write_readme() -> None:
     """The blocks of README.md between markers, each from the template of its name."""
     lab = Lab("report", params.load(), params.load_paper())
-    context = common(lab) | {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))} | common(lab)
+    numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}
+    context = numbers | common(lab) | {"page": "paper_outputs/research.md"}
     environment = page.environment(lab.label)
     readme = README.read_text(encoding="utf-8")
 

@@ -93,7 +93,7 @@ def word_count(markdown: str) -> int:
 
 
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
-    """The body of a page, and its sections as (anchor, title).
+    """The body of a page, and its sections as (anchor, title up to a colon).
 
     A paragraph that is an image alone becomes a figure: `drawings` has the SVG of each path, inlined, and `source` a line on
     its data and code. Tables scroll by themselves.
@@ -103,7 +103,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
         if token.type == "heading_open":
             title = tokens[i + 1].content
             token.attrSet("id", anchor(title))
-            sections += [(anchor(title), re.sub(r"<[^>]+>", "", title))] if token.tag == "h2" else []
+            sections += [(anchor(title), re.sub(r"<[^>]+>|:.*", "", title))] if token.tag == "h2" else []
         elif token.type in ("table_open", "table_close"):
             around = '<div class="wide" tabindex="0">' if token.type == "table_open" else "</div>\n"
             wrapper = Token("html_block", "", 0, content=around)

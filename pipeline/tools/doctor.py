@@ -75,7 +75,7 @@ def dvc() -> Iterator[Line]:
 
 def _is_held(path: Path) -> bool:
     """Whether a process has locked a file."""
-    with contextlib.suppress(FileNotFoundError), path.open() as file:
+    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -43,7 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def evaluation(run: Run, config: RunConfig) -> dict:
     """What evaluation.json holds: the measurements of a run, empty if it diverged, and which training they are of."""
-    trained, training = run.read("metrics"), {"metrics_sha256": files.sha256(run.folder / "metrics.json")}
+    made = run.record()
+    if made is None:
+        raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
+    trained, training = run.read("metrics"), {key: made[key] for key in ("metrics_sha256", "weights_sha256")}
     if trained["diverged"]:
         return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
     return training | measure(run, config, trained["test_accuracy"])
@@ -52,7 +55,10 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     """The measurements of one finished run, to the digits that files hold."""
     device = record.default_device()
-    mnist = data.load(data.folder(config.data.source), config.data.pixel_scaling, device)
+    folder = data.folder(config.data.source)
+    mnist = data.load(folder, config.data.pixel_scaling, device)
+    if mnist.sha256 != run.read("record")["data_sha256"]:
+        raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
     model = run.load_model(config).to(device)
     predictions, loss = predict(model, mnist.test_images, mnist.test_labels)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -22,17 +23,15 @@ from osa import NUMERICS
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.params import Overrides, RunConfig
+from pipeline.core.schemas import Evaluation, Metrics, Record
 from pipeline.training import checkpoint
 from pipeline.training.loop import build_model
 
 TABLE_2, TRIES = "table_2", "tries"
 FOLDER, WEIGHTS = Path("paper_outputs/runs"), Path("paper_outputs/weights")
-IDENTITY = ("study", "name", "variant", "overrides", "seed")
-EXPECTED = {  # what other stages read from a run's files
-    "metrics": ("diverged", "test_accuracy"),
-    "record": (*IDENTITY, "status", "config", "numerics", "data_sha256", "environment", "seconds"),
-    "evaluation": ("metrics_sha256", "test_loss", "test_accuracy", "per_class", "confusion", "layers"),
-}
+KNOWN = ("history.csv", "metrics.json", "watched.csv")  # with their digests, to the record
+CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+SCHEMAS = {"metrics": Metrics, "record": Record, "evaluation": Evaluation}
 
 
 @dataclass(frozen=True)
@@ -84,24 +83,64 @@ class Run:
         return self.record_if_there() is not None
 
     def record_if_there(self) -> dict | None:
-        """Its record; None where `is_there` is false."""
-        if not all((self.folder / name).exists() for name in ("history.csv", "metrics.json", "record.json")):
-            return None
-        made = self.read("record")
-        digests = {name: made.get(f"{Path(name).stem}_sha256") for name in ("history.csv", "metrics.json", "watched.csv")}
-        is_whole = all(  # as far as the record knows them: older ones know their weights alone
-            digest is None or ((path := self.folder / name).exists() and files.sha256(path) == digest)
-            for name, digest in digests.items()
-        )
-        return made if is_whole else None
+        """Its record; None where `is_there` is false. Raises UserError if it is another run's, or malformed."""
+        return None if (made := self._record()) is None or self._strangers(made) else made
+
+    def record(self) -> dict | None:
+        """Its record; None where no training of it has ended. Raises UserError if a file is not the one that its record
+        knows, or the record is another run's, or malformed."""
+        if made := self._record():
+            for path in self._strangers(made):
+                raise UserError(f"{path} is not the one that record.json beside it knows: {self.remedy}.")
+            if self.read("metrics")["diverged"] != (made["status"] == "diverged"):
+                raise UserError(f"{self.folder}/record.json has another status than metrics.json: {self.remedy}.")
+        return made
+
+    def _record(self) -> dict | None:
+        names = ("history.csv", "metrics.json", "record.json")
+        return self.read("record") if all((self.folder / name).exists() for name in names) else None
+
+    def _strangers(self, made: dict) -> list[Path]:
+        """Its files that are absent, or not those of its record."""
+        digests = {self.folder / name: made.get(f"{name.split('.')[0]}_sha256") for name in KNOWN}
+        return [path for path, digest in digests.items() if digest and not (path.exists() and files.sha256(path) == digest)]
+
+    @property
+    def remedy(self) -> str:
+        return f"`git checkout {shlex.quote(str(self.folder))}`, or make it again with `{self.command}`"
 
     def read(self, name: str) -> dict:
-        """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed."""
-        return read(self.folder / f"{name}.json", f"run `{self.command}`")
+        """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed, or the record
+        is that of another run."""
+        return read(self.folder / f"{name}.json", self.remedy)
+
+    def evaluation(self) -> dict:
+        """Its evaluation. Raises UserError if it is of another training."""
+        found, made = self.read("evaluation"), self.read("record")
+        if any(found[key] != made[key] for key in ("metrics_sha256", "weights_sha256")):
+            again = f"`dvc repro -f evaluate@{self.variant}-{self.seed}`"
+            raise UserError(f"{self.folder}/evaluation.json is of another training: run {again}.")
+        if (made["status"] == "diverged") != (not found["confusion"]):
+            raise UserError(f"{self.folder}/evaluation.json does not fit the status of record.json: {self.remedy}.")
+        return found
 
     def points(self) -> pd.DataFrame:
-        """Its history. Where it diverged accuracies are those of no model, and blank as the losses are."""
-        table = files.read_csv(self.folder / "history.csv")
+        """Its history. Where it diverged accuracies are those of no model, and blank as the losses are.
+
+        Raises:
+            UserError: it does not end as its metrics do, or has other points than its configuration.
+        """
+        path, metrics = self.folder / "history.csv", self.read("metrics")
+        table, train = files.read_csv(path), self.read("record")["config"]["train"]
+        try:
+            last = table[["step", *CURVES]].astype(float).iloc[-1]
+            expected = [metrics["steps"], *(metrics[name] for name in CURVES)]
+            is_whole = np.allclose(last, np.array(expected, dtype=float), rtol=1e-12, atol=0, equal_nan=True)
+            is_whole &= metrics["diverged"] or len(table) == train["epochs"] * train["points_per_epoch"] + 1
+        except (KeyError, IndexError, ValueError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise UserError(f"{path} does not fit metrics.json and the configuration: {self.remedy}.")
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
         return table
@@ -112,8 +151,7 @@ class Run:
         model = build_model(config, self.seed)
         try:
             content = self.weights.read_bytes()
-            made = self.read("record") if (self.folder / "record.json").exists() else {}
-            if made.get("weights_sha256") not in (None, hashlib.sha256(content).hexdigest()):
+            if self.read("record")["weights_sha256"] != hashlib.sha256(content).hexdigest():
                 raise ValueError("not the weights of the record")
             model.load_state_dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
         except FileNotFoundError:
@@ -126,17 +164,22 @@ class Run:
 
 
 def read(path: Path, remedy: str) -> dict:
-    """One of a run's JSON files, whole. Raises UserError if it is absent or malformed."""
+    """One of a run's JSON files, whole. Raises UserError if it is absent or malformed, or a record of another run."""
     content = files.read_json(path)
-    missing = [key for key in EXPECTED[path.stem] if not isinstance(content, dict) or key not in content]
-    if missing:
-        raise UserError(f"{path} has no {missing[0]!r}, and so is damaged: delete it and {remedy}.")
+    try:
+        params.validate(SCHEMAS[path.stem], content, str(path))
+    except UserError as error:
+        raise UserError(f"{str(error).rstrip('.')}; {remedy}.") from None
+    if path.stem == "record":
+        identity = (content["study"], content["name"], str(content["seed"]))
+        if identity != path.parts[-4:-1]:
+            raise UserError(f"{path} is the record of another run, {'/'.join(identity)}: {remedy}.")
     return content
 
 
 def read_record(folder: Path) -> dict:
     """The record of whatever run is in a folder. Raises UserError if there is none, or it is malformed."""
-    return read(folder / "record.json", "train the run again, or `git checkout` it")
+    return read(folder / "record.json", f"`git checkout {shlex.quote(str(folder))}`, or train the run again")
 
 
 def same_config(recorded: dict, config: RunConfig) -> bool:

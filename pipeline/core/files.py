@@ -82,7 +82,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run `dvc repro` to make it.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}): delete it and run `dvc repro`.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}): let it be read.") from None

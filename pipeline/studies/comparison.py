@@ -74,7 +74,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def run_row(run: Run, config: RunConfig) -> dict:
     """What a run's files hold: finished, diverged, or missing, also where the run is of another configuration."""
-    record = run.record_if_there()
+    record = run.record()
     if not (record and same_config(record["config"], config)):
         return {"status": "missing"}
     metrics = run.read("metrics")

@@ -75,7 +75,9 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
     last = {key: curve[-1][key] for key in COLUMNS[2:]}
     files.write_json(path / "metrics.json", last | divergence | {"steps": steps, "num_parameters": parameters})
-    files.write_json(path / "record.json", record(config, run, mnist.sha256, diverged))
+    written = {"weights": folder / run.weights, "history": path / "history.csv", "metrics": path / "metrics.json"}
+    digests = {f"{name}_sha256": files.sha256(file) for name, file in written.items()}
+    files.write_json(path / "record.json", record(config, run, mnist.sha256, diverged) | digests)
 
 
 def measure() -> None:
@@ -127,5 +129,5 @@ def record(config: RunConfig, run: Run, data_sha256: str, diverged: bool = False
         "images_per_second": 1234.5 + run.seed,
         "resumptions": 0,
         "timestamps": [],
-        "weights_sha256": None,
+        **dict.fromkeys(("weights_sha256", "history_sha256", "metrics_sha256"), "0" * 64),
     }

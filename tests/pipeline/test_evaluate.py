@@ -1,5 +1,6 @@
 """Evaluate measures the saved weights, not what training said of them."""
 
+import gzip
 from collections import Counter
 
 import numpy as np
@@ -159,7 +160,10 @@ def test_newton_schulz_far_from_convergence_is_not_orthogonal():
 def change_accuracy(images: float) -> None:
     metrics = Run("osa_ns", 1).read("metrics")
     metrics["test_accuracy"] += images / 97  # of the synthetic test set
-    files.write_json(Run("osa_ns", 1).folder / "metrics.json", metrics)
+    path = Run("osa_ns", 1).folder / "metrics.json"
+    files.write_json(path, metrics)
+    made = Run("osa_ns", 1).read("record") | {"metrics_sha256": files.sha256(path)}
+    files.write_json(Run("osa_ns", 1).folder / "record.json", made)
 
 
 def test_weights_may_contradict_the_metrics_by_what_rounding_tips_over_and_no_more(project, capsys):
@@ -172,6 +176,17 @@ def test_weights_may_contradict_the_metrics_by_what_rounding_tips_over_and_no_mo
     message = capsys.readouterr().err
     assert "osa_ns/1/metrics.json" in message and "dvc repro -f train@osa_ns-1" in message
     assert (Run("osa_ns", 1).folder / "evaluation.json").read_bytes() == before
+
+
+def test_a_flipped_label_is_named(project, capsys):
+    labels = project / "data/mnist/t10k-labels-idx1-ubyte.gz"
+    content = bytearray(gzip.decompress(labels.read_bytes()))
+    content[-1] = (content[-1] + 1) % 10
+    labels.write_bytes(gzip.compress(content))
+    with pytest.raises(SystemExit):
+        evaluate.main(["osa_ns", "1"])
+    message = capsys.readouterr().err
+    assert "data/mnist" in message and "dvc repro -f fetch" in message
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy(project, capsys):

@@ -28,6 +28,7 @@ from pipeline.studies import comparison
 from pipeline.training import checkpoint, data, loop, recorder
 from pipeline.training.loop import build_model, evaluate_split
 from pipeline.training.recorder import Recorder
+from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
     SHORT,
@@ -61,8 +62,8 @@ def test_a_run_is_where_its_identity_says():
         Path("paper_outputs/runs/table_2/vit/3"),
         Path("paper_outputs/weights/table_2/vit/3.pt"),
     )
-    within = Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts
-    assert within[:3] == ("paper_outputs", "runs", "table_2") and len(within) == 5
+    assert Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts[:3] == ("paper_outputs", "runs", "table_2")
+    assert len(Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts) == 5
 
 
 # the outputs
@@ -115,6 +116,15 @@ def test_outputs_and_record():
     }
     assert found["environment"]["device"] == record.default_device().type
     assert not list(Path(".checkpoints").rglob("*.*"))
+
+
+@pytest.mark.parametrize("blocked", [".checkpoints", "paper_outputs"])
+def test_a_file_in_the_place_of_a_folder_is_named(monkeypatch, capfd, blocked):
+    Path(blocked).write_text("", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "osa_exact", "0")
+    *_, line = capfd.readouterr().err.replace("\r", "\n").splitlines()
+    assert line.startswith(f"error: {blocked}") and "cannot be " in line
 
 
 def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
@@ -241,7 +251,7 @@ def test_the_time_of_a_run_is_that_of_its_own_name_before_that_of_its_variant():
         (Run("vit", 2), 1, "diverged"),
         (Run("vit", 0, "depth", {"model": {"depth": 36}}), 700, "finished"),
     ):
-        made = dict.fromkeys(runs.EXPECTED["record"]) | vars(run) | {"name": run.name, "seconds": seconds, "status": status}
+        made = synthetic.record(config("vit"), run, "0" * 64) | {"seconds": seconds, "status": status}
         files.write_json(run.folder / "record.json", made)
     made = runs.finished()
     assert len(made) == 3
@@ -254,7 +264,7 @@ def test_the_time_of_a_run_is_that_of_its_own_name_before_that_of_its_variant():
 def test_a_damaged_record_is_named_wherever_records_are_read():
     path = Run("vit", 0).folder / "record.json"
     files.write_json(path, {"statvs": "finished"})
-    with pytest.raises(UserError, match=f"{path} has no 'study'.* damaged"):
+    with pytest.raises(UserError, match=f"{path}: study is missing"):
         runs.finished()
 
 
@@ -316,11 +326,7 @@ WRITES = 5 * 2 + 2 + 4  # points × (history, record), checkpoints, outputs
 
 @pytest.mark.slow
 def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, processes):
-    writes, replace = [], os.replace
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", lambda *arguments: (writes.append(arguments[1]), replace(*arguments)))
-        expected = outputs(trained())
-    assert len(writes) == WRITES
+    expected = outputs(trained())
     resumptions = []
     for number in range(1, WRITES + 1):
         enter(project, str(number), monkeypatch)
@@ -333,6 +339,13 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, p
         resumptions.append(recorded(run)["resumptions"])
     before_the_first_checkpoint = 7
     assert resumptions == [0] * before_the_first_checkpoint + [1] * (WRITES - before_the_first_checkpoint)
+
+
+def test_without_a_kill_there_are_that_many_writes(monkeypatch):
+    writes, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda *arguments: (writes.append(arguments[1]), replace(*arguments)))
+    trained()
+    assert len(writes) == WRITES
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "warmup_steps": 6, "schedule": "cosine"}])
@@ -365,13 +378,21 @@ def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
 
 DAMAGES = [
     lambda content: b"",
+    lambda content: content[:7],
     lambda content: content[: len(content) // 2],
+    lambda content: content[:-20],
+    lambda content: b"\0" * len(content),
+    lambda content: b"not a checkpoint\n",
     lambda content: flipped(content),
     lambda content: content[checkpoint.DIGEST_BYTES :],
     lambda content: sealed([1, 2]),
     lambda content: sealed({"model": {}, "optimizers": [], "progress": {}}),
+    lambda content: sealed({"model": None}),
+    lambda content: sealed(None),
     lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
+    lambda content: sealed(load(content) | {"progress": None}),
     lambda content: sealed(load(content) | {"optimizers": [{"state": {}, "param_groups": []}]}),
+    lambda content: sealed(load(content) | {"times": None}),
     lambda content: sealed(load(content) | {"times": {"hours": 1}}),
 ]
 
@@ -449,7 +470,7 @@ def test_files_of_two_trainings_are_no_run(monkeypatch):
 def test_results_of_another_shape_are_named(content):
     run = trained("vit")
     (run.folder / "metrics.json").write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match="paper_outputs/runs/table_2/vit/0/metrics.json .* damaged"):
+    with pytest.raises(UserError, match="paper_outputs/runs/table_2/vit/0/metrics.json"):
         run.read("metrics")
 
 

@@ -127,10 +127,10 @@ def test_an_evaluation_that_measured_less_leaves_its_columns_empty(project):
 
 
 def test_an_evaluation_of_an_earlier_training_is_refused(project, capsys):
-    path = RUNS / "osa_ns/1/metrics.json"
-    path.write_text(path.read_text(encoding="utf-8").replace("}", ' , "again": 1}'), encoding="utf-8")
+    path = RUNS / "osa_ns/1/evaluation.json"
+    files.write_json(path, files.read_json(path) | {"weights_sha256": "0" * 64})
     message = failure(capsys)
-    assert "osa_ns/1/evaluation.json" in message and "dvc repro evaluate@osa_ns-1" in message
+    assert "osa_ns/1/evaluation.json" in message and "dvc repro -f evaluate@osa_ns-1" in message
 
 
 def test_without_a_single_run_the_earlier_tables_stay(project, capsys):

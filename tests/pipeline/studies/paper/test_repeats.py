@@ -2,11 +2,13 @@
 
 import pytest
 
-from pipeline.core import files
-from pipeline.runs import EXPECTED, Run
+from pipeline.core import files, params
+from pipeline.core.files import ROOT
+from pipeline.runs import Run
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import harder_data, repeats, stability
 from pipeline.verdicts import NOT_TRAINED, REPRODUCED
+from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
 
 SETTINGS = repeats.Settings(variant="vit", seed=0)
@@ -25,12 +27,13 @@ def lab(paper_lab, tmp_path, monkeypatch):
 def write(run: Run, accuracy: float, weights: str = "a", numerics: int = 1, machine: str = "A CPU") -> None:
     """The files of a finished run."""
     files.write_text(run.folder / "history.csv", f"step,epoch,test_accuracy\n1,1,{accuracy}\n")
-    files.write_json(run.folder / "metrics.json", {"diverged": False, "test_accuracy": accuracy})
-    environment = {"device": "cpu", "device_name": machine, "num_threads": 1, "torch": "2.11.0"}
+    metrics = {"steps": 1, "num_parameters": 9, "diverged": False, "diverged_at_step": None, "test_accuracy": accuracy}
+    files.write_json(run.folder / "metrics.json", metrics | {"train_loss": 0.1, "test_loss": 0.1, "train_accuracy": 1.0})
     digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
-    made = dict.fromkeys(EXPECTED["record"]) | {"config": {}, "numerics": numerics, "environment": environment}
-    made |= {"status": "finished", "variant": run.variant, "seed": run.seed, "study": run.study, "overrides": run.overrides}
-    files.write_json(run.folder / "record.json", made | digests | {"weights_sha256": weights})
+    config = params.resolve(params.load(ROOT / "params.yaml"), run.variant)
+    made = synthetic.record(config, run, "0" * 64) | digests | {"numerics": numerics, "weights_sha256": 64 * weights}
+    made["environment"] |= {"device_name": machine}
+    files.write_json(run.folder / "record.json", made)
 
 
 ENDS = {"history": "csv", "metrics": "json"}

@@ -52,6 +52,7 @@ def installed(folder: Path) -> set[str]:
     return {name for name in found if not name.startswith(("pip-", "setuptools-"))}
 
 
+@pytest.mark.slow
 def test_torch_without_cuda(make, tmp_path):
     refused = make("setup", "TORCH=gpu")
     assert refused.returncode and "error: TORCH=gpu is not known: write TORCH=cpu, or leave it out." in refused.stderr

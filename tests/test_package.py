@@ -14,6 +14,7 @@ import torch
 import osa
 from pipeline.core.files import ROOT
 
+pytestmark = pytest.mark.slow
 TRAINING = """
 import torch
 

@@ -100,6 +100,7 @@ def test_a_run_of_another_configuration_is_not_the_studys(project):
     assert comparison.run_row(lab.run("vit"), lab.config("vit")) == {"status": "missing"}
 
 
+@pytest.mark.slow
 def test_a_broken_study_stops_no_training_and_no_other_study(tmp_path):
     """In a copy of the code, where one study is no Python."""
     for path in subprocess.check_output(

@@ -31,7 +31,7 @@ def publish(index: Path, name: str, version: str) -> None:
 def make(tmp_path):
     """Calls make in a folder with these requirements. PyPI has all packages, PyTorch's index its own as a CPU build."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "requirements.txt").write_text(REQUIREMENTS)
+    (tmp_path / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
     for name, version in {"other": "1.0", "torch": "2.0", "torchvision": "3.0", "nvidia_big": "1.0"}.items():
         publish(tmp_path / "pypi", name, version)
     for name, version in {"torch": "2.0+cpu", "torchvision": "3.0+cpu"}.items():

@@ -71,6 +71,8 @@ def test_trains_in_an_environment_of_its_own(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(command, check=True)
     (packages,) = (tmp_path / "venv/lib").glob("*/site-packages")
-    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")  # torch is found there, osa is not
+    (packages / "torch.pth").write_text(
+        f"{Path(torch.__file__).parents[1]}\n", encoding="utf-8"
+    )  # torch is found there, osa is not
     imported = subprocess.check_output([python, "-I", "-W", "error", "-c", TRAINING], cwd=tmp_path, text=True)
     assert Path(imported.strip()).is_relative_to(packages)

@@ -39,8 +39,8 @@ def test_names():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_gradients_and_state_dict(name):
-    model, other = create(name, seed=0), create(name, seed=1)
+def test_logits_and_gradients(name):
+    model = create(name)
     for parameter in model.parameters():  # away from the zeros that block gradients at first
         parameter.data += 0.01 * torch.randn_like(parameter)
     batch = images()
@@ -52,9 +52,6 @@ def test_logits_gradients_and_state_dict(name):
         assert parameter.grad.isfinite().all(), key
         # Softmax is blind to a shift of its logits: the key bias has the gradient zero, up to rounding.
         assert parameter.grad.abs().max() > 0 or key.endswith("key.bias"), key
-    assert not torch.equal(other(batch), logits)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(batch), logits)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -328,31 +325,16 @@ def test_an_unknown_model_is_refused_with_the_known_ones():
     assert all(name in str(error.value) for name in MODELS)
 
 
-REFUSED = {
-    "attention": ("vit", dict(attention="linear"), "attention 'linear'.*orthogonal, softmax"),
-    "mlp_init": ("vit", dict(mlp_init="he"), "mlp_init 'he'.*suo, xavier"),
-    "narrow isometric MLP": ("osa_iso", dict(mlp_ratio=0.5), "mlp_ratio"),
-    "attention_init": ("vit", dict(attention_init="he"), "attention_init 'he'.*section_4, xavier"),
+REFUSED = {  # beside those of test_remedies.py
     "attention_init of E-SPA": ("espa", dict(attention_init="xavier"), "attention_init belongs to orthogonal or softmax"),
-    "activation": ("vit", dict(activation="relu"), "activation 'relu'.*dks_gelu"),
-    "few blocks for DKS": ("osa_shaped", dict(depth=4), "slope 5 over 4 layers"),
     "few blocks for TAT": ("vskipinit", dict(activation="tat_leaky_relu"), "6 leaky ReLUs take a cosine of 0 to 0.777"),
     "kernel": ("espa", dict(kernel="linear"), "kernel 'linear'.*uniform, exponential"),
-    "no kernel": ("espa", dict(kernel=None), "needs kernel and kernel_last"),
-    "kernel of softmax": ("vit", dict(kernel="uniform"), "kernel belongs to signal_preserving"),
     "rho": ("uspa", dict(kernel_last=1.0), "first <= last < 1"),
     "rho below the tokens' own": ("uspa", dict(kernel_last=0.03), "first <= last < 1, not 0.04 and 0.03"),
     "gamma": ("espa", dict(kernel_last=0.0), "kernel_last.*above 0"),
     "skip that is no truth value": ("vit", dict(skip="yes"), "skip"),
-    "place of [cls]": ("espa", dict(cls_index=50), "cls_index must be 0 to 49"),
     "weight of a skip": ("vit", dict(normalised_skip=6.0), "normalised_skip 6.0.*depth 6"),
-    "no skip to weigh": ("vit_noskip", dict(normalised_skip=1.0), "needs skip"),
     "repeated tokens beside a skip": ("espa_skip", dict(repeated=0.04), "repeated 0"),
-    "too heavy a skip for E-SPA": ("espa_skip", dict(kernel_last=0.1), "skip of weight 0.873.*larger rate"),
-    "too heavy a skip for U-SPA": ("espa_skip", dict(kernel="uniform", kernel_last=0.8), "cosines above 1"),
-    "patch_embedding": ("vit", dict(patch_embedding="zeros"), "patch_embedding 'zeros'.*xavier, torch, lecun"),
-    "head": ("vit", dict(head="ones"), "head 'ones'.*xavier, torch.*zeros"),
-    "method": ("osa_qr", dict(method="cayley"), "method 'cayley'.*exact"),
     "method of softmax": ("osa_qr", dict(attention="softmax"), "method belongs to orthogonal"),
     "iterations of softmax": ("vit", dict(num_iterations=6), "num_iterations belongs to orthogonal"),
     "iterations of qr": ("osa_qr", dict(num_iterations=6), "num_iterations.*newton_schulz"),
@@ -360,13 +342,11 @@ REFUSED = {
     "epsilon of softmax": ("vit", dict(epsilon=1e-7), "epsilon belongs to orthogonal"),
     "heads": ("vit", dict(num_heads=5), "num_heads 5 must divide embed_dim 64"),
     "no heads": ("vit", dict(num_heads=0), "num_heads must be a whole number, 1"),
-    "one head": ("osa_qr", dict(num_heads=1), "2 or more heads"),
     "patches": ("vit", dict(patch_size=5), "patch_size 5 must divide image_size 28"),
     "no patches": ("vit", dict(patch_size=0), "patch_size must be a whole number, 1"),
     "no classes": ("vit", dict(num_classes=-1), "num_classes must be a whole number, 0"),
     "depth": ("vit", dict(depth=0), "depth must be a whole number, 1"),
     "depth, on which shapes depend": ("espa", dict(depth=0), "depth must be a whole number, 1"),
-    "no hidden unit": ("vit", dict(mlp_ratio=0.01), "mlp_ratio 0.01"),
     "no deviation": ("vit", dict(embedding_std=0.0), "embedding_std.*above 0"),
     "image_size of two sides": ("vit", dict(image_size=(28, 56)), "image_size"),
     "image_size of a float": ("vit", dict(image_size=28.0), "image_size"),
@@ -380,7 +360,6 @@ REFUSED = {
     "alpha": ("osa_qr", dict(alpha=math.nan), "alpha"),
     "epsilon": ("osa_ns", dict(epsilon=-1.0), "epsilon.*0 or more"),
     "tokens repeated more often than there are": ("espa", dict(repeated=1.5), "repeated.*below 1"),
-    "gamma that leaves no cosine": ("espa", dict(kernel_last=19.0), "12 at most, not 19.0"),
 }
 
 

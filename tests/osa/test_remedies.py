@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import osa
-from osa.constrained.orthogonal import FRAME_MAPS, MAPS, RETRACTION, constrain_, orthogonal_, orthonormal_
+from osa.constrained.orthogonal import FRAME_MAPS, MAPS, orthogonal_, orthonormal_
 from osa.init import scaled_uniform_orthogonal_
 from osa.models import OPTIONS
-from tests.osa.helpers import draw
 
 SIZES = dict(image_size=8, embed_dim=16, num_heads=2)
 
@@ -27,25 +26,6 @@ def test_begin_with_orthonormal_or_an_orthogonal_draw(map_name, rows, dtype):
             continue  # which is larger by the factor √(out/in)
         expected = linear.weight.clone()
         assert torch.equal(orthogonal_(linear, map_name).weight, expected)
-
-
-def test_maps_that_take_a_weight_that_is_not_square():
-    linear = nn.Linear(4, 6)
-    orthonormal_(linear.weight)
-    with pytest.raises(ValueError, match=", ".join(FRAME_MAPS)):
-        orthogonal_(linear, "givens")
-    for name in FRAME_MAPS:
-        other = nn.Linear(4, 6)
-        orthonormal_(other.weight)
-        orthogonal_(other, name)
-
-
-def test_a_constraint_of_heads_is_kept_by_retraction():
-    model = osa.create_model("osa_exact", **SIZES)
-    with pytest.raises(ValueError, match="parametrises whole matrices"):
-        constrain_(model, "value_out", "cayley")
-    constrain_(model, "value_out", RETRACTION)
-    constrain_(model, "whole_value_out", "cayley")
 
 
 FOLLOWED = {  # a model, options that are refused, the word that names the remedy, and options that follow it
@@ -88,13 +68,6 @@ def test_every_choice_that_is_listed_is_one(option):
         attention = choice if option == "attention" else OPTIONS[option].metadata.get("attention", ("softmax",))[0]
         kernel = {"kernel": "uniform", "kernel_last": 0.5} if attention == "signal_preserving" else {}
         osa.create_model("vit", **SIZES | dict(depth=14, attention=attention) | kernel | {option: choice})
-
-
-def test_dropout_of_the_output():
-    query, key, value = draw(7, 3)
-    with pytest.raises(ValueError, match="output instead"):
-        osa.orthogonal_attention(query, key, value, dropout_p=0.5)
-    nn.functional.dropout(osa.orthogonal_attention(query, key, value), 0.5)
 
 
 def test_without_safetensors_its_installation_is_named(monkeypatch, tmp_path):

@@ -61,7 +61,7 @@ def test_half_scaling_takes_the_levels_to_minus_one_and_one(folder):
 
 
 def test_unknown_scaling_is_named(folder):
-    with pytest.raises(UserError, match="data.pixel_scaling is 'unitt'; write unit, half or standard"):
+    with pytest.raises(UserError, match="data.pixel_scaling .*unitt"):
         data.load(folder, "unitt")
 
 
@@ -99,29 +99,29 @@ def test_digest_sees_one_changed_pixel_but_not_the_compression(folder):
 def test_corrupted_file_is_named_with_the_remedy(folder, name, corrupt, problem):
     corrupt(folder / name)
     for read in (data.load, data.digest):
-        with pytest.raises(UserError, match=rf"{name} {problem}.*; fetch the data again with `python -m pipeline"):
+        with pytest.raises(UserError, match=rf"{name} {problem}.*pipeline\.fetch"):
             read(folder)
 
 
 def test_images_of_another_size_are_refused(folder):
     write_idx(folder / TRAIN_IMAGES, np.zeros((31, 14, 56)))
-    with pytest.raises(UserError, match=rf"{TRAIN_IMAGES} has images of the shape \(1, 14, 56\), not square"):
+    with pytest.raises(UserError, match=rf"{TRAIN_IMAGES} .*14, 56"):
         data.load(folder)
 
 
 def test_images_in_place_of_labels_are_refused(folder):
     (folder / TEST_LABELS).write_bytes((folder / TEST_IMAGES).read_bytes())
-    with pytest.raises(UserError, match=f"{TEST_LABELS} is not the IDX file its name says"):
+    with pytest.raises(UserError, match=f"{TEST_LABELS} .*IDX"):
         data.load(folder)
 
 
 def test_labels_of_another_split_are_refused(folder):
     (folder / TEST_LABELS).write_bytes((folder / TRAIN_LABELS).read_bytes())
-    with pytest.raises(UserError, match=f"{TEST_LABELS} has 31 labels for 17 images"):
+    with pytest.raises(UserError, match=f"{TEST_LABELS} .*31 .*17"):
         data.load(folder)
 
 
 def test_labels_must_be_digits(folder):
     write_idx(folder / TRAIN_LABELS, np.arange(31) % 11)
-    with pytest.raises(UserError, match=f"{TRAIN_LABELS} has the label 10, not one of 10 classes"):
+    with pytest.raises(UserError, match=f"{TRAIN_LABELS} .*label 10"):
         data.load(folder)

@@ -18,7 +18,7 @@ from pipeline.core.files import ROOT
 WRITTEN = params.read(ROOT / "params.yaml")
 RAW = params.with_library(WRITTEN)
 PAPER = params.read(ROOT / "pipeline/paper.yaml")
-ABSENT = object()
+ABSENT = "(absent)"  # as text, so that every process names its tests alike
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,12 @@ def test_the_committed_parameters_are_the_papers_recipe(section):
     assert {key: value for key, value in RAW[section].items() if key not in added} == PAPER["recipe"][section]
     if section == "train":
         assert [RAW[section][key] for key in sorted(added)] == ["adamw", "constant", 0]
+
+
+def test_a_model_of_the_library_need_not_fit_before_it_is_asked_for():
+    settings = load(edited(("model", "depth"), 1, WRITTEN))
+    with pytest.raises(UserError, match=r"espa_skip.*normalised_skip"):
+        params.resolve(settings, "espa_skip")
 
 
 def test_a_model_of_the_library_needs_its_block_to_be_a_stage_and_the_message_holds_it():

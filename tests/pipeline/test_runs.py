@@ -62,8 +62,8 @@ def test_a_run_is_where_its_identity_says():
         Path("paper_outputs/runs/table_2/vit/3"),
         Path("paper_outputs/weights/table_2/vit/3.pt"),
     )
-    assert Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts[:3] == ("paper_outputs", "runs", "table_2")
-    assert len(Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts) == 5
+    within = Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts
+    assert within[:3] == ("paper_outputs", "runs", "table_2") and len(within) == 5
 
 
 # the outputs
@@ -116,15 +116,6 @@ def test_outputs_and_record():
     }
     assert found["environment"]["device"] == record.default_device().type
     assert not list(Path(".checkpoints").rglob("*.*"))
-
-
-@pytest.mark.parametrize("blocked", [".checkpoints", "paper_outputs"])
-def test_a_file_in_the_place_of_a_folder_is_named(monkeypatch, capfd, blocked):
-    Path(blocked).write_text("", encoding="utf-8")
-    with pytest.raises(SystemExit):
-        run_main(monkeypatch, "osa_exact", "0")
-    *_, line = capfd.readouterr().err.replace("\r", "\n").splitlines()
-    assert line.startswith(f"error: {blocked}") and "cannot be " in line
 
 
 def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
@@ -326,7 +317,11 @@ WRITES = 5 * 2 + 2 + 4  # points × (history, record), checkpoints, outputs
 
 @pytest.mark.slow
 def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, processes):
-    expected = outputs(trained())
+    writes, replace = [], os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *arguments: (writes.append(arguments[1]), replace(*arguments)))
+        expected = outputs(trained())
+    assert len(writes) == WRITES
     resumptions = []
     for number in range(1, WRITES + 1):
         enter(project, str(number), monkeypatch)
@@ -339,13 +334,6 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, p
         resumptions.append(recorded(run)["resumptions"])
     before_the_first_checkpoint = 7
     assert resumptions == [0] * before_the_first_checkpoint + [1] * (WRITES - before_the_first_checkpoint)
-
-
-def test_without_a_kill_there_are_that_many_writes(monkeypatch):
-    writes, replace = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda *arguments: (writes.append(arguments[1]), replace(*arguments)))
-    trained()
-    assert len(writes) == WRITES
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "warmup_steps": 6, "schedule": "cosine"}])
@@ -378,21 +366,13 @@ def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
 
 DAMAGES = [
     lambda content: b"",
-    lambda content: content[:7],
     lambda content: content[: len(content) // 2],
-    lambda content: content[:-20],
-    lambda content: b"\0" * len(content),
-    lambda content: b"not a checkpoint\n",
     lambda content: flipped(content),
     lambda content: content[checkpoint.DIGEST_BYTES :],
     lambda content: sealed([1, 2]),
     lambda content: sealed({"model": {}, "optimizers": [], "progress": {}}),
-    lambda content: sealed({"model": None}),
-    lambda content: sealed(None),
     lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
-    lambda content: sealed(load(content) | {"progress": None}),
     lambda content: sealed(load(content) | {"optimizers": [{"state": {}, "param_groups": []}]}),
-    lambda content: sealed(load(content) | {"times": None}),
     lambda content: sealed(load(content) | {"times": {"hours": 1}}),
 ]
 

@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
     """An empty project with a space in its path, and no MLflow but its own."""
     folder = tmp_path / "a project"
     folder.mkdir()
-    (folder / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    (folder / "params.yaml").write_text((ROOT / "params.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     for key in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "DVC_ROOT", "PORT"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

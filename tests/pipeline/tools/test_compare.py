@@ -113,9 +113,9 @@ def test_what_cannot_be_compared_is_one_sentence(repository, capsys):
 
     assert "slower" in error("slower") and "HEAD~1 has no runs" in error("HEAD~1")
     path = repository / "paper_outputs/runs/table_2/vit/1"
-    metrics = (path / "metrics.json").read_text()
-    (path / "metrics.json").write_text("[]")
+    metrics = (path / "metrics.json").read_text(encoding="utf-8")
+    (path / "metrics.json").write_text("[]", encoding="utf-8")
     assert "paper_outputs/runs/table_2/vit/1/" in error()
-    (path / "metrics.json").write_text(metrics)
-    (repository / "params.yaml").write_text("run: [")
+    (path / "metrics.json").write_text(metrics, encoding="utf-8")
+    (repository / "params.yaml").write_text("run: [", encoding="utf-8")
     assert "params.yaml" in error()

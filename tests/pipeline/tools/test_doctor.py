@@ -49,19 +49,19 @@ def test_data_and_runs(monkeypatch):
     assert remedies(doctor.runs)["weights"] and "pipeline.fetch mnist" in remedies(doctor.data)["data"]
     write_params(run={"variants": ["vit"], "seeds": [0]}, train={"eps": 1e-7})
     assert remedies(doctor.runs)["records"]
-    Path("params.yaml").write_text("run: [")
+    Path("params.yaml").write_text("run: [", encoding="utf-8")
     ((_, _, why, is_needed),) = doctor.guarded(doctor.data)
     assert "params.yaml" in why and is_needed
 
 
 def test_locks_and_stores(monkeypatch):
-    Path("dvc.lock").write_text("<<<<<<< HEAD\n")
+    Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
     assert remedies(doctor.dvc) == {"dvc.lock": "`git checkout HEAD dvc.lock`", "locks": ""}
     claims = {"write": {"/x": {"pid": 999999999, "cmd": "dvc repro"}}, "read": {"/y": [{"pid": os.getppid(), "cmd": "dvc"}]}}
     files.write_json(doctor.RWLOCK, claims)
     assert doctor.dvc_processes() == [f"`dvc` (process {os.getppid()})"] and "wait" in remedies(doctor.dvc)["locks"]
     for torn in ("", '{"write": ', "[]"):  # as a kill leaves it
-        doctor.RWLOCK.write_text(torn)
+        doctor.RWLOCK.write_text(torn, encoding="utf-8")
         assert doctor.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"`rm {doctor.RWLOCK}`"
         with FileLock(".dvc/tmp/lock"):
             assert remedies(doctor.dvc).keys() == {"dvc.lock", "locks"}  # a process that writes it now

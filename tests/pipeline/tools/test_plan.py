@@ -40,8 +40,8 @@ def project(tmp_path, monkeypatch):
     write_data()
     run = trained("vit")
     files.write_json(run.folder / "record.json", run.read("record") | {"seconds": 3600.0})
-    Path("dvc.yaml").write_text(GRAPH)
-    Path("code").write_text("A = 1")
+    Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
+    Path("code").write_text("A = 1", encoding="utf-8")
     files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
     for command in ("commit --force train@vit-0", "repro --quiet"):
         subprocess.run([sys.executable, "-m", "dvc", *command.split()], check=True)
@@ -68,7 +68,7 @@ def test_an_edit_names_its_group_in_a_line_with_reasons_and_the_time_of_what_is_
 
 
 def test_an_edit_of_code_that_makes_none_of_a_studys_numbers_stops_at_its_source(project, capsys):
-    Path("code").write_text("A = 1  # a comment")
+    Path("code").write_text("A = 1  # a comment", encoding="utf-8")
     plan.main([])
     text = capsys.readouterr().out
     assert text.startswith("sources: code is modified\n") and "one" not in text.splitlines()[1]
@@ -76,7 +76,7 @@ def test_an_edit_of_code_that_makes_none_of_a_studys_numbers_stops_at_its_source
 
 
 def test_what_stops_dvc_is_one_sentence(project, capsys):
-    Path("dvc.lock").write_text("<<<<<<< HEAD\n")
+    Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
     with pytest.raises(SystemExit):
         plan.main([])
     assert capsys.readouterr().err.startswith("error: ")

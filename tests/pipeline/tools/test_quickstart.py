@@ -31,7 +31,7 @@ def root(tmp_path, monkeypatch):
 
 def test_all_is_done_shown_and_up_to_date(root, monkeypatch, capfd):
     monkeypatch.setattr(quickstart, "CHANGES", root / "tiny.yaml")
-    quickstart.CHANGES.write_text(yaml.safe_dump(TINY))
+    quickstart.CHANGES.write_text(yaml.safe_dump(TINY), encoding="utf-8")
     quickstart.main([])
     out, err = capfd.readouterr()
     accuracies = {}
@@ -56,9 +56,9 @@ def test_its_parameters_show_the_papers_models_and_an_edit_of_them_stays(root, c
     assert set(settings.run.variants) <= set(params.load_paper().table_2) and len(settings.run.variants) == 4
     assert settings.data.source == "sample"
     path = root / "quickstart/params.yaml"
-    path.write_text(path.read_text().replace("depth: 3", "depth: 2"))
+    path.write_text(path.read_text(encoding="utf-8").replace("depth: 3", "depth: 2"), encoding="utf-8")
     assert quickstart.prepare().model.depth == 2
-    path.write_text(path.read_text().replace("epochs:", "epoch:"))
+    path.write_text(path.read_text(encoding="utf-8").replace("epochs:", "epoch:"), encoding="utf-8")
     with pytest.raises(SystemExit):
         quickstart.main([])
     error = capsys.readouterr().err

@@ -2,7 +2,8 @@
 const links = [...document.querySelectorAll("nav a")];
 const headings = links.map((link) => document.getElementById(decodeURIComponent(link.hash.slice(1))));
 const mark = () => {
-  const passed = headings.filter((heading) => heading && heading.getBoundingClientRect().top < 120).length;
+  const isAtEnd = scrollY > 0 && innerHeight + scrollY > document.documentElement.scrollHeight - 2;
+  const passed = headings.filter((heading) => isAtEnd || heading?.getBoundingClientRect().top < 120).length;
   links.forEach((link, i) => {
     const here = i === Math.max(0, passed - 1);
     if (here && !link.hasAttribute("aria-current")) link.parentElement.scrollTo({ left: link.offsetLeft - 40 });

@@ -172,7 +172,9 @@ def draw_speed(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
             table = ratios(results, model, second)
             axes.plot(table["loss"], table["ratio"], **looks.look(model).line())
             if len(table):
-                axes.annotate(lab.label(model), table[["loss", "ratio"]].iloc[-1], xytext=(3, 0), textcoords="offset points")
+                last = table[["loss", "ratio"]].iloc[-1]
+                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # of the dashed line
+                axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)
         axes.axvline(target_loss(results.curves(second), claim.of_training), color=looks.GRID, linewidth=1.6, zorder=0)
         axes.set(title=f"Against {lab.label(second)}", xlabel="Train loss reached", yscale="log", xscale="log")

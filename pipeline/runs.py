@@ -13,7 +13,6 @@ import io
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pandas as pd
@@ -204,15 +203,3 @@ def finished() -> list[dict]:
     """The records of all runs that finished."""
     made = [read_record(path.parent) for path in sorted(FOLDER.glob("*/*/*/record.json"))]
     return [each for each in made if each["status"] == "finished"]
-
-
-def alike(run: Run, made: list[dict]) -> list[dict]:
-    """Those of these records that say how long the run will take: of the same name, or else of the same variant."""
-    named = [each for each in made if (each["study"], each["name"]) == (run.study, run.name)]
-    return named or [each for each in made if each["variant"] == run.variant]
-
-
-def seconds_of(run: Run, made: list[dict]) -> float | None:
-    """How long the run will take by these records, their median; None where none is alike."""
-    seconds = [each["seconds"] for each in alike(run, made)]
-    return median(seconds) if seconds else None

@@ -181,7 +181,7 @@ def digest(source: str) -> str:
 
 def follow(jobs: list[Job], finished: Iterator[Run], at_a_time: int) -> Iterator[Run]:
     """Yields the runs as they finish, with a line for each, and shows how far all are and how long the rest takes."""
-    records, left = times.finished(), {str(run): (run, config) for run, config in jobs}
+    records, left = runs.finished(), {str(run): (run, config) for run, config in jobs}
     epochs = sum(config.train.epochs for _, config in jobs)
     line = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:

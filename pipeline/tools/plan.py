@@ -26,7 +26,7 @@ SHOWN = 4  # names and reasons in a line
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     argparse.ArgumentParser(prog="python -m pipeline.tools.plan", description=__doc__.splitlines()[0]).parse_args(arguments)
-    settings, records = params.load(), times.finished()
+    settings, records = params.load(), runs.finished()
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, others = plan(Repo())

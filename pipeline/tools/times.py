@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from statistics import median
 
-from pipeline import runs
 from pipeline.core.params import RunConfig
 from pipeline.runs import Run
 
@@ -26,12 +25,6 @@ def estimate(run: Run, config: RunConfig, records: Iterable[dict]) -> float | No
             if key == own:
                 group.append(seconds)
     return next((median(group) for group in groups if group), None)
-
-
-def finished() -> list[dict]:
-    """The records of all runs that finished."""
-    records = [runs.read_record(path.parent) for path in sorted(runs.FOLDER.glob("*/*/*/record.json"))]
-    return [record for record in records if record["status"] == "finished"]
 
 
 def duration(seconds: float) -> str:

@@ -21,7 +21,7 @@ import mlflow
 import pytest
 from filelock import FileLock
 
-from pipeline import runs, tracking
+from pipeline import runs, tracking, train
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
@@ -508,3 +508,14 @@ def test_ui_refuses_a_port_that_is_taken(folder, monkeypatch):
         monkeypatch.setenv("PORT", str(server.getsockname()[1]))
         with pytest.raises(UserError, match="PORT="):
             ui()
+
+
+@pytest.mark.parametrize("options", [[], ["--no-tracking"]])
+def test_a_training_is_brought_at_its_end_unless_it_is_not_to_be(monkeypatch, options):
+    brought = []
+    monkeypatch.setattr(train, "train", lambda run, config, **_: None)
+    monkeypatch.setattr(train, "make_deterministic", lambda: None)
+    monkeypatch.setattr(tracking, "sync_quietly", brought.append)
+    monkeypatch.setattr(sys, "argv", ["train", "vit", "3", *options])
+    train.main()
+    assert brought == ([] if options else [runs.Run("vit", 3)])

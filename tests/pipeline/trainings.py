@@ -73,6 +73,6 @@ def read_json(path: Path) -> dict:
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """`python -m pipeline.train` in this process, whose settings of torch are left alone."""
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    monkeypatch.setattr(sys, "argv", ["train", *arguments, "--no-tracking"])
     monkeypatch.setattr(train, "make_deterministic", lambda: None)
     train.main()

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.core.errors import UserError
-from pipeline.tracking import records, store
-from pipeline.tracking.sync import Experiment, sync
+from pipeline.tracking import store
 
 POLL_SECONDS = 3.0
 
@@ -71,6 +70,9 @@ def serve(port: str) -> tuple[subprocess.Popen, str]:
 
 def follow(server: subprocess.Popen | None, site: str) -> None:
     """Prints the address of each view, then syncs again and again."""
+    from pipeline.tracking import records  # seconds to import, in which the server starts
+    from pipeline.tracking.sync import Experiment, sync
+
     opened, paths, seen = store.connect(), records.find(Path(".")), None
     experiment = Experiment(opened[0])
     page = f"{site}/#/experiments/{experiment.id}/runs?workflowType=machine_learning&viewStateShareKey="

@@ -3,6 +3,7 @@ Python."""
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,16 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("params.yaml", "README.md", "osa", "pipeline", "docs"):
+        for name in ("params.yaml", "osa", "pipeline", "docs"):
             (folder / name).symlink_to(ROOT / name)
+        shutil.copy(ROOT / "README.md", folder)
         (folder / "paper_outputs").mkdir()
         for path in (ROOT / "paper_outputs").iterdir():
             if path.name in ("benchmarks", "runs", "studies", "tables", "sources"):
                 (folder / "paper_outputs" / path.name).symlink_to(path)
         report.write("paper")
         report.write("research")
+        report.write_readme()
     return folder / "paper_outputs"
 
 
@@ -70,6 +73,11 @@ def test_the_committed_pages_are_what_the_committed_files_give(written):
         str(path) for path in paths if (written / path).read_bytes() != (ROOT / "paper_outputs" / path).read_bytes()
     ]
     assert not different, "run `python -m pipeline.report paper` and `python -m pipeline.report research`"
+
+
+@pytest.mark.slow
+def test_the_readme_says_what_the_committed_files_give(written):
+    assert (written.parent / "README.md").read_bytes() == (ROOT / "README.md").read_bytes(), "run `make readme`"
 
 
 @pytest.mark.parametrize("name", BUDGETS)

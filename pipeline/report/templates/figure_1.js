@@ -16,6 +16,7 @@ if (figure) {
   tip.className = "tip";
   tip.hidden = true;
   figure.parentElement.parentElement.append(tip);
+  figure.closest("figure").querySelector("figcaption").append(" Point at a line for its values; click a name to hide its line.");
   const hide = () => {
     tip.hidden = true;
     for (const line of lines) line.group.style.opacity = "";

@@ -42,11 +42,6 @@ def main() -> None:
         stale.unlink()
 
 
-def digest(study: str) -> str:
-    """SHA-256 of a study's text."""
-    return hashlib.sha256(text(study).encode()).hexdigest()
-
-
 def text(study: str) -> str:
     """What makes a study's numbers: see the module."""
     settings = json.dumps(studies.settings(study).model_dump(), sort_keys=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from pipeline import sources, studies
+from pipeline import studies
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.lab import Lab
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
         (folder / f"{stale}.csv").unlink()
     environment = record.describe_environment(record.default_device())
-    made_by = {"source_sha256": sources.digest(chosen.name), "settings": settings.model_dump(), "environment": environment}
+    made_by = {"settings": settings.model_dump(mode="json"), "environment": environment}
     files.write_json(folder / RECORD, made_by)
 
 

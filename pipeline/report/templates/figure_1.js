@@ -16,7 +16,8 @@ if (figure) {
   tip.className = "tip";
   tip.hidden = true;
   figure.parentElement.parentElement.append(tip);
-  figure.closest("figure").querySelector("figcaption").append(" Point at a line for its values; click a name to hide its line.");
+  const hint = "Point at a line for its values; click a name to hide its line. ";
+  figure.closest("figure").querySelector("figcaption small").before(hint);
   const hide = () => {
     tip.hidden = true;
     for (const line of lines) line.group.style.opacity = "";

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         files.write_csv(folder / f"{name}.csv", table)
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
         (folder / f"{stale}.csv").unlink()
-    environment = record.describe_environment(record.default_device())
+    environment = record.describe_environment(record.default_device()) | record.describe_commit()
     made_by = {"settings": settings.model_dump(mode="json"), "environment": environment}
     files.write_json(folder / RECORD, made_by)
 

@@ -9,6 +9,7 @@ are written to paper_outputs/numbers. There is no clock and no chance in here: t
 """
 
 import argparse
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -103,15 +104,19 @@ def summarise(name: str, lab: Lab, folder: Path) -> dict[str, Any]:
 
 
 def sources_of(name: str, one: Study) -> list[str]:
-    """The files that a study's figures are drawn from."""
+    """The files that a study's figures are drawn from, and the commit that measured them, where its record knows it."""
     if one.measure is None:
         return ["paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv"]
-    return [str(path) for path in sorted((study.FOLDER / name).glob("*.csv"))]
+    folder = study.FOLDER / name
+    made = files.read_json(folder / study.RECORD) if (folder / study.RECORD).exists() else {"environment": {}}
+    commit = made["environment"].get("git_commit")
+    return [*map(str, sorted(folder.glob("*.csv"))), *([f"commit {commit}"] if commit else [])]
 
 
 def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
     """Renders a page as Markdown and as HTML."""
     environment = page.environment(lab.label)
+    environment.globals["source"] = functools.partial(table_sources, name)
     markdown = re.sub(r"\n{3,}", "\n\n", environment.get_template(f"{name}.md.j2").render(context))
     markdown = markdown.replace("](figures/", f"](figures/{name}/")
     files.write_text(FOLDER / f"{PAGES[name]}.md", markdown)
@@ -137,13 +142,25 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
     return points
 
 
+def table_sources(of_page: str, *owners: str) -> Markup:
+    """A line below a section that links to the numbers and the code of its tables."""
+    links = [
+        f"{owner.replace('_', ' ')} [numbers](numbers/{of_page}/{owner}.json), [code](../{code_of(owner)})" for owner in owners
+    ]
+    return Markup(f"<small>Tables: {'; '.join(links)}.</small>")
+
+
+def code_of(owner: str) -> str:
+    return f"pipeline/studies/{studies.wing(owner)}/{owner}.py"
+
+
 def source_line(path: str, of_page: str) -> str:
     """Links to the data and the code of a figure."""
     stem = Path(path).stem
     owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
         return '<small><a href="tables/curves.csv">data</a></small>'
-    code = page.link(f"pipeline/studies/{studies.wing(owner)}/{owner}.py", FOLDER)
+    code = page.link(code_of(owner), FOLDER)
     data = f"studies/{owner}/" if studies.get(owner).measure else "tables/"
     return f'<small><a href="{data}">data</a>, <a href="{code}">code</a></small>'
 

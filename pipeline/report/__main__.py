@@ -1,6 +1,7 @@
 """The pages: `python -m pipeline.report paper` writes report.html and report.md, `research` research.html and research.md.
 
     python -m pipeline.report paper --only theorem_2_2    one study again; the rest from paper_outputs/numbers
+    python -m pipeline.report paper --anyway              also from files that are not those of dvc.lock, which it names
     python -m pipeline.report readme                      the result into README.md, between its markers
     python -m pipeline.report demonstration               report.html and report.md of trainings alone, as in quickstart/
 
@@ -21,7 +22,7 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError, entry_point
 from pipeline.drawing.looks import look
 from pipeline.lab import Lab
-from pipeline.report import figures, page, results
+from pipeline.report import chain, figures, page, results
 from pipeline.report.results import FOLDER, TABLE_2
 from pipeline.studies import Study
 from pipeline.verdicts import LEVEL
@@ -37,11 +38,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__.splitlines()[0])
     parser.add_argument("page", nargs="?", default="paper", choices=[*PAGES, "readme"])
     parser.add_argument("--only", metavar="STUDY", help="summarise this study alone; take the others' numbers as they are")
+    parser.add_argument("--anyway", action="store_true", help="also from files that dvc.lock does not know; names them")
     chosen = parser.parse_args(arguments)
     if chosen.page == "readme":
         write_readme()
     else:
-        write(chosen.page, chosen.only)
+        write(chosen.page, chosen.only, chosen.anyway)
 
 
 def on_page(name: str) -> list[str]:
@@ -50,14 +52,18 @@ def on_page(name: str) -> list[str]:
     return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
 
-def write(name: str, only: str | None = None) -> None:
-    """Writes the numbers, figures and files of a page."""
+def write(name: str, only: str | None = None, anyway: bool = False) -> None:
+    """Writes the numbers, figures and files of a page. Raises UserError, before anything is written, where a file behind it
+    is not the one that DVC's locks know, unless it is to be written `anyway`."""
     if only is not None and only not in on_page(name):
         raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
+    compared = chain.compare(on_page(name)) if only is None else chain.Chain(False, {}, [])
+    if not anyway:
+        chain.check(compared)
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
-    context = common(lab)
+    context = common(lab) | {"chain": page.plain(compared)}
     for each in on_page(name):
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
@@ -167,6 +173,7 @@ def source_line(path: str, of_page: str) -> str:
 
 def write_readme() -> None:
     """The blocks of README.md between markers, each from the template of its name."""
+    chain.check(chain.compare(studies.names(), *(NUMBERS / name for name in PAGES)))
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}
     context = numbers | common(lab) | {"page": "paper_outputs/research.md"}

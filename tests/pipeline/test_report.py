@@ -33,8 +33,9 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        for name in ("params.yaml", "osa", "pipeline", "docs"):
+        for name in ("params.yaml", "osa", "docs", "dvc.yaml", "dvc.lock"):
             (folder / name).symlink_to(ROOT / name)
+        shutil.copytree(ROOT / "pipeline", folder / "pipeline")  # locks behind a link are those of another workspace
         shutil.copy(ROOT / "README.md", folder)
         (folder / "paper_outputs").mkdir()
         for path in (ROOT / "paper_outputs").iterdir():

@@ -57,7 +57,7 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) python -m pipeline.benchmarks.step
 	$(RUN) python -m pipeline.benchmarks.depth
 	$(RUN) python -m pipeline.benchmarks.orthogonal
-	$(RUN) dvc repro --single-item benchmarks kernels report
+	$(RUN) dvc repro --single-item benchmarks report
 
 gpu:  ## check and time the kernels on a GPU, where torch alone will do, into gpu.tar.gz; STEP=attention takes that step alone
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)

@@ -41,10 +41,9 @@ from pipeline.core.errors import UserError, entry_point
 from pipeline.core.params import Params, RunConfig
 from pipeline.lab import Lab
 from pipeline.runs import Run
-from pipeline.tools import doctor, times
+from pipeline.tools import locks, times
 from pipeline.training import data
 
-LOCK = Path(".checkpoints/fan_out.lock")
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
 RETRIES = 3  # on other nodes, where one dies
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
@@ -63,11 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
     only_help = "these alone, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", help=only_help)
     chosen = parser.parse_args(arguments)
-    if others := doctor.dvc_processes():
+    if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
-    LOCK.parent.mkdir(parents=True, exist_ok=True)
+    locks.FAN_OUT.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(LOCK, timeout=0), pass_signals_on():
+        with FileLock(locks.FAN_OUT, timeout=0), pass_signals_on():
             listed = list_jobs(params.load(), chosen.only)
             left = [job for job in listed if not is_there(*job)]
             try:
@@ -85,7 +84,9 @@ def main(arguments: list[str] | None = None) -> None:
         if not is_committed:
             raise UserError(COMMIT_FAILED)
     except Timeout:
-        raise UserError(f"another process trains these runs already ({LOCK} is locked): wait for it, or end it.") from None
+        raise UserError(
+            f"another process trains these runs already ({locks.FAN_OUT} is locked): wait for it, or end it."
+        ) from None
     except KeyboardInterrupt:
         raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
 
@@ -270,7 +271,7 @@ def commit(done: list[Run]) -> bool:
     """
     if not (done and shutil.which("dvc") and Path(".dvc").is_dir()):
         return True
-    while others := doctor.dvc_processes():
+    while others := locks.dvc_processes():
         print(f"{' and '.join(others)} works here: waiting to tell DVC of the trainings.", file=sys.stderr, flush=True)
         time.sleep(LOGGED_EVERY)
     stages = [f"train@{run.variant}-{run.seed}" for run in done]

@@ -19,7 +19,7 @@ from osa import NUMERICS
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.runs import Run
-from pipeline.tools import doctor, fan_out, times
+from pipeline.tools import fan_out, locks, times
 from tests.pipeline import synthetic
 from tests.pipeline.trainings import outputs, trained, write_data, write_params
 
@@ -194,17 +194,17 @@ def test_who_else_works_here_is_named(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             fan_out.main(["--jobs", jobs])
     assert "argument --jobs: " in capsys.readouterr().err
-    fan_out.LOCK.parent.mkdir()
-    with fan_out.FileLock(fan_out.LOCK), pytest.raises(SystemExit):
+    locks.FAN_OUT.parent.mkdir()
+    with fan_out.FileLock(locks.FAN_OUT), pytest.raises(SystemExit):
         fan_out.main([])
-    assert str(fan_out.LOCK) in capsys.readouterr().err
-    files.write_json(doctor.RWLOCK, {"write": {"/x": {"pid": os.getppid(), "cmd": "dvc repro"}}})
+    assert str(locks.FAN_OUT) in capsys.readouterr().err
+    files.write_json(locks.RWLOCK, {"write": {"/x": {"pid": os.getppid(), "cmd": "dvc repro"}}})
     with pytest.raises(SystemExit):
         fan_out.main([])
     assert f"`dvc repro` (process {os.getppid()})" in capsys.readouterr().err
     monkeypatch.setattr(fan_out, "LOGGED_EVERY", 0)
     answers = iter([["`dvc repro` (process 1)"], []])
-    monkeypatch.setattr(doctor, "dvc_processes", lambda: next(answers))
+    monkeypatch.setattr(locks, "dvc_processes", lambda: next(answers))
     Path(".dvc").mkdir(exist_ok=True)
     monkeypatch.setattr(fan_out.subprocess, "run", lambda command, check: types.SimpleNamespace(returncode=0))
     assert fan_out.commit([Run("vit", 0)]) and "waiting" in capsys.readouterr().err and next(answers, None) is None

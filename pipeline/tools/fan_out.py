@@ -348,13 +348,12 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run]:
 
 
 def receive(run: Run, content: list[bytes]) -> None:
-    """Puts the files of a run in their places, its record last. Where its machine knows no commit it is the one here."""
-    *others, (record_path, record_bytes) = zip(run.outputs, content, strict=True)
-    for path, each in others:
+    """Puts the files of a run in their places, its record last, with the commit that only this machine knows."""
+    *others, record_path = run.outputs
+    for path, each in zip(others, content[:-1], strict=True):
         files.write_bytes(path, each)
-    made = json.loads(record_bytes)
-    if made["environment"].get("git_commit") is None:
-        made["environment"] |= record.describe_commit()
+    made = json.loads(content[-1])
+    made["environment"] |= record.describe_commit()
     files.write_json(record_path, made)
 
 

@@ -140,19 +140,18 @@ def test_what_a_training_warns_of_is_passed_on_and_is_not_why_it_failed(monkeypa
 def test_each_training_has_a_gpu_to_itself_of_those_that_are_given(monkeypatch, given, names):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given) if given else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    busy, seen, clashes = [], [], []
+    busy, seen = set(), []
 
     def execute(arguments, folder, environment):
         device = environment["CUDA_VISIBLE_DEVICES"]
-        clashes.extend([device] * (device in busy))
-        busy.append(device), seen.append(device)
+        assert device not in busy
+        busy.add(device), seen.append(device)
         time.sleep(0.05 * (len(seen) == 1))
         busy.remove(device)
         return True
 
     monkeypatch.setattr(fan_out, "execute", execute)
-    assert len(list(fan_out.here([(Run("vit", seed), None) for seed in range(7)], 2, []))) == 7
-    assert set(seen) == names and not clashes
+    assert len(list(fan_out.here([(Run("vit", seed), None) for seed in range(7)], 2, []))) == 7 and set(seen) == names
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(fan_out, "execute", lambda arguments, folder, environment: environment == {})
     assert list(fan_out.here([(Run("vit", 0), None)], 2, [])) == [Run("vit", 0)]
@@ -204,27 +203,22 @@ def test_time_left_is_scaled_by_epochs_and_depth():
     assert fan_out.time_left([], 0) == "0 s left" and "unknown" in fan_out.time_left([None, 1.0], 2)
 
 
-def begin(run: Run, **changes: object) -> None:
-    """What a training leaves at its fourth point, with 2, 4 and, as it was killed meanwhile, 900 s between them."""
-    config = params.resolve(params.load(), run.variant)
-    made = {"config": config.model_dump(mode="json"), "timestamps": [0, 2000, 6000, 906_000], "numerics": NUMERICS}
-    files.write_json(run.scratch.with_name(f"{run.seed}-0123456789ab") / "record.json", made | changes)
-
-
 def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
     write_params(run=BOTH, train={"epochs": 3, "points_per_epoch": 4})
-    jobs, shown = fan_out.list_jobs(params.load()), io.StringIO()
-    (run, config), _ = jobs
-    begin(run)
+    (run, config), _ = jobs = fan_out.list_jobs(params.load())
+    scratch = run.scratch.with_name(f"{run.seed}-0123456789ab") / "record.json"
+    made = {"config": config.model_dump(mode="json"), "timestamps": [0, 2000, 6000, 906_000], "numerics": NUMERICS}
+    files.write_json(scratch, made)  # 2, 4 and, as it was killed meanwhile, 900 s from point to point
     assert fan_out.progress(run, config, []) == (2.25, 36.0)  # 9 of 12 points are left, 4 s each
     for change in ({"timestamps": [0]}, {"numerics": NUMERICS + 1}):
-        begin(run, **change)
+        files.write_json(scratch, made | change)
         assert fan_out.progress(run, config, []) == (3, None)
+    shown = io.StringIO()
     monkeypatch.setattr(fan_out, "LOGGED_EVERY", 0.001)
     monkeypatch.setattr(sys, "stderr", shown)
 
     def train():
-        begin(run)
+        files.write_json(scratch, made)
         while "0/2 trainings, 1 of 6 epochs, time left unknown [" not in shown.getvalue():
             time.sleep(0.001)
         yield trained("osa_exact")

@@ -4,9 +4,7 @@ It needs Python alone, changes nothing, and ends with status 1 if something is m
 """
 
 import contextlib
-import fcntl
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -15,9 +13,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipeline.tools import locks
+
 LEAST_DISK = 2e9  # bytes: for data, weights and DVC's copies of both
-LOCKS = (".dvc/tmp/lock", ".checkpoints/fan_out.lock")
-RWLOCK = Path(".dvc/tmp/rwlock")  # the paths that processes of DVC read and write
 Line = tuple[str, str, str, bool]  # what, how it is, the remedy if it is missing, whether `make reproduce` needs it
 
 
@@ -66,48 +64,11 @@ def dvc() -> Iterator[Line]:
     text = Path("dvc.lock").read_text(encoding="utf-8") if Path("dvc.lock").exists() else ""
     is_torn = re.search("^(<{7}|>{7})", text, re.MULTILINE)
     yield "dvc.lock", "in conflict" if is_torn else "whole", "`git checkout HEAD dvc.lock`" if is_torn else "", True
-    held = [path for path in LOCKS if _is_held(Path(path))] + dvc_processes()
+    held = locks.held()
     remedy = "wait for it, or `dvc --wait-for-lock repro`" if held else ""
     yield "locks", f"held: {', '.join(held)}" if held else "free", remedy, True
-    if not held and RWLOCK.exists() and _claims() is None:
-        yield "rwlock", f"{RWLOCK} is empty or torn, as a killed process leaves it", f"`rm {RWLOCK}`", True
-
-
-def _is_held(path: Path) -> bool:
-    """Whether a process has locked a file."""
-    with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _claims() -> dict | None:
-    """What processes of DVC read and write; None where the file cannot be read."""
-    try:
-        claims = json.loads(RWLOCK.read_text(encoding="utf-8")) if RWLOCK.exists() else {}
-        return claims if isinstance(claims, dict) else None
-    except ValueError:
-        return None
-
-
-def dvc_processes() -> list[str]:
-    """The processes of DVC that work here, as in `dvc repro` (process 12). DVC itself forgets those that are dead."""
-    claims = _claims() or {}
-    claims = [*claims.get("write", {}).values(), *(each for listed in claims.get("read", {}).values() for each in listed)]
-    alive = {claim["pid"]: claim["cmd"] for claim in claims if _is_alive(claim["pid"]) and claim["pid"] != os.getpid()}
-    return [f"`{command}` (process {pid})" for pid, command in sorted(alive.items())]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+    if not held and locks.claims() is None:
+        yield "rwlock", f"{locks.RWLOCK} is empty or torn, as a killed process leaves it", f"`rm {locks.RWLOCK}`", True
 
 
 def mlflow() -> Iterator[Line]:

@@ -2,9 +2,8 @@
 
 They are those of Table 2 and of the paper's studies; `--only` names others. Each is a process of its own with one thread, or
 on its share of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
-and parameters and send each run's files back (requirements-cluster.txt). A training that a dying node takes with it begins
-again on another one. Killed, the same command goes on where each run stood at the end of its last epoch; with a cluster, it
-trains again what had not come back.
+and parameters and send each run's files back (requirements-cluster.txt); a training that a dying node takes with it begins
+again on another. Killed, the same command goes on where each run stood at the end of its last epoch; a cluster trains again.
 """
 
 import argparse
@@ -12,9 +11,7 @@ import contextlib
 import fnmatch
 import functools
 import io
-import itertools
 import json
-import math
 import os
 import queue
 import shutil
@@ -25,7 +22,7 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -41,14 +38,12 @@ from pipeline.core.errors import UserError, entry_point
 from pipeline.core.params import Params, RunConfig
 from pipeline.lab import Lab
 from pipeline.runs import Run
-from pipeline.tools import doctor, times
+from pipeline.tools import locks, times
 from pipeline.training import data
 
-LOCK = Path(".checkpoints/fan_out.lock")
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
 RETRIES = 3  # on other nodes, where one dies
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
-COMMIT_FAILED = "the trainings are done, but `dvc commit` failed: do what it says, and run this again."
 Job = tuple[Run, RunConfig]
 PROCESSES: set[subprocess.Popen] = set()  # that train now
 INTERRUPTS: list[int] = []  # the signal that ends this process, once there is one
@@ -63,31 +58,33 @@ def main(arguments: list[str] | None = None) -> None:
     only_help = "these alone, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", help=only_help)
     chosen = parser.parse_args(arguments)
-    if others := doctor.dvc_processes():
+    if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
-    LOCK.parent.mkdir(parents=True, exist_ok=True)
+    locks.FAN_OUT.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(LOCK, timeout=0), pass_signals_on():
+        with FileLock(locks.FAN_OUT, timeout=0), pass_signals_on():
             listed = list_jobs(params.load(), chosen.only)
             left = [job for job in listed if not is_there(*job)]
             try:
-                if chosen.cluster:
-                    for run in follow(left, on_cluster(left, chosen.cluster), len(left)):
-                        if not chosen.no_tracking:
-                            tracking.sync_quietly(run)
-                else:
-                    jobs = chosen.jobs or slots()
-                    for _ in follow(left, here(left, jobs, ["--no-tracking"] if chosen.no_tracking else []), jobs):
-                        pass
+                train(left, chosen)
             finally:
-                done = [run for run, config in listed if run.study == runs.TABLE_2 and is_there(run, config)]
-                is_committed = commit(done)
-        if not is_committed:
-            raise UserError(COMMIT_FAILED)
+                commit([run for run, config in listed if run.study == runs.TABLE_2 and is_there(run, config)])
     except Timeout:
-        raise UserError(f"another process trains these runs already ({LOCK} is locked): wait for it, or end it.") from None
+        raise UserError(f"another fan_out works here ({locks.FAN_OUT} is locked): wait for it, or end it.") from None
     except KeyboardInterrupt:
         raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
+
+
+def train(jobs: list[Job], chosen: argparse.Namespace) -> None:
+    """Trains on a cluster or here, and shows each run in MLflow when it ends."""
+    if chosen.cluster:
+        for run in follow(jobs, on_cluster(jobs, chosen.cluster), len(jobs)):
+            if not chosen.no_tracking:
+                tracking.sync_quietly(run)
+    else:
+        at_a_time = chosen.jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
+        for _ in follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * chosen.no_tracking), at_a_time):
+            pass
 
 
 @contextlib.contextmanager
@@ -121,11 +118,6 @@ def positive(text: str) -> int:
 # which runs
 
 
-def missing(settings: Params, patterns: list[str] | None = None) -> list[Job]:
-    """The listed runs that are not there."""
-    return [job for job in list_jobs(settings, patterns) if not is_there(*job)]
-
-
 def is_there(run: Run, config: RunConfig) -> bool:
     """Whether a run is as today's numerics, data and parameters make it, with the weights that are evaluated of Table 2."""
     check = runs.is_current if run.study == runs.TABLE_2 else runs.is_recorded
@@ -133,13 +125,23 @@ def is_there(run: Run, config: RunConfig) -> bool:
 
 
 def list_jobs(settings: Params, patterns: list[str] | None = None) -> list[Job]:
-    """The runs of Table 2 and of the paper's studies; with `patterns` those that match, of any study."""
-    jobs = table_2_jobs(settings)
+    """The runs of Table 2 and of the paper's studies; with `patterns` those that match, of any study, in their order.
+
+    Raises:
+        UserError: a pattern matches none.
+    """
     if patterns is None:
-        return jobs + [job for name in studies.names("paper") for job in jobs_of(name, settings)]
+        return table_2_jobs(settings) + [job for name in studies.names("paper") for job in jobs_of(name, settings)]
     parts = [pattern.partition("/")[0] for pattern in patterns]
     named = [name for name in studies.names() if any(fnmatch.fnmatchcase(name, part) for part in parts)]
-    return select(jobs + [job for name in named for job in jobs_of(name, settings)], patterns)
+    jobs = table_2_jobs(settings) + [job for name in named for job in jobs_of(name, settings)]
+    selected: dict[str, Job] = {}
+    for pattern in patterns:
+        matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}
+        if not matching:
+            raise UserError(f"--only {pattern} matches no run: give STUDY/NAME/SEED, where * stands for anything.")
+        selected |= matching
+    return list(selected.values())
 
 
 def table_2_jobs(settings: Params) -> list[Job]:
@@ -159,17 +161,6 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
     ]
 
 
-def select(jobs: list[Job], patterns: list[str]) -> list[Job]:
-    """The jobs that match a pattern, once each, in the order of the patterns. Raises UserError if one matches none."""
-    by_name, selected = {str(run): (run, config) for run, config in jobs}, {}
-    for pattern in patterns:
-        matching = {name: job for name, job in by_name.items() if name == pattern or fnmatch.fnmatchcase(name, pattern)}
-        if not matching:
-            raise UserError(f"--only {pattern} matches no run: give STUDY/NAME/SEED, where * stands for anything.")
-        selected |= matching
-    return list(selected.values())
-
-
 @functools.cache
 def digest(source: str) -> str:
     """That of a data set, read once."""
@@ -182,7 +173,7 @@ def digest(source: str) -> str:
 def follow(jobs: list[Job], finished: Iterator[Run], at_a_time: int) -> Iterator[Run]:
     """Yields the runs as they finish, with a line for each, and shows how far all are and how long the rest takes."""
     records, left = runs.finished(), {str(run): (run, config) for run, config in jobs}
-    epochs = sum(config.train.epochs for _, config in jobs)
+    epochs, ended = sum(config.train.epochs for _, config in jobs), threading.Event()
     line = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
 
@@ -191,39 +182,26 @@ def follow(jobs: list[Job], finished: Iterator[Run], at_a_time: int) -> Iterator
             done, bar.n = epochs - sum(number for number, _ in standing), len(jobs) - len(standing)
             bar.set_postfix_str(f"{done:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
 
+        def repeat() -> None:
+            while not ended.wait(SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY):
+                show()
+
         show()
-        with repeatedly(show):
+        thread = threading.Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
             for run in finished:
                 del left[str(run)]
-                records.append(run.read("record"))
+                metrics, made = run.read("metrics"), run.read("record")
+                records.append(made)
                 show()
-                tqdm.write(f"{run}: {result(run)}; {bar.postfix}", file=sys.stderr)
+                result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
+                tqdm.write(f"{run}: {result} after {times.duration(made['seconds'])}; {bar.postfix}", file=sys.stderr)
                 yield run
+        finally:
+            ended.set()
+            thread.join()
         show()  # after the thread's last line, which may be older
-
-
-def result(run: Run) -> str:
-    """87.1 % in 32 s."""
-    metrics, seconds = run.read("metrics"), times.duration(run.read("record")["seconds"])
-    return f"diverged after {seconds}" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%} in {seconds}"
-
-
-@contextlib.contextmanager
-def repeatedly(show: Callable[[], None]) -> Iterator[None]:
-    """Inside, a thread calls this from time to time."""
-    ended, seconds = threading.Event(), SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
-
-    def repeat() -> None:
-        while not ended.wait(seconds):
-            show()
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, float | None]:
@@ -251,31 +229,22 @@ def time_left(seconds: list[float | None], at_a_time: int) -> str:
 # here
 
 
-def slots() -> int:
-    """How many trainings fit this machine."""
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
-
-
-def gpus() -> list[str]:
-    """The devices of this process as CUDA_VISIBLE_DEVICES names them, numbers where it does not."""
-    count = torch.cuda.device_count()
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[:count] or list(map(str, range(count)))
-
-
-def commit(done: list[Run]) -> bool:
-    """Tells DVC that the stages of these runs are done, or it would train them again. Whether it took that.
+def commit(done: list[Run]) -> None:
+    """Tells DVC that the stages of these runs are done, or it would train them again.
 
     They are all that are there, not those of this call alone: a call that was killed told DVC of none.
+
+    Raises:
+        UserError: DVC does not take it.
     """
     if not (done and shutil.which("dvc") and Path(".dvc").is_dir()):
-        return True
-    while others := doctor.dvc_processes():
+        return
+    while others := locks.dvc_processes():
         print(f"{' and '.join(others)} works here: waiting to tell DVC of the trainings.", file=sys.stderr, flush=True)
         time.sleep(LOGGED_EVERY)
     stages = [f"train@{run.variant}-{run.seed}" for run in done]
-    command = ["dvc", "--wait-for-lock", "commit", "--force", "--quiet", *stages]
-    return subprocess.run(command, check=False).returncode == 0
+    if subprocess.run(["dvc", "--wait-for-lock", "commit", "--force", "--quiet", *stages], check=False).returncode:
+        raise UserError("`dvc commit` of the trainings failed: do what it says, and run this again.")
 
 
 def command(run: Run) -> list[str]:
@@ -284,49 +253,42 @@ def command(run: Run) -> list[str]:
     return ["-m", "pipeline.train", run.variant, str(run.seed), *study]
 
 
-def execute(arguments: list[str], folder: Path, environment: dict[str, str], deadline: float = math.inf) -> bool:
-    """Runs Python with one thread in a folder that has code, parameters and data, until `deadline` by time.monotonic().
+def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> bool:
+    """Runs Python with one thread in a folder that has code, parameters and data, and passes its warnings on.
 
-    Returns whether it ended by itself. Passes its warnings on. Raises RuntimeError if it fails.
+    Returns whether it ended by itself, not with this process. Raises RuntimeError if it fails.
     """
     settings = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
-    if INTERRUPTS or (left := deadline - time.monotonic()) <= 0:
+    if INTERRUPTS:
         return False
     options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, *arguments], **options) as process:
         PROCESSES.add(process)
-        try:
-            if INTERRUPTS:  # since it was started
-                process.terminate()
-            lines = process.communicate(timeout=None if math.isinf(left) else left)[1].strip().splitlines()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return False
-        finally:
-            PROCESSES.discard(process)
+        if INTERRUPTS:  # since it was started
+            process.terminate()
+        lines = process.communicate()[1].strip().splitlines()
+        PROCESSES.discard(process)
     warnings = [line for line in lines if line.startswith("warning: ")]
     for line in warnings:
         tqdm.write(line, file=sys.stderr)
     if process.returncode and not INTERRUPTS:
-        last = [line for line in lines if line not in warnings][-1:] or [f"exit status {process.returncode}"]
+        others = [line for line in lines if line not in warnings] or [f"exit status {process.returncode}"]
         is_killed = process.returncode < 0
-        name = f"ended by {signal.Signals(-process.returncode).name}" if is_killed else last[0].removeprefix("error: ")
-        raise RuntimeError(name)
+        raise RuntimeError(f"ended by {signal.Signals(-process.returncode).name}" if is_killed else others[-1])
     return not process.returncode
 
 
-def here(jobs: list[Job], at_a_time: int, options: list[str], deadline: float = math.inf) -> Iterator[Run]:
-    """Trains side by side on this machine, and yields each run as it ends. At the deadline the others are cut off: each goes
-    on at its last epoch's end the next time."""
-    free: queue.SimpleQueue = queue.SimpleQueue()
-    for device in itertools.islice(itertools.cycle(gpus() or [""]), at_a_time):
-        free.put(device)
+def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run]:
+    """Trains side by side on this machine, and yields each run as it ends."""
+    count, free = torch.cuda.device_count(), queue.SimpleQueue()
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    for i in range(at_a_time):
+        free.put((given[:count] or range(count))[i % count] if count else None)
 
     def train(run: Run) -> bool:
         device = free.get()
         try:
-            environment = {"CUDA_VISIBLE_DEVICES": device} if device else {}
-            return execute(command(run) + options, Path(), environment, deadline)
+            return execute(command(run) + options, Path(), {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
         finally:
             free.put(device)
 
@@ -334,21 +296,19 @@ def here(jobs: list[Job], at_a_time: int, options: list[str], deadline: float = 
         futures = {pool.submit(train, run): run for run, _ in jobs}
         try:
             for future in as_completed(futures):
-                with naming(futures[future]):
+                try:
                     has_ended = future.result()
+                except RuntimeError as error:
+                    raise failure(futures[future], error) from None
                 if has_ended:
                     yield futures[future]
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-@contextlib.contextmanager
-def naming(run: Run, *others: type[Exception]) -> Iterator[None]:
-    """Names the run whose training fails inside, with a RuntimeError or one of these others."""
-    try:
-        yield
-    except (RuntimeError, *others) as error:
-        raise UserError(f"{run} was not trained: {str(error).strip().splitlines()[-1]}") from None
+def failure(run: Run, error: Exception) -> UserError:
+    """Names the run whose training failed."""
+    return UserError(f"{run} was not trained: {str(error).strip().splitlines()[-1].removeprefix('error: ')}")
 
 
 # on a cluster
@@ -369,17 +329,17 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run]:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no copy of this repository
         work = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
         bundle = ray.put(shipment({config.data.source for _, config in jobs}))
-        pending = {work.remote(bundle, [*command(run), "--no-tracking"], written(run)): run for run, _ in jobs}
+        pending = {work.remote(bundle, [*command(run), "--no-tracking"], run.outputs): run for run, _ in jobs}
         failures = []
         while pending:
             (ready,), _ = ray.wait(list(pending))
             run = pending.pop(ready)
             try:
-                with naming(run, ray.exceptions.RayError):
-                    receive(run, ray.get(ready))
-            except UserError as error:  # the others, hours under way, go on
-                failures.append(error)
+                content = ray.get(ready)
+            except (RuntimeError, ray.exceptions.RayError) as error:  # the others, hours under way, go on
+                failures.append(failure(run, error))
             else:
+                receive(run, content)
                 yield run
         if failures:
             raise failures[0]
@@ -387,19 +347,13 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run]:
         ray.shutdown()
 
 
-def written(run: Run) -> list[str]:
-    """The files of a run, its record last."""
-    return [str(path) for path in run.outputs]
-
-
 def receive(run: Run, content: list[bytes]) -> None:
-    """Puts the files of a run in their places. Where its machine knows no commit it is the one here."""
-    *others, (record_path, record_bytes) = zip(written(run), content, strict=True)
-    for path, each in others:
+    """Puts the files of a run in their places, its record last, with the commit that only this machine knows."""
+    *others, record_path = run.outputs
+    for path, each in zip(others, content[:-1], strict=True):
         files.write_bytes(path, each)
-    made = json.loads(record_bytes)
-    if made["environment"].get("git_commit") is None:
-        made["environment"] |= record.describe_commit()
+    made = json.loads(content[-1])
+    made["environment"] |= record.describe_commit()
     files.write_json(record_path, made)
 
 
@@ -414,7 +368,7 @@ def shipment(sources: set[str]) -> bytes:
     return archive.getvalue()
 
 
-def execute_shipped(bundle: bytes, arguments: list[str], paths: list[str]) -> list[bytes]:
+def execute_shipped(bundle: bytes, arguments: list[str], paths: list[Path]) -> list[bytes]:
     """`execute` in a folder of its own on whatever machine this is; the content of these paths afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(io.BytesIO(bundle)).extractall(folder)

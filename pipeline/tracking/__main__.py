@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.core.errors import entry_point
+from pipeline.tracking import store
 
 
 @entry_point
@@ -26,12 +27,11 @@ def main(arguments: list[str] | None = None) -> None:
 
         ui()
     else:
-        from pipeline.tracking.store import address, without_password
         from pipeline.tracking.sync import sync
 
         new, runs = sync(chosen.base, only=chosen.only)
         hint = "" if runs else " Trainings leave records: run `dvc repro` or `dvc pull`."
-        print(f"{new} of {runs} runs were new to MLflow at {without_password(address())}.{hint}")
+        print(f"{new} of {runs} runs were new to MLflow at {store.without_password(store.address())}.{hint}")
 
 
 if __name__ == "__main__":

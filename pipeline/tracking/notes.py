@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from pipeline.core.params import LABELS, Paper, plain
+from pipeline.core.params import LABELS, Paper
 
 TABLE_2, TRIES = "table_2", "tries"  # as in pipeline.runs, which imports torch
 EXPERIMENT = """\
@@ -23,55 +23,31 @@ class Notes:
     paper: Paper
     settings: dict
 
-    def place(self, run: tuple[str, str]) -> tuple:
-        """Where a study and a name stand among others: first the models, as params.yaml lists them."""
-        study, name = run
-        listed = [*((self.settings.get("run") or {}).get("variants") or []), name]
-        return study != TABLE_2, study, listed.index(name), name
-
     def title(self, run: dict) -> str:
         """OSA (QR), or ViT, init.head=zeros where a value is replaced, or ViT, depth as a study trained it."""
-        labels, variant = LABELS | (self.settings.get("labels") or {}), run["variant"]
-        return ", ".join([labels.get(variant, variant), *(replaced(run) or [run["study"]] * (run["study"] != TABLE_2))])
-
-    def changes(self, record: dict) -> str:
-        """The values that the run has in place of others, as in init.head: xavier → zeros."""
-        variant = (self.settings.get("variants") or {}).get(record["variant"]) or {}
-        shared = self.settings if record["study"] == TRIES else self.paper.recipe.model_dump()
-        changes = []
-        for section, values in record["overrides"].items():
-            own = variant if section == "variant" else (variant.get("overrides") or {}).get(section, {})
-            before = shared.get(section, {}) | own
-            changes += [f"{section}.{key}: {plain(before.get(key))} → {plain(value)}" for key, value in values.items()]
-        return "; ".join(changes)
+        label = (LABELS | (self.settings.get("labels") or {})).get(run["variant"], run["variant"])
+        return ", ".join([label, *(replaced(run) or [run["study"]] * (run["study"] != TABLE_2))])
 
     def note(self, run: dict, seeds: list[int]) -> str:
-        """What the run is, what is changed in it, and how to repeat it; `run` holds its `changes`."""
-        variant, study = run["variant"], run["study"]
-        kind = "mean over seeds" if len(seeds) > 1 else "seed"
-        text = f"**{self.title(run)}** (`{variant}`), {kind} {', '.join(map(str, seeds))}, "
-        if study == TABLE_2:
-            number = self.paper.table_2.get(variant)
-            text += "not a model of the paper." if number is None else f"for which the paper's Table 2 has {number} %."
-        else:
-            text += "a try." if study == TRIES else f"a training of the study `{study}`."
-            text += f" Changed: {run['changes'] or 'nothing'}."
-            keys = {change.partition("=")[0].rpartition(".")[2] for change in replaced(run)}
-            topics = [each for each in self.paper.left_open if each.key and each.key.rpartition(".")[2] in keys]
-            text += "".join(f" The paper leaves this open: {each.topic}, {each.paper}." for each in topics)
-        return f"{text}\n\nTo repeat it: {self._commands(run, seeds)}."
+        """What the run is, what the paper says of it, and how to repeat it."""
+        kind = f"{'mean over seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}"
+        lines = [f"**{self.title(run)}** (`{run['variant']}`, study `{run['study']}`), {kind}."]
+        if run["study"] == TABLE_2 and run["variant"] in self.paper.table_2:
+            lines += [f"The paper's Table 2 has {self.paper.table_2[run['variant']]} %."]
+        keys = {change.partition("=")[0].rpartition(".")[2] for change in replaced(run)}
+        open_ = [each for each in self.paper.left_open if each.key and each.key.rpartition(".")[2] in keys]
+        lines += [f"The paper leaves this open: {each.topic}, {each.paper}." for each in open_]
+        moved = "" if run["study"] in (TABLE_2, TRIES) else ", after its folder has been moved away"
+        commands = ", ".join(f"`{self.command(run, seed)}`" for seed in seeds)
+        return "\n\n".join([*lines, f"To repeat it{moved}: {commands}."])
 
-    def _commands(self, run: dict, seeds: list[int]) -> str:
-        study, variant, listed = run["study"], run["variant"], self.settings.get("run") or {}
-        if study not in (TABLE_2, TRIES):
-            runs = [f"{study}/{run['name']}/{seed}" for seed in seeds]
-            folders = ", ".join(f"`paper_outputs/runs/{each}`" for each in runs)
-            quoted = " ".join(f"'{each}'" for each in runs)
-            return f"delete {folders}, then `python -m pipeline.tools.fan_out --only {quoted}`"
-        if study == TABLE_2 and variant in listed.get("variants", []) and {*seeds} <= {*listed.get("seeds", [])}:
-            return f"`dvc repro -f {' '.join(f'train@{variant}-{seed}' for seed in seeds)}`"
-        options = "".join(f" --set {change}" for change in replaced(run))
-        return ", ".join(f"`python -m pipeline.train {variant} {seed}{options}`" for seed in seeds)
+    def command(self, run: dict, seed: int) -> str:
+        listed = self.settings.get("run") or {}
+        if run["study"] not in (TABLE_2, TRIES):
+            return f"python -m pipeline.tools.fan_out --only '{run['study']}/{run['name']}/{seed}'"
+        if run["study"] == TABLE_2 and run["variant"] in listed.get("variants", []) and seed in listed.get("seeds", []):
+            return f"dvc repro -f train@{run['variant']}-{seed}"
+        return f"python -m pipeline.train {run['variant']} {seed}{''.join(f' --set {each}' for each in replaced(run))}"
 
 
 def replaced(run: dict) -> list[str]:

@@ -37,10 +37,14 @@ class Training:
         return milliseconds(self.record["started_at"])
 
     @property
+    def ended(self) -> int:
+        return milliseconds(self.record["finished_at"]) if self.metrics else self.points[-1][1]
+
+    @property
     def status(self) -> str:
-        if self.record["status"] == "running" and not is_fresh(self.path, self.record["timestamps"]):
-            return "KILLED"
-        return STATUS[self.record["status"]]
+        longest = max((b - a for a, b in itertools.pairwise(self.record["timestamps"])), default=0) / 1000
+        is_old = time.time() - self.path.stat().st_mtime > max(LOST_SECONDS, 4 * longest)
+        return "KILLED" if is_old and not self.metrics else STATUS[self.record["status"]]
 
     @property
     def digest(self) -> str:
@@ -53,9 +57,9 @@ class Training:
 
 def find(base: Path, run: str | None = None) -> list[Path]:
     """The records of runs under a folder, and in the working directory of those that train."""
-    found = sorted((base / OUTPUTS / "runs").glob("*/*/*/record.json"))
-    found += sorted(Path(".checkpoints").glob("*/*/*-*/record.json")) if base == Path(".") else []
-    return [path for path in found if run in (None, name_of(path))]
+    paths = sorted((base / OUTPUTS / "runs").glob("*/*/*/record.json"))
+    paths += sorted(Path(".checkpoints").glob("*/*/*-*/record.json")) if base == Path(".") else []
+    return [path for path in paths if run in (None, name_of(path))]
 
 
 def name_of(path: Path) -> str:
@@ -64,24 +68,18 @@ def name_of(path: Path) -> str:
     return f"{study}/{name}/{seed.partition('-')[0]}"
 
 
-def is_fresh(path: Path, timestamps: list[int]) -> bool:
-    """Whether a training that writes here still lives, to judge by the age of its last point."""
-    longest = max((b - a for a, b in itertools.pairwise(timestamps)), default=0) / 1000
-    return time.time() - path.stat().st_mtime < max(LOST_SECONDS, 4 * longest)
-
-
 def read(path: Path, base: Path) -> Training:
     """The training whose record this is.
 
     Raises:
-        UserError, KeyError, TypeError, ValueError: the record is malformed, or its files are not what it says.
+        OSError, UserError, KeyError, TypeError, ValueError: the record is malformed, or its files are not what it says.
     """
     record, folder, run = files.read_json(path), path.parent, name_of(path)
-    if f"{record['study']}/{record['name']}/{int(record['seed'])}" != run:
-        raise ValueError(f"it is of {record['study']}/{record['name']}/{record['seed']} by its own words")
+    if (own := f"{record['study']}/{record['name']}/{int(record['seed'])}") != run:
+        raise ValueError(f"it is the record of {own}")
     present = [folder / name for name in NAMES if (folder / name).exists()]
-    if outside := [each for each in present if each.resolve().parent != folder.resolve()]:
-        raise ValueError(f"{outside[0].name} is a link to another folder")
+    if outside := [each.name for each in present if each.resolve().parent != folder.resolve()]:
+        raise ValueError(f"{outside[0]} is a link to another folder")
     points = read_points(folder / "history.csv", record["timestamps"])
     if record["status"] == "running":
         return Training(path, run, record, {}, points, [path], None)

@@ -53,36 +53,24 @@ def connect() -> tuple[Any, FileLock]:
         UserError: MLflow is not installed, does not answer or cannot read its store.
     """
     uri = address()
-    lock = FileLock(f"{_database(uri) or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
-    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    database = Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
+    lock = FileLock(f"{database or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
+    os.environ.update(ENVIRONMENT | os.environ)
     try:
         from mlflow import MlflowClient
     except ImportError as error:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with explained():
-        if (path := _database(uri)) and not path.parent.is_dir():
-            raise UserError(
-                f"{VARIABLE} names {path}, but there is no folder {path.parent}: create it, or correct the path."
-            )
-        with lock:
-            if path and not (path.exists() and path.stat().st_size):
-                _create(path, MlflowClient)
-            return MlflowClient(uri), lock
-
-
-def _database(uri: str) -> Path | None:
-    """The file of an SQLite store."""
-    return Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
-
-
-def _create(path: Path, client: type) -> None:
-    """Makes an empty store under another name first: a kill in between would leave half of its tables."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    client(f"sqlite:///{partial.as_posix()}").search_experiments()
-    os.replace(partial, path)
+    if database and not database.parent.is_dir():
+        raise UserError(f"{VARIABLE} names {database}, but its folder does not exist: create it, or correct the path.")
+    with explained(), lock:
+        if database and not (database.exists() and database.stat().st_size):
+            partial = database.with_name(f"{database.name}.partial")  # a kill in between would leave half of the tables
+            partial.unlink(missing_ok=True)
+            MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
+            os.replace(partial, database)
+        return MlflowClient(uri), lock
 
 
 @contextmanager
@@ -111,9 +99,7 @@ def _remedy(error: Exception, why: str) -> str:
         return f"copy it to a safe place, then `mlflow db upgrade {address() if is_ours else f'${VARIABLE}'}`"
     if isinstance(error, ImportError):
         return f"install that driver, or correct {VARIABLE}"
-    if is_ours:
-        return "move it away, and this command makes another from the runs"
-    return f"start it, or correct {VARIABLE}" if address().startswith("http") else f"correct {VARIABLE}, or unset it"
+    return "move it away, and this command makes another from the runs" if is_ours else f"start it, or correct {VARIABLE}"
 
 
 def cause(error: BaseException) -> str:

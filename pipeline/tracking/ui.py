@@ -20,11 +20,12 @@ def ui() -> None:
     """Serves the store on 127.0.0.1 and syncs it whenever a record changes, until it is interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    uri, server = store.address(), None
-    site = store.without_password(uri).rstrip("/")
+    server, site = None, store.without_password(store.address()).rstrip("/")
     try:
-        if not uri.startswith("http"):
-            server, site = serve(os.environ.get("PORT") or "5000")
+        if not site.startswith("http"):
+            port = os.environ.get("PORT") or "5000"
+            server, site = start_server(port), f"http://127.0.0.1:{port}"
+            wait_for(server, int(port))
         print(f"{'MLflow':<22}{site}", flush=True)
         follow(server, site)
     except KeyboardInterrupt:
@@ -36,36 +37,29 @@ def ui() -> None:
             server.wait()
 
 
-def serve(port: str) -> tuple[subprocess.Popen, str]:
-    """MLflow's own server and its address, once it answers."""
+def start_server(port: str) -> subprocess.Popen:
+    """MLflow's own server. Raises UserError if the port cannot be used."""
     try:
         socket.create_server(("127.0.0.1", int(port))).close()
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"port {port} cannot be used ({error}): choose another, as in `PORT=5001 make ui`.") from None
     if not os.environ.get(store.VARIABLE) and not (store.root() / "mlflow.db").exists():
         store.connect()  # which a kill cannot leave half made
-    os.environ.update(store.ENVIRONMENT | os.environ)
     command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1", "--no-serve-artifacts"]
-    command = [
-        sys.executable,
-        *command,
-        "--backend-store-uri",
-        store.address(),
-        "--default-artifact-root",
-        store.artifacts(),
-    ]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen(command, start_new_session=True, **quiet)
-    try:
-        while server.poll() is None:
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", int(port))) == 0:
-                    return server, f"http://127.0.0.1:{port}"
-            time.sleep(0.1)
-    except BaseException:
-        os.killpg(server.pid, signal.SIGTERM)
-        raise
-    raise UserError(f"MLflow's server does not start: `{store.without_password(shlex.join(command))}` says why.")
+    command += ["--backend-store-uri", store.address(), "--default-artifact-root", store.artifacts()]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": store.ENVIRONMENT | os.environ}
+    return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet)
+
+
+def wait_for(server: subprocess.Popen, port: int) -> None:
+    """Until the server answers. Raises UserError if it ends before."""
+    while server.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    command = store.without_password(shlex.join(server.args))
+    raise UserError(f"MLflow's server does not start: `{command}` says why.")
 
 
 def follow(server: subprocess.Popen | None, site: str) -> None:
@@ -73,15 +67,15 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
     from pipeline.tracking import records  # seconds to import, in which the server starts
     from pipeline.tracking.sync import Experiment, sync
 
-    opened, paths, seen = store.connect(), records.find(Path(".")), None
+    opened, seen = store.connect(), None
     experiment = Experiment(opened[0])
     page = f"{site}/#/experiments/{experiment.id}/runs?workflowType=machine_learning&viewStateShareKey="
-    for key, name in experiment.write_views(paths).items():
+    for key, name in experiment.write_views(records.find(Path("."))).items():
         print(f"{name:<22}{page}{key}")
     print(f"{'Curves of the models':<22}{page}models&compareRunsMode=CHART", flush=True)
     while server is None or server.poll() is None:
         # Also now and then with no new point: a training that was killed writes none.
-        state = int(time.time() / records.LOST_SECONDS), {path: _age(path) for path in records.find(Path("."))}
+        state = int(time.time() / records.LOST_SECONDS), *((path, _age(path)) for path in records.find(Path(".")))
         if state != seen:
             try:
                 sync(opened=opened)
@@ -93,7 +87,6 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
 
 
 def _age(path: Path) -> int:
-    try:
+    with suppress(FileNotFoundError):
         return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    return 0

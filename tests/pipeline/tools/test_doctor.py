@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from pipeline.core import files
 from pipeline.core.files import ROOT
-from pipeline.tools import doctor
+from pipeline.tools import doctor, locks
 from tests.pipeline.trainings import trained, write_data, write_params
 
 
@@ -58,11 +58,11 @@ def test_locks_and_stores(monkeypatch):
     Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
     assert remedies(doctor.dvc) == {"dvc.lock": "`git checkout HEAD dvc.lock`", "locks": ""}
     claims = {"write": {"/x": {"pid": 999999999, "cmd": "dvc repro"}}, "read": {"/y": [{"pid": os.getppid(), "cmd": "dvc"}]}}
-    files.write_json(doctor.RWLOCK, claims)
-    assert doctor.dvc_processes() == [f"`dvc` (process {os.getppid()})"] and "wait" in remedies(doctor.dvc)["locks"]
+    files.write_json(locks.RWLOCK, claims)
+    assert locks.dvc_processes() == [f"`dvc` (process {os.getppid()})"] and "wait" in remedies(doctor.dvc)["locks"]
     for torn in ("", '{"write": ', "[]"):  # as a kill leaves it
-        doctor.RWLOCK.write_text(torn, encoding="utf-8")
-        assert doctor.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"`rm {doctor.RWLOCK}`"
+        locks.RWLOCK.write_text(torn, encoding="utf-8")
+        assert locks.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"`rm {locks.RWLOCK}`"
         with FileLock(".dvc/tmp/lock"):
             assert remedies(doctor.dvc).keys() == {"dvc.lock", "locks"}  # a process that writes it now
     Path("mlflow.db").write_bytes(b"no database" * 100)

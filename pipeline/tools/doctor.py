@@ -21,9 +21,9 @@ Line = tuple[str, str, str, bool]  # what, how it is, the remedy if it is missin
 
 def main() -> None:
     lines = [line for check in CHECKS for line in guarded(check)]
-    for what, found, remedy, is_needed in lines:
+    for what, state, remedy, is_needed in lines:
         mark = "ok" if not remedy else "NO" if is_needed else "--"
-        print(f"{mark}  {what:<9} {found}{f': {remedy}' if remedy else ''}")
+        print(f"{mark}  {what:<9} {state}{f': {remedy}' if remedy else ''}")
     needed = [what for what, _, remedy, is_needed in lines if remedy and is_needed]
     print(f"\n`make reproduce` needs: {', '.join(needed)}." if needed else "\n`make reproduce` has all that it needs.")
     sys.exit(bool(needed))

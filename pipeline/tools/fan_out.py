@@ -52,12 +52,14 @@ INTERRUPTS: list[int] = []  # the signal that ends this process, once there is o
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tools.fan_out", description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a GPU or core")
+    parser.add_argument("--jobs", type=int, help="trainings at a time on this machine; default: one a GPU or core")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
     only_help = "these alone, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", help=only_help)
     chosen = parser.parse_args(arguments)
+    if chosen.jobs is not None and chosen.jobs < 1:
+        parser.error(f"argument --jobs: {chosen.jobs} is not 1 or more")
     if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
     locks.FAN_OUT.parent.mkdir(parents=True, exist_ok=True)
@@ -107,12 +109,6 @@ def pass_signals_on() -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         INTERRUPTS.clear()
-
-
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return number
 
 
 # which runs
@@ -192,11 +188,11 @@ def follow(jobs: list[Job], finished: Iterator[Run], at_a_time: int) -> Iterator
         try:
             for run in finished:
                 del left[str(run)]
-                metrics, made = run.read("metrics"), run.read("record")
-                records.append(made)
+                metrics, entry = run.read("metrics"), run.read("record")
+                records.append(entry)
                 show()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                tqdm.write(f"{run}: {result} after {times.duration(made['seconds'])}; {bar.postfix}", file=sys.stderr)
+                tqdm.write(f"{run}: {result} after {times.duration(entry['seconds'])}; {bar.postfix}", file=sys.stderr)
                 yield run
         finally:
             ended.set()
@@ -352,9 +348,9 @@ def receive(run: Run, content: list[bytes]) -> None:
     *others, record_path = run.outputs
     for path, each in zip(others, content[:-1], strict=True):
         files.write_bytes(path, each)
-    made = json.loads(content[-1])
-    made["environment"] |= record.describe_commit()
-    files.write_json(record_path, made)
+    entry = json.loads(content[-1])
+    entry["environment"] |= record.describe_commit()
+    files.write_json(record_path, entry)
 
 
 def shipment(sources: set[str]) -> bytes:

@@ -16,7 +16,6 @@ from pipeline.core.errors import UserError
 
 ENVIRONMENT = {  # set before MLflow is imported, where the user has not set them
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its background jobs are for language models
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds

@@ -13,17 +13,17 @@ STUDY = ("test_accuracy", "test_accuracy_std", "test_loss", "train_loss", "num_s
 def views(studies: Iterable[str]) -> dict[str, tuple[str, str]]:
     """By the end of its address, the name of each view, and itself as MLflow saves views."""
     newest, table_2 = "tags.current = 'true' and tags.level = ", f" and tags.study = '{TABLE_2}'"
-    found = {
+    menu = {
         "models": ("Models", _state(f"{newest}'mean'{table_2}", RESULT, "metrics.`test_accuracy`", ascending=False)),
         "seeds": ("Models, seed by seed", _state(f"{newest}'single'{table_2}", SEED)),
     }
     trained = sorted({*studies} - {TABLE_2}, key=lambda study: (study == TRIES, study))
     for study in trained:
         others = "".join(f" and tags.study != '{other}'" for other in trained if other != study)
-        found[study] = (study.replace("_", " ").capitalize(), _state(f"{newest}'mean'{others}", STUDY))
+        menu[study] = (study.replace("_", " ").capitalize(), _state(f"{newest}'mean'{others}", STUDY))
     return {  # the menu sorts by age
         key: (name, json.dumps({"name": name, "createdAt": -age, "state": json.dumps(state)}))
-        for age, (key, (name, state)) in enumerate(found.items())
+        for age, (key, (name, state)) in enumerate(menu.items())
     }
 
 

@@ -47,12 +47,14 @@ def test_a_rehearsal_leaves_one_archive_with_its_tables(tmp_path):
     assert all(float(row["both"]) > 0 for row in rows["attention"]) and float(rows["step"][0]["seconds"]) > 0
 
 
+@pytest.mark.slow
 def test_torch_is_all_that_it_needs(tmp_path):
     command = [sys.executable, "-c", WITHOUT_PACKAGES, SCRIPT, "check", "--inside", "--rehearse", "--into", tmp_path]
     subprocess.run(command, check=True, cwd=ROOT)
     assert (tmp_path / "check.csv").stat().st_size > 500
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_named_and_the_others_are_done(tmp_path):
     (tmp_path / "check.csv").mkdir()  # where a table should go
     done = rehearse("--rehearse", "--into", tmp_path, "check", "step")

@@ -1,7 +1,6 @@
 """Layers that are compared compute the same function; and what is made of their times."""
 
 import itertools
-import math
 from pathlib import Path
 
 import pandas as pd
@@ -66,33 +65,6 @@ def test_the_geometric_product():
     )
 
 
-def turned(rotor, n):
-    """The matrix of x ↦ R x R̃ / (R R̃)."""
-    images = [post.geometric_product(post.geometric_product(rotor, blade(n, k)), post.reverse(rotor)) for k in range(n)]
-    norm = post.geometric_product(rotor, post.reverse(rotor))[0]
-    return torch.stack([image[[1 << i for i in range(n)]] for image in images], dim=1) / norm
-
-
-def test_the_algebra_has_the_other_maps_too():
-    """exp(B/2) is the exponential of A, (1 + B/2 + B∧B/8) its Cayley transform, and uv two reflections; B = Σ A_ij eᵢeⱼ."""
-    n, x = 4, numbers(4, 4)
-    a = x.tril(-1) - x.tril(-1).mT
-    bivector = sum(a[i, j] * blade(n, i, j) for i, j in itertools.combinations(range(n), 2)) / 2
-    power, rotor = blade(n), torch.zeros(1 << n, dtype=torch.float64)
-    for k in range(30):
-        rotor = rotor + power / math.gamma(k + 1)
-        power = post.geometric_product(power, bivector)
-    torch.testing.assert_close(turned(rotor, n), MAPS["exponential"](x))
-    square = post.geometric_product(bivector, bivector)
-    outer = blade(n) + bivector + torch.where(blade(n, 0, 1, 2, 3) == 1, square, 0) / 2  # of B∧B only e₁e₂e₃e₄ is there
-    torch.testing.assert_close(turned(outer, n), MAPS["cayley"](x))
-    u, v = torch.nn.functional.normalize(numbers(2, n), dim=1)
-    vectors = [sum(w[i] * blade(n, i) for i in range(n)) for w in (u, v)]
-    identity = torch.eye(n, dtype=x.dtype)
-    reflections = (identity - 2 * torch.outer(u, u)) @ (identity - 2 * torch.outer(v, v))
-    torch.testing.assert_close(turned(post.geometric_product(*vectors), n), reflections)
-
-
 # The script
 
 
@@ -106,6 +78,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(orthogonal_speed, "SIZES", (4, 16))
 
 
+@pytest.mark.slow
 def test_every_layer_is_timed_beside_the_dense_one_and_told_of(folder):
     orthogonal.main(["--largest", "16", "--repeats", "1"])
     (path,) = Path("paper_outputs/benchmarks").glob("*/orthogonal.csv")

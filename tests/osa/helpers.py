@@ -7,6 +7,8 @@ from torch import Tensor
 
 from osa.linalg import EPSILON, POLAR_EXPRESS
 
+REPRESENTATIVES = ["osa_ns", "osa_iso", "vit", "espa_skip", "uspa_causal", "vskipinit"]  # of all parts of the models
+
 
 def draw(
     tokens: int,
@@ -21,6 +23,24 @@ def draw(
     generator = torch.Generator().manual_seed(seed)
     shapes = [(*batch, tokens, width), (*batch, tokens, width), (*batch, tokens, value_width)]
     return tuple(torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
+
+
+DEGENERATE = {  # query and key for which M = [Q, K] has dependent columns, made of random ones
+    "zeros": lambda q, k: (0 * q, 0 * k),
+    "equal": lambda q, k: (q, q),
+    "nearly equal": lambda q, k: (q, q + 1e-3 * k),
+    "opposite": lambda q, k: (q, -q),
+    "dependent columns": lambda q, k: (torch.cat([q[..., :2], q[..., :1]], -1), torch.cat([2 * q[..., :1], k[..., 1:]], -1)),
+    "one live token": lambda q, k: tuple(x * (torch.arange(x.shape[-2]) == 2).unsqueeze(-1) for x in (q, k)),
+    "one token": lambda q, k: (q[..., :1, :], k[..., :1, :]),
+    "two tokens": lambda q, k: (q[..., :2, :], k[..., :2, :]),
+}
+
+
+def with_gradients(function, inputs, cotangent: Tensor) -> tuple[Tensor, ...]:
+    """The output of a function and its gradients by each input."""
+    output = function(*inputs)
+    return output, *torch.autograd.grad(output, inputs, cotangent.to(output.dtype))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

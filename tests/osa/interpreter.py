@@ -5,8 +5,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from triton.language import core
 from triton.runtime import interpreter
+
+from tests.osa.helpers import draw
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the latter by the interpreter: see conftest.py
 
 
 @contextlib.contextmanager
@@ -42,6 +47,11 @@ def quick():
         patch.setattr(core, "_type_for_tuple_values", lambda values, fields=None: no_type)
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
+
+
+def random(tokens, width, value_width=3, batch=(1, 2), seed=0):
+    """Query, key and value in float32 on DEVICE."""
+    return [x.detach().to(DEVICE) for x in draw(tokens, width, value_width, batch=batch, dtype=torch.float32, seed=seed)]
 
 
 class Races:

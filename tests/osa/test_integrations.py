@@ -11,7 +11,7 @@ from tests.osa.helpers import relative_error
 
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"```python (timm|transformers)\n(.*?)```", PAGE, re.DOTALL))
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages are not ours
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of the packages are not ours
 
 
 @pytest.mark.parametrize("package", ["timm", "transformers"])
@@ -30,6 +30,7 @@ def timm_vit(**options):
 
 
 def test_timms_attention_is_ours_with_timms_weights():
+    pytest.importorskip("timm")
     torch.manual_seed(0)
     ours = timm_vit(attn_layer=integrations.timm_attention(method="qr", alpha_init=0.75), qk_norm=True)
     missing = ours.load_state_dict(timm_vit(qk_norm=True).state_dict(), strict=False)
@@ -43,6 +44,7 @@ def test_timms_attention_is_ours_with_timms_weights():
 
 
 def test_timms_dropout_of_attention_is_refused_in_training():
+    pytest.importorskip("timm")
     model = timm_vit(attn_layer=integrations.timm_attention(), attn_drop_rate=0.1)
     images = torch.randn(2, 3, 16, 16)
     assert model.eval()(images).shape == (2, 7)
@@ -78,10 +80,3 @@ def test_a_causal_model_is_refused():
     for mask in (None, torch.tensor([[1, 1, 1, 0, 0]])):
         with pytest.raises(ValueError, match=r"is_causal|whole tokens"):
             transformers.LlamaModel(config)(torch.randint(50, (1, 5)), attention_mask=mask)
-
-
-def test_an_unknown_method_is_refused_at_once():
-    for make, package in ((integrations.timm_attention, "timm"), (integrations.register_with_transformers, "transformers")):
-        pytest.importorskip(package)
-        with pytest.raises(ValueError, match="linear"):
-            make(method="linear")

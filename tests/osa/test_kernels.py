@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from osa import functional, linalg, reference
-from tests.osa.helpers import draw, relative_error
+from tests.osa.helpers import DEGENERATE, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
 from osa.kernels import launch
-from tests.osa.interpreter import Races, quick
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on the latter by the interpreter: see conftest.py
+from tests.osa.interpreter import DEVICE, Races, quick, random
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,10 +69,6 @@ def errors(method, query, key, value, scale, num_iterations=None):
     typical = max(1.0, (expected - exact[2]).norm().item() / size)
     pairs = zip((actual, *gradients), (expected, *expected_gradients), (1, size, size, 1, typical), strict=True)
     return [((a.cpu().double() - b).norm() / b.norm().clamp(min=least)).item() for a, b, least in pairs]
-
-
-def random(tokens, width, value_width=3, batch=(1, 2), seed=0):
-    return [x.detach().to(DEVICE) for x in draw(tokens, width, value_width, batch=batch, dtype=torch.float32, seed=seed)]
 
 
 def scales(*values):
@@ -140,34 +134,18 @@ def test_barriers_order_all_that_threads_read_of_each_other(method, norm):
         assert races.barriers > 50 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
 
 
-def equal(query, key):
-    return query, query
-
-
-def nearly_equal(query, key):
-    return query, query + 1e-3 * key
-
-
-def dependent(query, key):
-    return torch.cat([query[..., :2], query[..., :1]], -1), torch.cat([2 * query[..., :1], key[..., 1:]], -1)
-
-
-def zeros(query, key):
-    return 0 * query, 0 * key
-
-
-@pytest.mark.parametrize("degenerate", [equal, nearly_equal, dependent, zeros])
+@pytest.mark.parametrize("degenerate", ["equal", "nearly equal", "dependent columns", "zeros"])
 @pytest.mark.parametrize("method", METHODS)
 def test_dependent_columns(method, degenerate):
     query, key, value = random(11, 3, batch=(1, 1))
-    query, key = degenerate(query, key)
+    query, key = DEGENERATE[degenerate](query, key)
     scale = scales(0.1)
-    if degenerate is nearly_equal and method == "exact":
+    if degenerate == "nearly equal" and method == "exact":
         scale = 300 * scale  # c‖M‖² about 1,000
-    elif degenerate is zeros and method != "exact":
+    elif degenerate == "zeros" and method != "exact":
         query, key = query + 1e-12, key  # where the derivative of ‖M‖_F exists
-    tolerance = 1e-4 if degenerate is nearly_equal else 2e-5
-    assert max(errors(method, query, key, value, scale, None if degenerate is dependent else 2)) < tolerance
+    tolerance = 1e-4 if degenerate == "nearly equal" else 2e-5
+    assert max(errors(method, query, key, value, scale, None if degenerate == "dependent columns" else 2)) < tolerance
 
 
 def symmetric_multiple(mu, tokens, width, norm=1.0):

@@ -15,14 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import osa
 from osa import functional, linalg
 from osa.functional import orthogonal_attention
-from tests.osa.helpers import draw, relative_error
+from tests.osa.helpers import relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
-from osa.kernels import attention, launch
-from tests.osa.interpreter import quick
+from osa.kernels import launch
+from tests.osa.interpreter import DEVICE, quick, random
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
 
 
@@ -34,10 +33,6 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(launch, "tile_constants", lambda size: {"TILES": (64, 64, 64), "num_warps": 8})
     with quick():
         yield
-
-
-def random(tokens, width, value_width=3, batch=(1, 2), seed=0):
-    return [x.detach().to(DEVICE) for x in draw(tokens, width, value_width, batch=batch, dtype=torch.float32, seed=seed)]
 
 
 class Traffic(TorchDispatchMode):
@@ -84,6 +79,7 @@ def step_names(name):
         return traffic(step).names
 
 
+@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.usefixtures("as_on_cuda")
 def test_a_step_launches_little_more_than_that_of_a_vit():
@@ -92,18 +88,6 @@ def test_a_step_launches_little_more_than_that_of_a_vit():
         names = step_names(name)
         assert len(names) <= most * vit, (name, len(names), vit)
         assert sum(each.startswith("osa::") for each in names) == 12, name
-
-
-@pytest.mark.parametrize("name", ["vit", *(name for name in osa.MODELS if name in ("osa_exact", "osa_ns", "osa_qr"))])
-def test_a_forward_pass_keeps_to_the_device_and_reads_nothing_of_it(name):
-    """With tensors on CUDA that have no values, on any machine; all other models are tested so in test_models.py."""
-    model = osa.create_model(name)
-    shapes = {key: each.shape for key, each in (*model.named_parameters(), *model.named_buffers())}
-    with FakeTensorMode():
-        parameters = {key: torch.empty(shape, device="cuda") for key, shape in shapes.items()}
-        images = torch.empty(2, 1, 28, 28, device="cuda")
-        names = traffic(lambda: torch.func.functional_call(model, parameters, images)).names
-    assert names and ("osa" in name) == any(each.startswith("osa::") for each in names)
 
 
 def test_what_a_long_sequence_takes_of_a_device():
@@ -125,6 +109,7 @@ def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda):
     torch.library.opcheck(launch.OPERATORS["qr"], arguments, test_utils=utilities)
 
 
+@pytest.mark.slow
 def test_under_a_compiler_without_a_break(as_on_cuda):
     *inputs, weight = (*(x.requires_grad_() for x in random(5, 2)), random(5, 2, seed=1)[2])
     compiled = torch.compile(orthogonal_attention, backend="aot_eager", fullgraph=True)
@@ -134,6 +119,7 @@ def test_under_a_compiler_without_a_break(as_on_cuda):
     torch.testing.assert_close(*both)
 
 
+@pytest.mark.slow
 def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(as_on_cuda):
     *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))
 
@@ -167,6 +153,7 @@ def untried(monkeypatch):
 FORM = "exact", DEVICE, (torch.float32,) * 3, 16, 2, 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("untried", "as_on_cuda")
 def test_a_kernel_is_tried_once_wherever_it_is_first_used():
     with torch.inference_mode(), FakeTensorMode():  # on true tensors all the same
@@ -179,9 +166,7 @@ def test_a_kernel_is_tried_once_wherever_it_is_first_used():
     [
         RuntimeError("no such architecture\nand more"),
         subprocess.CalledProcessError(1, ["gcc"]),  # the stub that launches a kernel is compiled
-        PermissionError("the cache is not writable"),
         ImportError("no driver"),
-        KeyError("maxnreg"),
         None,  # its numbers are wrong
     ],
     ids=repr,
@@ -212,39 +197,6 @@ def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
     assert launch.fits(x, x, x, None, "qr") and not launch.fits(y, y, y.bfloat16(), None, "qr")
 
 
-def test_a_launch_is_on_the_device_of_its_tensors_and_its_scratch_memory_is_bounded(monkeypatch):
-    """However large the batch: a program takes one matrix after the other."""
-    guarded, launched = [], []
-
-    class Guard:
-        def __init__(self, tensor):
-            self.device = tensor.device
-
-        def __enter__(self):
-            guarded.append(self.device)
-
-        def __exit__(self, *_):
-            guarded.pop()
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *tensors, **arguments: launched.append((grid, tensors[6], arguments["count"], list(guarded)))
-
-    monkeypatch.setattr(torch.cuda, "device_of", Guard)
-    monkeypatch.setattr(attention, "forward_kernel", Kernel())
-    monkeypatch.setattr(launch, "resident_programs", lambda device, num_warps: 132 * 4)
-    for batch in (2, 1000):
-        x = torch.empty(batch, 12, 50, 16)
-        launch.attend(x, x, x, None, "exact", None, 1e-7)
-    (small, large) = launched
-    assert small[0] == (24,) and large[0] == (528,) and large[2] == 12_000
-    assert small[3] == large[3] == [x.device] and len(large[1]) == 528
-
-
-def test_programs_that_are_resident_fill_the_registers_of_a_multiprocessor():
-    assert [launch.resident_programs(torch.device("cpu"), warps) for warps in (4, 8, 16)] == [4, 2, 1]
-
-
 @INTERPRETED
 @pytest.mark.usefixtures("as_on_cuda")
 def test_rows_may_lie_2_to_the_31_entries_apart():
@@ -256,6 +208,7 @@ def test_rows_may_lie_2_to_the_31_entries_apart():
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_the_library_knows_its_kernels_only_when_they_are_imported():
     """And imports them only where there is a device."""
     script = "import sys, osa; assert not {'triton', 'osa.kernels'} & sys.modules.keys(); before = len(osa.linalg.KERNELS)\n"

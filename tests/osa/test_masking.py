@@ -70,14 +70,6 @@ def test_keys_and_values_of_fewer_heads_repeat_as_in_torch(heads):
     torch.testing.assert_close(softmax, F.scaled_dot_product_attention(query, key[:, order], value[:, order]))
 
 
-def test_neutral_arguments_work_by_place_and_name():
-    inputs = draw(TOKENS, WIDTH)
-    expected = orthogonal_attention(*inputs)
-    assert torch.equal(orthogonal_attention(*inputs, None, 0.0, False, scale=None, enable_gqa=False), expected)
-    named = dict(zip(("query", "key", "value"), inputs, strict=True))
-    assert torch.equal(orthogonal_attention(**named, attn_mask=None, dropout_p=0.0, is_causal=False), expected)
-
-
 @pytest.mark.parametrize(
     "arguments, cause",
     [
@@ -117,13 +109,6 @@ def test_a_layer_takes_one_sequence_a_device_and_a_type_and_says_what_it_is(name
     empty = LAYERS[name](12, 3, device="meta", dtype=torch.bfloat16)
     assert {(tensor.device.type, tensor.dtype) for tensor in empty.state_dict().values()} == {("meta", torch.bfloat16)}
     assert all("num_heads=3" in repr(each) for each in (layer, empty))
-
-
-def test_an_orthogonal_layer_says_method_and_alpha():
-    layer = osa.OrthogonalSelfAttention(12, 3, method="qr", alpha_init=0.25)
-    assert "method=qr" in repr(layer) and "alpha=0.25" in repr(layer)
-    layer.alpha.data[1] = -0.5
-    assert "alpha=0.25, -0.5" in repr(layer)
 
 
 @pytest.mark.parametrize("shapes", [[(2, 7, 12)] * 3, [(2, 7, 12)] * 2, [(2, 3, 7, 12)], [(12,)], [(2, 7, 11)]])

@@ -1,4 +1,4 @@
-"""What the Vision Transformer computes: against the reference end to end, and against torchvision's."""
+"""What the Vision Transformer computes: against the reference end to end, and as parts of itself."""
 
 import dataclasses
 import math
@@ -6,21 +6,21 @@ import math
 import pytest
 import torch
 from torch import nn
-from torchvision.models.vision_transformer import VisionTransformer as TorchvisionTransformer
 
 import osa
 from osa import reference
-from tests.osa.helpers import relative_error
+from tests.osa.helpers import REPRESENTATIVES, relative_error
 
-ORTHOGONAL = [name for name in osa.MODELS if name.startswith("osa")]
-KNOWS_PLACES = [
-    "espa",
-    "espa_iso",
-    "uspa_causal",
-    "espa_causal",
-    "espa_skip",
-]  # whose attention is not blind to the order of tokens
-SEES_NO_PATCH = ["vskipinit", "vskipinit_iso"]  # as initialised
+MODELS = {  # and whether they have skip connections and norms
+    "osa_qr": (False, False),
+    "osa_ns": (False, False),
+    "vit": (True, True),
+    "vit_noskip": (False, True),
+    "vit_noskip_nonorm": (False, False),
+    "osa_exact": (False, False),
+    "osa_iso": (False, False),
+    "softmax_skip_nonorm": (True, False),
+}
 
 
 def build(name):
@@ -31,7 +31,7 @@ def images(dtype=torch.float32):
     return torch.rand(3, 1, 28, 28, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", osa.MODELS)
+@pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_only_the_class_token_of_the_last_block_is_computed(name):
     """The same logits and gradients as from a last block that computes all of its tokens."""
     model = build(name).double()
@@ -50,23 +50,19 @@ def test_only_the_class_token_of_the_last_block_is_computed(name):
         assert (gradient - expected_gradient).norm() < 1e-12 * (1 + expected_gradient.norm())
 
 
-@pytest.mark.parametrize("name", [name for name in osa.MODELS if name not in KNOWS_PLACES + SEES_NO_PATCH])
-def test_patches_may_be_permuted_with_their_positions(name):
-    """[cls] sees a set of patches with positions: only the positions tell their order."""
-    model = build(name).double()
-    batch = images(torch.float64)
-    order = torch.randperm(49)
-    patches = nn.functional.unfold(batch, kernel_size=4, stride=4)
-    permuted = nn.functional.fold(patches[..., order], (28, 28), kernel_size=4, stride=4)
-    logits = model(batch)
-    assert relative_error(model(permuted), logits) > 1e-7
-    with torch.no_grad():
-        model.position_embedding[:, 1:] = model.position_embedding[:, 1:][:, order]
-    assert relative_error(model(permuted), logits) < 1e-11
+def reference_logits(model, name, batch):
+    """Eq. 1 to 5 and Appendix D written out: patches, positions, six blocks, a linear layer on [cls]."""
 
+    has_skip, has_norm = MODELS[name]
 
-def reference_logits(model, batch, attention):
-    """Eq. 1 to 5 and Appendix D written out: patches, positions, six skipless blocks, a linear layer on [cls]."""
+    def norm(layer, x):
+        return nn.functional.layer_norm(x, (64,), layer.weight, layer.bias, 1e-6) if has_norm else x
+
+    def join(x, y, alpha):
+        x = x if has_skip else 0 * x
+        return x + y if alpha is None else alpha * x + math.sqrt(1 - alpha**2) * y
+
+    attention = reference.newton_schulz_attention if name == "osa_ns" else reference.orthogonal_attention
     kernel = model.patch_embedding.weight.view(64, 1, 4, 4)
     patches = nn.functional.conv2d(batch, kernel, model.patch_embedding.bias, stride=4).flatten(2).mT
     x = torch.cat([model.cls_token.expand(len(batch), 1, 64), patches], dim=1) + model.position_embedding
@@ -75,118 +71,43 @@ def reference_logits(model, batch, attention):
     for block in model.blocks:
         layer, shape = block.attention, block.mlp.activation
         a, b, c, e = dataclasses.astuple(shape) if dataclasses.is_dataclass(shape) else (1, 0, 1, 0)
-        projections = [
-            linear.weight.mT.unflatten(-1, (4, 16)).movedim(-2, 0) for linear in (layer.query, layer.key, layer.value)
-        ]
-        out = layer.out.weight.mT.unflatten(0, (4, 16))
-        x = reference.multi_head_orthogonal_attention(x, *projections, out, layer.alpha, attention)
-        hidden = x @ block.mlp.fc1.weight.mT + block.mlp.fc1.bias
+        projections = (layer.query, layer.key, layer.value)
+        weights = [linear.weight.mT.unflatten(-1, (4, 16)).movedim(-2, 0) for linear in projections]
+        weights.append(layer.out.weight.mT.unflatten(0, (4, 16)))
+        if hasattr(layer, "alpha"):
+            y = reference.multi_head_orthogonal_attention(norm(block.norm1, x), *weights, layer.alpha, attention)
+        else:
+            biases = [*(linear.bias.view(4, 16) for linear in projections), layer.out.bias]
+            y = reference.multi_head_softmax_attention(norm(block.norm1, x), *weights, *biases)
+        x = join(x, y, block.shortcut)
+        hidden = norm(block.norm2, x) @ block.mlp.fc1.weight.mT + block.mlp.fc1.bias
         hidden = hidden * a + b
         hidden = c * (hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2 + e)  # GELU
-        x = hidden @ block.mlp.fc2.weight.mT + block.mlp.fc2.bias
-    return x[:, 0] @ model.head.weight.mT + model.head.bias
+        x = join(x, hidden @ block.mlp.fc2.weight.mT + block.mlp.fc2.bias, block.shortcut)
+    return norm(model.norm, x[:, 0]) @ model.head.weight.mT + model.head.bias
 
 
-@pytest.mark.parametrize("name", ORTHOGONAL)
-def test_orthogonal_models_match_the_reference_end_to_end(name):
+@pytest.mark.parametrize("name", MODELS)
+def test_models_match_the_reference_end_to_end(name):
     model = build(name).double()
-    for block in model.blocks:  # as far from the identity as a trained model is
-        nn.init.uniform_(block.attention.alpha, *((0.3, 0.6) if name not in ("osa_shaped", "osa_iso") else (0.03, 0.1)))
-    for bias in [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]:
-        nn.init.normal_(bias, std=0.1)
+    for key, parameter in model.named_parameters():
+        if key.endswith("alpha"):  # as far from the identity as a trained model is
+            nn.init.uniform_(parameter, *((0.3, 0.6) if name != "osa_iso" else (0.03, 0.1)))
+        elif key.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+        elif "norm" in key:
+            nn.init.uniform_(parameter, 0.5, 1.5)
     batch = images(torch.float64)
-    attention = reference.newton_schulz_attention if name == "osa_ns" else reference.orthogonal_attention
-    actual, expected = model(batch), reference_logits(model, batch, attention)
+    actual, expected = model(batch), reference_logits(model, name, batch)
     assert relative_error(actual, expected) < 1e-11
     cotangent = torch.randn_like(actual)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    gradients = torch.autograd.grad(actual, parameters, cotangent)
-    for name, gradient, expected_gradient in zip(
-        names, gradients, torch.autograd.grad(expected, parameters, cotangent), strict=True
-    ):
-        assert relative_error(gradient, expected_gradient) < 1e-10, name
-
-
-def test_newton_schulz_is_another_function_of_the_same_weights():
-    qr, exact, newton_schulz = (build(name).double() for name in ("osa_qr", "osa_exact", "osa_ns"))
-    batch = images(torch.float64)
-    assert relative_error(exact(batch), qr(batch)) < 1e-11
-    assert relative_error(newton_schulz(batch), qr(batch)) > 1e-4
-
-
-def tiny_vit(image_size, patch_size, in_channels=1):
-    return osa.VisionTransformer(
-        image_size=image_size,
-        patch_size=patch_size,
-        num_classes=11,
-        embed_dim=15,
-        depth=2,
-        mlp_ratio=2,
-        attention=lambda _: osa.SoftmaxSelfAttention(15, 3),
-        skip=True,
-        norm=True,
-        in_channels=in_channels,
-    )
-
-
-def tiny_torchvision_vit():
-    return TorchvisionTransformer(
-        image_size=14, patch_size=7, num_layers=2, num_heads=3, hidden_dim=15, mlp_dim=30, num_classes=11
-    )
-
-
-def copy_weights(theirs, ours):
-    """From torchvision's ViT into ours; its query, key and value are one matrix, its patch embedding a convolution."""
-    names = {"ln_1": "norm1", "ln_2": "norm2", "self_attention.out_proj": "attention.out"}
-    names |= {"mlp.0": "mlp.fc1", "mlp.3": "mlp.fc2"}
-    state = {
-        "patch_embedding.weight": theirs.conv_proj.weight.flatten(1),
-        "patch_embedding.bias": theirs.conv_proj.bias,
-        "cls_token": theirs.class_token,
-        "position_embedding": theirs.encoder.pos_embedding,
-    }
-    for end, (source, target) in [(end, pair) for end in ("weight", "bias") for pair in names.items()]:
-        for i, layer in enumerate(theirs.encoder.layers):
-            state[f"blocks.{i}.{target}.{end}"] = getattr(layer.get_submodule(source), end)
-    for i, layer in enumerate(theirs.encoder.layers):
-        for end in ("weight", "bias"):
-            stacked = getattr(layer.self_attention, f"in_proj_{end}")
-            for name, part in zip(("query", "key", "value"), stacked.chunk(3), strict=True):
-                state[f"blocks.{i}.attention.{name}.{end}"] = part
-    for end in ("weight", "bias"):
-        state[f"norm.{end}"] = getattr(theirs.encoder.ln, end)
-        state[f"head.{end}"] = getattr(theirs.heads.head, end)
-    ours.load_state_dict(state)
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_vit_equals_torchvisions(dtype, tolerance):
-    """Logits and their derivative by the image, with every weight drawn anew."""
-    theirs = tiny_torchvision_vit().to(dtype)
-    ours = tiny_vit(14, 7, in_channels=3).to(dtype)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    copy_weights(theirs, ours)
-    batch = torch.rand(5, 3, 14, 14, dtype=dtype, requires_grad=True)
-    expected, actual = theirs(batch), ours(batch)
-    assert relative_error(actual, expected) < tolerance
-    cotangent = torch.randn_like(expected)
-    gradients = [torch.autograd.grad(logits, batch, cotangent)[0] for logits in (actual, expected)]
-    assert relative_error(*gradients) < tolerance
-
-
-def test_layer_norm_has_torchvisions_epsilon():
-    """Visible in the logits only where a token hardly varies, so compared as it stands."""
-    ours, theirs = (
-        {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
-        for model in (build("vit"), tiny_torchvision_vit())
-    )
-    assert ours == theirs
-
-
-def test_patch_size_must_divide_the_image():
-    with pytest.raises(ValueError, match="patch_size.*image_size"):
-        tiny_vit(image_size=28, patch_size=5)
+    parameters = dict(model.named_parameters())
+    gradients = (torch.autograd.grad(logits, parameters.values(), cotangent) for logits in (actual, expected))
+    for key, gradient, expected_gradient in zip(parameters, *gradients, strict=True):
+        if name.startswith("osa"):
+            assert relative_error(gradient, expected_gradient) < 1e-10, key
+        else:  # softmax is blind to the key bias, and without skips the gradients of query and key all but vanish
+            assert (gradient - expected_gradient).norm() < 1e-11 * (1 + expected_gradient.norm()), key
 
 
 @pytest.mark.parametrize("name", ["osa_qr", "vit", "espa"])

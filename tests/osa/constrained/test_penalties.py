@@ -16,7 +16,6 @@ from osa.constrained.penalties import (
     projection_penalty,
     with_penalty,
 )
-from osa.functional import orthogonal_attention_matrix
 from osa.init import stiefel_uniform
 
 SMALL = {"image_size": 4, "patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2}  # N = 5
@@ -58,13 +57,6 @@ def test_attention_penalty(n):
     centred = change - change.mean(0)
     lowered = attention_penalty(uniform + change) - attention_penalty(uniform)
     torch.testing.assert_close(lowered.item(), -6 * centred.square().sum().item(), rtol=0.05, atol=0)
-
-
-@pytest.mark.parametrize("method, is_orthogonal", [("exact", True), ("qr", True), ("newton_schulz", False)])
-def test_orthogonal_attention_meets_the_constraint(method, is_orthogonal):
-    query, key = numbers(2, 2, 3, 11, 4)
-    penalty = attention_penalty(orthogonal_attention_matrix(query, key, scale=0.1, method=method))
-    assert (penalty < 1e-24) if is_orthogonal else (penalty > 1e-3)
 
 
 def test_projection_penalty():

@@ -151,7 +151,8 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 def table_sources(of_page: str, *owners: str) -> Markup:
     """A line below a section that links to the numbers and the code of its tables."""
     links = [
-        f"{owner.replace('_', ' ')} [numbers](numbers/{of_page}/{owner}.json), [code](../{code_of(owner)})" for owner in owners
+        f"{owner.replace('_', ' ')} [numbers](numbers/{of_page}/{owner}.json), [code](../{code_of(owner)})"
+        for owner in owners
     ]
     return Markup(f"<small>Tables: {'; '.join(links)}.</small>")
 

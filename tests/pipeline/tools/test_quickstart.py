@@ -38,9 +38,7 @@ def test_all_is_done_shown_and_up_to_date(root, monkeypatch, capfd):
     for variant, label in (("osa_exact", "OSA (exact)"), ("vit", "ViT")):
         made = files.read_json(root / f"quickstart/paper_outputs/runs/table_2/{variant}/0/metrics.json")
         accuracies[label] = f"{100 * made['test_accuracy']:.1f} %"
-        assert (
-            f"table_2/{variant}/0: {made['test_accuracy']:.1%} in " in err and " left" in err
-        )  # also where it is no terminal
+        assert f"table_2/{variant}/0: {made['test_accuracy']:.1%}" in err and " left" in err  # also where it is no terminal
     shown = {line[2:30].strip(): line[30:].strip() for line in out.splitlines() if line.startswith("  ") and "%" in line}
     assert shown == accuracies
     environment = files.read_json(root / "quickstart/paper_outputs/runs/table_2/vit/0/record.json")["environment"]

@@ -28,7 +28,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     try:
         try:
             _write(path, data)
-        except FileNotFoundError:  # another training of the same run has ended, and removed the folder meanwhile
+        except (FileNotFoundError, FileExistsError):  # another training of the same run has removed the folder meanwhile
             _write(path, data)
     except OSError as error:
         why = error.strerror or error

@@ -60,7 +60,7 @@ def _train(folder: Path, log: Path, before: Callable[[], object]) -> None:
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     recorder.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process leaks
-    sys.argv = ["train", RUN.variant, str(RUN.seed)]
+    sys.argv = ["train", RUN.variant, str(RUN.seed), "--no-tracking"]
     before()
     train.main()
 

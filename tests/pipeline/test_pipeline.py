@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ("paper_outputs/benchmarks/", "paper_outputs/studies/")  # of the results: the clone makes the others itself
-BEYOND = ("pipeline/studies/deep/", "pipeline/studies/orthogonal/", "pipeline/report/dvc.yaml")
+BEYOND = ("pipeline/studies/deep/", "pipeline/studies/orthogonal/", "pipeline/report/dvc.")
 RUN = Path("paper_outputs/runs/table_2/vit/0")
 FORKS = """
 import gc, importlib, json, os, runpy, sys

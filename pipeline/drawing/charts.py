@@ -6,7 +6,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.drawing.looks import INK, PALETTE
@@ -55,14 +54,3 @@ def label_ends(axes: Axes, gap: float = 0.075) -> None:
 def ramp(count: int) -> list[tuple[float, ...]]:
     """`count` colours in an order, from dark to light."""
     return [RAMP(i / max(1, count - 1)) for i in range(count)]
-
-
-def expected_line(text: str) -> Line2D:
-    """The entry in a legend of a bound or a tolerance."""
-    return Line2D([], [], label=text, **EXPECTED)
-
-
-def fills(filled: str, hollow: str) -> list[Line2D]:
-    """The entries in a legend of what filled and hollow points stand for."""
-    style = {"color": INK, "linestyle": "", "marker": "o", "markersize": 4}
-    return [Line2D([], [], label=filled, **style), Line2D([], [], label=hollow, markerfacecolor="#ffffff", **style)]

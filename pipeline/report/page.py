@@ -17,7 +17,6 @@ from markupsafe import Markup, escape
 
 from pipeline.core import params
 from pipeline.core.files import rounded
-from pipeline.drawing.looks import look, on_page
 from pipeline.report import numbers
 from pipeline.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
@@ -141,14 +140,6 @@ def _figure(image: Token, drawings: Mapping[str, str], source: Callable[[str], s
         f'<figure id="{html.escape(Path(path).stem)}"><div class="wide" tabindex="0">{drawing}</div>'
         f"<figcaption>{caption} {source(path)}</figcaption></figure>\n"
     )
-
-
-def swatch(variant: str) -> Markup:
-    """A model's line as it is drawn in figures, for a table of the HTML page."""
-    drawn = look(variant)
-    dashes = f' stroke-dasharray="{" ".join(f"{2 * dash:g}" for dash in drawn.dashes)}"' if drawn.dashes else ""
-    line = f'<line x1="0" y1="4" x2="32" y2="4" stroke-width="2" style="stroke: {on_page(drawn.colour)}"{dashes}/>'
-    return Markup(f'<svg class="swatch" viewBox="0 0 32 8" aria-hidden="true">{line}</svg>')
 
 
 def link(path: str, start: Path) -> str:

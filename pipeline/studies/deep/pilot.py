@@ -1,4 +1,4 @@
-"""A pilot of deep models: some hundred steps of few images, with MLPs drawn independently and as isometries, at several rates,
+"""A pilot of deep models: some hundred steps of few images, with MLPs drawn independently or as isometries, at other rates,
 with a warm-up, a tighter clipping and other α. It tells which of them fail at once, before a run takes an hour.
 """
 

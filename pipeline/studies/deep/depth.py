@@ -8,6 +8,7 @@ that the study `rates` found for its kind.
 import matplotlib
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 
 from pipeline.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
@@ -16,9 +17,11 @@ from pipeline.drawing.looks import PALETTE, STYLE
 from pipeline.lab import Lab
 from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
+from pipeline.studies.deep.signals import of_tokens
+from pipeline.training.loop import Training
 
 CLAIMS = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
-CLAIMS += ("osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
+CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
 DRAWN = {  # OSA's runs: how the MLPs are drawn
     "osa_36": "independent",
     "osa_72": "independent",
@@ -29,6 +32,19 @@ DRAWN = {  # OSA's runs: how the MLPs are drawn
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
 HIGHEST = 30.0  # train loss that is drawn
+IMAGES = 8  # of the test set, in which tokens are watched
+
+
+@torch.no_grad()
+def watch(training: Training) -> list[dict[str, float]]:
+    """What `of_tokens` says after the middle block and after the last one, while it is finite."""
+    model, rows = training.model, []
+    x = model.tokens(training.data.test_images[:IMAGES])
+    for number, block in enumerate(model.blocks, 1):
+        x = block(x)
+        if number in (len(model.blocks) // 2, len(model.blocks)) and x.isfinite().all():
+            rows.append({"block": number} | of_tokens(x.double().cpu()))
+    return rows
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
@@ -78,4 +94,4 @@ def by_outcome(tables: Tables, name: str) -> dict[bool, list[pd.DataFrame]]:
     return {has_trained: own for has_trained, own in curves.items() if own}
 
 
-STUDY = comparison.study(summarise=summarise, figures={"depth": draw})
+STUDY = comparison.study(summarise=summarise, figures={"depth": draw}, watch=watch)

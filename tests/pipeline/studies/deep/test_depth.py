@@ -1,9 +1,11 @@
 """What depth and six_blocks make of their runs: shares of seeds, and means of those that train alone."""
 
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from pipeline.claims import Results, read_claims
 from pipeline.core import params
@@ -12,6 +14,8 @@ from pipeline.runs import FOLDER, Run
 from pipeline.studies import comparison
 from pipeline.studies.deep import depth, six_blocks
 from pipeline.studies.deep.depth import Settings
+from pipeline.training.loop import Training
+from tests.pipeline.mnist_files import write_mnist
 
 LOSSES = {"osa_36": [0.4, 0.6], "osa_72": [0.7, 25.7, None], "osa_iso_72": []}  # None: it diverged
 
@@ -100,3 +104,14 @@ def test_six_blocks_stand_beside_table_2_and_the_most_accurate_comes_first(lab):
     assert [row["name"] for row in found["models"]] == ["vit", "espa"]
     assert found["models"][1]["accuracy"].mean == pytest.approx(97.5)
     assert found["not_trained"] == ["osa_iso"]
+
+
+def test_tokens_are_watched_while_they_are_finite(lab):
+    write_mnist(Path("data/mnist"), train=23, test=11)
+    training = Training(lab.config("osa_iso", {"model": {"depth": 6}}), 0, torch.device("cpu"))
+    rows = depth.watch(training)
+    assert [row["block"] for row in rows] == [3, 6]
+    assert all(1 <= row["rank"] <= 50 and -1 <= row["cosine"] <= 1 and row["q"] > 0 for row in rows)
+    with torch.no_grad():
+        training.model.blocks[4].mlp.fc1.weight.fill_(math.nan)
+    assert [row["block"] for row in depth.watch(training)] == [3]

@@ -20,7 +20,7 @@ from pipeline.training.loop import Training
 
 class Settings(comparison.Settings):
     steps: PositiveInt  # of each training
-    windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of those whose mean loss is shown
+    windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of a mean
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

@@ -24,7 +24,7 @@ def lab(lab):
 
 
 def settings(**runs):
-    return Settings(runs=runs, steps=3, windows=[(0, 0), (1, 2)])
+    return Settings(runs=runs, steps=3, windows=[[0, 0], [1, 2]])
 
 
 def test_the_steps_are_those_of_the_training(lab):

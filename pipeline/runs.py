@@ -2,20 +2,20 @@
 
     paper_outputs/runs/STUDY/NAME/SEED/    history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a
                                            study with a `watch` watched.csv; git keeps them
-    paper_outputs/weights/STUDY/NAME/SEED.pt
+    paper_outputs/weights/STUDY/NAME/SEED.safetensors
 
 Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
 which git does not keep.
 """
 
 import hashlib
-import io
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import safetensors.torch
 import torch
 
 from osa import NUMERICS
@@ -23,7 +23,6 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.params import Overrides, RunConfig
 from pipeline.core.schemas import Evaluation, Metrics, Record
-from pipeline.training import checkpoint
 from pipeline.training.loop import build_model
 
 TABLE_2, TRIES = "table_2", "tries"
@@ -52,7 +51,7 @@ class Run:
 
     @property
     def weights(self) -> Path:
-        return WEIGHTS / self.study / self.name / f"{self.seed}.pt"
+        return WEIGHTS / self.study / self.name / f"{self.seed}.safetensors"
 
     @property
     def scratch(self) -> Path:
@@ -152,10 +151,10 @@ class Run:
             content = self.weights.read_bytes()
             if self.read("record")["weights_sha256"] != hashlib.sha256(content).hexdigest():
                 raise ValueError("not the weights of the record")
-            model.load_state_dict(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+            model.load_state_dict(safetensors.torch.load(content))
         except FileNotFoundError:
             raise UserError(f"{self.weights} is missing: train it with `{self.command}`, or `dvc pull` it.") from None
-        except checkpoint.UNREADABLE:
+        except (OSError, RuntimeError, ValueError, safetensors.SafetensorError):
             raise UserError(
                 f"{self.weights} is damaged, or of another training than {self.folder}/record.json: run `{self.command}`."
             ) from None

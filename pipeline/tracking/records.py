@@ -88,7 +88,7 @@ def read(path: Path, base: Path) -> Training:
     is_other = any(digest not in (None, files.sha256(folder / name)) for name, digest in digests.items())
     if is_other or len(points) != len(record["timestamps"]) or points[-1][0] != metrics["steps"]:
         raise ValueError("history.csv or metrics.json is of another training")
-    weights = base / OUTPUTS / "weights" / f"{run}.pt"
+    weights = base / OUTPUTS / "weights" / f"{run}.safetensors"
     return Training(path, run, record, metrics, points, present, weights if weights.exists() else None)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
+import safetensors.torch
 from tqdm import tqdm
 
 from osa import NUMERICS
@@ -136,7 +137,8 @@ class Recorder(Observer):
         weights, folder = self.run.weights, self.run.folder
         (folder / "record.json").unlink(missing_ok=True)
         state = self.training.model.state_dict()
-        files.write_bytes(weights, checkpoint.as_bytes({name: tensor.cpu() for name, tensor in state.items()}))
+        state = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+        files.write_bytes(weights, safetensors.torch.save(state))
         files.write_text(folder / "history.csv", history_csv(self.training.progress.history))
         files.write_json(folder / "metrics.json", self.metrics())
         written = {"weights": weights, "history": folder / "history.csv", "metrics": folder / "metrics.json"}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import safetensors.torch
 import torch
 
 from osa.functional import orthogonal_attention
@@ -103,7 +104,7 @@ def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     vit = params.resolve(params.load(), "vit")
     write_run(project, params.load(), Run("vit", 0))
     trained, run = build_model(vit, 5).state_dict(), Run("vit", 0)
-    torch.save(trained, run.weights)
+    safetensors.torch.save_file(trained, run.weights)
     record_file = run.folder / "record.json"
     files.write_json(record_file, files.read_json(record_file) | {"weights_sha256": files.sha256(run.weights)})
     step.main(["--repeats", "2"])

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import yaml
 
@@ -70,7 +71,7 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
     path = folder / run.folder
     files.write_text(path / "history.csv", history_csv(curve))
     (folder / run.weights).parent.mkdir(parents=True, exist_ok=True)
-    torch.save(model.state_dict(), folder / run.weights)
+    safetensors.torch.save_file(model.state_dict(), folder / run.weights)
     steps, parameters = curve[-1]["step"], sum(parameter.numel() for parameter in model.parameters())
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
     last = {key: curve[-1][key] for key in COLUMNS[2:]}

@@ -190,8 +190,8 @@ def test_a_flipped_label_is_named(project, capsys):
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy(project, capsys):
-    (project / "paper_outputs/weights/table_2/osa_ns/0.pt").unlink()
+    (project / "paper_outputs/weights/table_2/osa_ns/0.safetensors").unlink()
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "0"])
     message = capsys.readouterr().err
-    assert "paper_outputs/weights/table_2/osa_ns/0.pt" in message and "dvc repro -f train@osa_ns-0" in message
+    assert "paper_outputs/weights/table_2/osa_ns/0.safetensors" in message and "dvc repro -f train@osa_ns-0" in message

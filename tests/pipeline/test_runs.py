@@ -17,6 +17,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import osa
@@ -57,10 +58,10 @@ def test_a_run_is_where_its_identity_says():
     run = Run("vit", 3, "left_open", overrides)
     name = "vit+init.alpha_per_head=false+init.head=zeros+train.betas=[0.8,0.9]+train.eps=1e-06"
     assert run.folder == Path("paper_outputs/runs/left_open", name, "3")
-    assert run.weights == Path("paper_outputs/weights/left_open", name, "3.pt")
+    assert run.weights == Path("paper_outputs/weights/left_open", name, "3.safetensors")
     assert (Run("vit", 3).folder, Run("vit", 3).weights) == (
         Path("paper_outputs/runs/table_2/vit/3"),
-        Path("paper_outputs/weights/table_2/vit/3.pt"),
+        Path("paper_outputs/weights/table_2/vit/3.safetensors"),
     )
     within = Run("vit", 0, overrides={"init": {"head": "../../x y"}}).folder.parts
     assert within[:3] == ("paper_outputs", "runs", "table_2") and len(within) == 5
@@ -411,12 +412,12 @@ def load(content: bytes) -> dict:
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda content: content[:-50], flipped, lambda content: checkpoint.as_bytes({}), lambda content: b"no weights"],
+    [lambda content: content[:-50], flipped, lambda content: safetensors.torch.save({}), lambda content: b"no weights"],
 )
 def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
-    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.pt is damaged"):
+    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.safetensors is damaged"):
         run.load_model(config("vit"))
 
 
@@ -462,5 +463,5 @@ def test_forgotten_trainings_of_other_settings_go(monkeypatch):
 
 
 def test_weights_that_are_not_there_are_named_with_the_remedy():
-    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.pt is missing.*dvc repro -f train@vit-0"):
+    with pytest.raises(UserError, match=r"table_2/vit/0.safetensors is missing.*dvc repro -f train@vit-0"):
         Run("vit", 0).load_model(config("vit"))

@@ -25,7 +25,7 @@ stages:
     deps: [data/mnist]
     params: [train, model]
     outs:
-      - paper_outputs/weights/table_2/${item.variant}/${item.seed}.pt
+      - paper_outputs/weights/table_2/${item.variant}/${item.seed}.safetensors
       - paper_outputs/runs/table_2/${item.variant}/${item.seed}/metrics.json: {cache: false}
   tables: {cmd: mkdir -p tables, deps: [paper_outputs/runs/table_2/vit/0/metrics.json], outs: [tables]}
 """

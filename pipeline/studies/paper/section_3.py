@@ -1,0 +1,69 @@
+"""Section 3 says of a basis from QR that its gradients can explode where M = [Q, K] is close to being rank-deficient, and of
+Newton–Schulz that it is stable there. How wrong is a float32 gradient, the smaller σ_min(M)?
+"""
+
+import itertools
+from typing import Annotated
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from osa import reference
+from osa.functional import orthogonal_attention
+from pipeline.core.params import PositiveFloat, Section, Seeds
+from pipeline.lab import Lab
+from pipeline.measures import matrix_with_condition, scale_for_norm
+from pipeline.studies import Study, Tables
+
+METHODS = ("qr_literal", "qr", "newton_schulz", "exact")
+TOKENS, WIDTH = 50, 16  # N and d_v of the paper's models
+SKEW_NORM = 1.0  # ‖S‖₂, as after a few epochs
+
+
+class Settings(Section):
+    seeds: Seeds
+    conditions: Annotated[list[PositiveFloat], Field(min_length=2)]
+
+
+def measure(settings: Settings, lab: Lab) -> Tables:
+    """For each M with σ_max = 1 and each method: the relative error of ∂⟨W, output⟩/∂M in float32, against autograd through
+    the dense reference of the same function in float64."""
+    rows = []
+    for condition, seed in itertools.product(settings.conditions, settings.seeds):
+        m = matrix_with_condition(TOKENS, 2 * WIDTH, condition, generator=lab.generator(seed, f"m/{condition:g}")).float()
+        value, direction = (lab.normal(seed, name, TOKENS, WIDTH).float() for name in ("value", "direction"))
+        scale = scale_for_norm(*m.double().chunk(2, dim=-1), SKEW_NORM)
+        for method in METHODS:
+            own = gradient(m, value, direction, scale.float(), method)
+            dense = reference.newton_schulz_attention if method == "newton_schulz" else reference.orthogonal_attention
+            right = gradient(m.double(), value.double(), direction.double(), scale, dense)
+            error = ((own.double() - right).norm() / right.norm()).item()
+            identity = {"method": method, "condition": condition, "seed": seed}
+            rows.append(identity | {"gradient": right.norm().item(), "error": error})
+    return {"gradients": pd.DataFrame(rows)}
+
+
+def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method) -> Tensor:
+    """∂⟨direction, attention⟩/∂M, (N, 2d_v), by a method of the library or a function of the reference."""
+    m = m.clone().requires_grad_()
+    query, key = (part[None] for part in m.chunk(2, dim=-1))  # (1, N, d_v)
+    if callable(method):
+        out = method(query, key, value[None], scale)
+    else:
+        out = orthogonal_attention(query, key, value[None], scale=scale, method=method)
+    return torch.autograd.grad((out[0] * direction).sum(), m)[0]
+
+
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+    """For each method the median error of the best and the worst conditioned M, and how far the gradient itself grows."""
+    medians = tables["gradients"].groupby(["method", "condition"])[["error", "gradient"]].median()
+    methods = {}
+    for method in METHODS:
+        first, last = medians.loc[method].iloc[0], medians.loc[method].iloc[-1]
+        methods[method] = {"best": first["error"], "worst": last["error"], "growth": last["gradient"] / first["gradient"]}
+    return {"methods": methods, "smallest": 1 / max(settings.conditions)}
+
+
+STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from pipeline import studies
 from pipeline.core import files, params
@@ -46,6 +47,9 @@ def text(study: str) -> str:
     """What makes a study's numbers: see the module."""
     settings = json.dumps(studies.settings(study).model_dump(), sort_keys=True)
     own = code(f"pipeline/studies/{studies.wing(study)}/{study}.py")
+    if "read_claims" in own:  # what is measured depends on the limits of claims, and on the paper's numbers
+        claims = params.read(params.beside_code(f"pipeline/studies/{studies.wing(study)}/claims.yaml"))
+        own += f"claims {_digest_of([claims, params.load_paper().table_2])}\n"
     return f"{own}models {_models()}\nsettings {settings}\n"
 
 
@@ -108,8 +112,11 @@ def _closure(statements: list[ast.stmt]) -> set[str]:
 @functools.cache
 def _models() -> str:
     """Of what the studies' models are made from: the paper's recipe and the variants."""
-    recipe, variants = params.load_paper().recipe.model_dump(), params.load().model_dump(include={"variants"})
-    return hashlib.sha256(json.dumps([recipe, variants], sort_keys=True).encode()).hexdigest()
+    return _digest_of([params.load_paper().recipe.model_dump(), params.load().model_dump(include={"variants"})])
+
+
+def _digest_of(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache

@@ -130,7 +130,7 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
     for path in set(re.findall(r"\]\(((?:figures/\w+/)?\w+\.svg)\)", markdown)):
         if (FOLDER / path).exists():
             drawing = (FOLDER / path).read_text(encoding="utf-8")
-            drawings[path] = figures.inline(drawing, Path(path).stem.replace("_", "-"), "")
+            drawings[path] = figures.inline(drawing, Path(path).stem.replace("_", "-"))
     body, sections = page.to_html(markdown, drawings, lambda path: source_line(path, name))
     frame = {"body": Markup(body), "sections": sections, "page": name, "curves": curves(lab)}
     frame["labels"] = {variant: lab.label(variant) for variant in lab.params.run.variants}

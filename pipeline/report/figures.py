@@ -1,6 +1,5 @@
 """Figure 1, and figures as files and as parts of a page."""
 
-import html
 import io
 import re
 from collections.abc import Iterable
@@ -74,10 +73,9 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
     return buffer.getvalue()
 
 
-def inline(svg_text: str, name: str, description: str) -> str:
+def inline(svg_text: str, name: str) -> str:
     """An <svg> element for a page: as wide as its place, in the page's colours, sharing no id with another figure."""
     element = svg_text[svg_text.index("<svg") :]
     element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)
     element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
-    label = f'role="img" aria-label="{html.escape(description)}"'
-    return re.sub(r'width="[^"]*" height="[^"]*"', label, element, count=1)
+    return re.sub(r' width="[^"]*" height="[^"]*"', "", element, count=1)

@@ -1,4 +1,4 @@
-// Figure 1 answers the pointer: the nearest line names its model, epoch and loss; a click in the legend hides a model.
+// Figure 1 answers: the line nearest to the pointer names its model, epoch and loss, and a click or Enter in the legend hides one.
 const figure = document.querySelector("#figure_1 svg");
 if (figure) {
   const { labels, curves } = JSON.parse(document.getElementById("figure-1-data").textContent);
@@ -16,7 +16,7 @@ if (figure) {
   tip.className = "tip";
   tip.hidden = true;
   figure.parentElement.parentElement.append(tip);
-  const hint = "Point at a line for its values; click a name to hide its line. ";
+  const hint = "Point at a line for its values; click a name, or press Enter on it, to hide its line. ";
   figure.closest("figure").querySelector("figcaption small").before(hint);
   const hide = () => {
     tip.hidden = true;
@@ -49,11 +49,19 @@ if (figure) {
     const variant = Object.keys(labels).find((name) => labels[name] === text.textContent);
     if (!variant) continue;
     text.style.cursor = "pointer";
-    text.addEventListener("click", () => {
-      const own = lines.filter((line) => line.variant === variant);
-      const hidden = own[0]?.group.style.display === "none";
-      for (const { group, band } of own) for (const part of [group, band]) if (part) part.style.display = hidden ? "" : "none";
-      text.style.opacity = hidden ? "" : "0.4";
+    for (const [name, value] of [["tabindex", 0], ["role", "button"], ["aria-pressed", true]]) text.setAttribute(name, value);
+    const toggle = () => {
+      const shown = text.getAttribute("aria-pressed") === "false";
+      for (const { group, band } of lines.filter((line) => line.variant === variant))
+        for (const part of [group, band]) if (part) part.style.display = shown ? "" : "none";
+      text.setAttribute("aria-pressed", shown);
+      text.style.opacity = shown ? "" : "0.4";
+    };
+    text.addEventListener("click", toggle);
+    text.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault(); // a space would scroll the page
+      toggle();
     });
   }
 }

@@ -18,7 +18,7 @@ from pipeline.core.params import AnySeeds, Section
 from pipeline.drawing import charts, looks
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
-from pipeline.verdicts import WORDS, holm
+from pipeline.verdicts import LEVEL, WORDS, holm
 
 CLAIMS = "pipeline/studies/paper/claims.yaml"
 FORMER_RULE = Path(__file__).with_name("former_rule.csv")
@@ -82,7 +82,7 @@ def headline(judged: dict[str, dict[str, dict]]) -> dict:
     """How the primary comparisons come out, and how many hold together with a family-wise error of 5 % (Holm)."""
     verdicts = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
-    together = {name: p for name, p in adjusted.items() if p <= 0.05}
+    together = {name: p for name, p in adjusted.items() if p <= LEVEL}
     return count(verdicts.values()) | {"together": len(together), "family_p": max(together.values(), default=None)}
 
 

@@ -1,9 +1,14 @@
 """Error rates of the rule, on few experiments; and a rule that errs too often is seen."""
 
+import numpy as np
 import pytest
 
-from pipeline.studies.paper import verdicts
-from pipeline.studies.paper.verdicts import Settings, measure, summarise
+from pipeline import sources, studies
+from pipeline.claims import epochs_to_reach, target_loss
+from pipeline.core import params
+from pipeline.lab import Lab
+from pipeline.studies.paper import section_5, verdicts
+from pipeline.studies.paper.verdicts import LOG_SPREADS, SPREADS, Settings, measure, summarise
 
 SETTINGS = Settings(repetitions=200)
 WITHIN = 0.05 + 4 * (0.05 * 0.95 / 200) ** 0.5
@@ -35,3 +40,29 @@ def test_a_rule_that_errs_too_often_fails_the_check(paper_lab, rates):
     assert summarise(SETTINGS, {"rates": table}, paper_lab)["worst"]["holds"]
     worse = table.assign(reproduced=table["reproduced"].where(table["scenario"] != "family", 0.2))
     assert not summarise(SETTINGS, {"rates": worse}, paper_lab)["worst"]["holds"]
+
+
+def test_the_spreads_are_those_of_the_exploratory_seeds():
+    lab = Lab("verdicts", params.load(), params.load_paper())
+    results = section_5.results_of(lab, studies.settings("section_5").exploratory_seeds)
+    assert {model: np.std(results.accuracies(model), ddof=1).round(2) for model in SPREADS} == SPREADS
+    variances = {model: [] for model in LOG_SPREADS}
+    for baseline in section_5.BASELINES:
+        loss = target_loss(results.curves(baseline), 0.5)
+        for model in ("osa_qr", baseline):
+            epochs = [epochs_to_reach(curve, loss) for curve in results.curves(model)]
+            variances[model].append(np.var(np.log(epochs), ddof=1))
+    spreads = {model: np.sqrt(np.mean(own)) for model, own in variances.items()}
+    assert spreads == pytest.approx(LOG_SPREADS, rel=0.03)
+
+
+@pytest.mark.parametrize("edit", ["margin", "table_2"])
+def test_other_limits_or_numbers_of_the_paper_measure_again(edit, monkeypatch):
+    before, claims, paper = sources.text("verdicts"), params.read(params.beside_code(section_5.CLAIMS)), params.load_paper()
+    if edit == "margin":
+        claims["osa_matches_vit"]["margin_points"] = 1.0
+        monkeypatch.setattr(params, "read", lambda path, read=params.read: claims if "claims" in str(path) else read(path))
+    else:
+        other = paper.model_copy(update={"table_2": paper.table_2 | {"osa_qr": 97.0}})
+        monkeypatch.setattr(params, "load_paper", lambda: other)
+    assert sources.text("verdicts") != before

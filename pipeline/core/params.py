@@ -360,7 +360,6 @@ class Paper(Section):
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
-    predictions: dict[Name, dict[Name, dict[str, Any]]]  # of studies beyond the paper, with the rules that judge them
 
     @model_validator(mode="after")
     def _keys_exist(self):

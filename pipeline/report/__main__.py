@@ -150,11 +150,9 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 def table_sources(of_page: str, *owners: str) -> Markup:
     """A line below a section that links to the numbers and the code of its tables."""
-    links = [
-        f"{owner.replace('_', ' ')} [numbers](numbers/{of_page}/{owner}.json), [code](../{code_of(owner)})"
-        for owner in owners
-    ]
-    return Markup(f"<small>Tables: {'; '.join(links)}.</small>")
+    names = {owner: owner.replace("_", " ") for owner in owners}
+    links = [f"[{name}](numbers/{of_page}/{owner}.json) ([code](../{code_of(owner)}))" for owner, name in names.items()]
+    return Markup(f"<small>Numbers: {', '.join(links)}.</small>")
 
 
 def code_of(owner: str) -> str:

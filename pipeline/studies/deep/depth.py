@@ -70,11 +70,10 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     figure, (axes,) = charts.panels(1, 3.6)
     for name, draws in DRAWN.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
-        for has_trained, curves in by_outcome(tables, name).items():
+        for curves in by_outcome(tables, name):
             mean = pd.concat(curves).groupby("step")["train_loss"].mean().clip(upper=HIGHEST)
-            seeds = f"{len(curves)} seed{'s' if len(curves) > 1 else ''}"
-            text = f"{draws}, {depth}: {seeds}{'' if has_trained else ', failing'}"
-            axes.plot(mean, color=COLOURS[draws], linestyle=DASHES[depth], linewidth=1.3, label=text)
+            label = f"{draws}, {depth} (n = {len(curves)})"
+            axes.plot(mean, color=COLOURS[draws], linestyle=DASHES[depth], linewidth=1.3, label=label)
     if not axes.lines:
         return None
     charts.logarithmic(axes, "y")
@@ -85,13 +84,12 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     return figure
 
 
-def by_outcome(tables: Tables, name: str) -> dict[bool, list[pd.DataFrame]]:
+def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
     """The curves of a list of runs, those that train and those that fail, without the points where a loss is not finite."""
-    curves = {True: [], False: []}
+    outcomes = {True: [], False: []}
     for curve in Results(tables).curves(name):
-        finite = curve[np.isfinite(curve["train_loss"])]
-        curves[bool(trains(curve["train_loss"].iloc[-1]))].append(finite)
-    return {has_trained: own for has_trained, own in curves.items() if own}
+        outcomes[trains(curve["train_loss"].iloc[-1])].append(curve[np.isfinite(curve["train_loss"])])
+    return list(filter(None, outcomes.values()))
 
 
 STUDY = comparison.study(summarise=summarise, figures={"depth": draw}, watch=watch)

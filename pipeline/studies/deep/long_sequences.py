@@ -110,14 +110,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         case: {size: summary([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")]) for size in SIZES}
         for case, rows in table.groupby("case", sort=False)
     }
-    rows = [
-        {"variant": training.variant, "tokens": tokens_of(config), "accuracy": 100 * own["test_accuracy"].mean()}
-        | {"seconds": (config.train.batch_size / own["images_per_second"]).mean()}
-        for name, training in settings.runs.items()
-        if len(own := runs[(runs["name"] == name) & (runs["status"] == "finished")])
-        for config in [lab.config(training.variant, training.set)]
-    ]
-    return {"slopes": slopes, "rows": rows, "missing": int((runs["status"] == "missing").sum()), "runs": len(runs)}
+    rows = []
+    for name, training in settings.runs.items():
+        own, config = runs[(runs["name"] == name) & (runs["status"] == "finished")], lab.config(training.variant, training.set)
+        means = {"accuracy": 100 * own["test_accuracy"].mean(), "seconds": (config.train.batch_size / own["images_per_second"]).mean()}
+        rows.append({"variant": training.variant, "tokens": tokens_of(config), "n": len(own)} | means)
+    there = [row for row in rows if row["n"]]
+    return {"slopes": slopes, "rows": there, "not_trained": [row for row in rows if not row["n"]]}
 
 
 @matplotlib.rc_context(STYLE)

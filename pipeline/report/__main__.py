@@ -12,6 +12,7 @@ are written to paper_outputs/numbers. There is no clock and no chance in here: t
 import argparse
 import functools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from pipeline.drawing.looks import look
 from pipeline.lab import Lab
 from pipeline.report import chain, figures, page, results
 from pipeline.report.results import FOLDER, TABLE_2
-from pipeline.studies import Study
 from pipeline.verdicts import LEVEL
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
+TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
 
 
@@ -64,10 +65,11 @@ def write(name: str, only: str | None = None, anyway: bool = False) -> None:
     for variant in lab.params.variants:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
     context = common(lab) | {"chain": page.plain(compared)}
+    commits = commits_of(context["provenance"]["commit"])
     for each in on_page(name):
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
-            summary = summarise(each, lab, FIGURES / name)
+            summary = summarise(each, lab, FIGURES / name, commits)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name != "research" and only is None:
@@ -76,7 +78,7 @@ def write(name: str, only: str | None = None, anyway: bool = False) -> None:
             NUMBERS / name / "table_2.json", {key: context[key] for key in ("table_2", "cost", "compute", "provenance")}
         )
         figure_1 = figures.figure_1(lab.tables["curves"], lab.params)
-        files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, sources=["paper_outputs/tables/curves.csv"]))
+        files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, ["paper_outputs/tables/curves.csv", *commits]))
         files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
     write_page(name, context, lab)
 
@@ -94,14 +96,14 @@ def common(lab: Lab) -> dict[str, Any]:
     return page.plain(content)
 
 
-def summarise(name: str, lab: Lab, folder: Path) -> dict[str, Any]:
-    """A study's numbers, after its figures are drawn and written; {} where nothing of it is measured."""
+def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str, Any]:
+    """A study's numbers, {} where nothing is measured, and its figures as files; `commits` made the runs of Table 2."""
     one = studies.get(name)
     settings = studies.settings(name)
     tables = study.read_tables(name) if one.measure and (study.FOLDER / name).is_dir() else {}
     if one.measure and not tables:
         return {}
-    sources = sources_of(name, one)
+    sources = sources_of(name) if one.measure else [*TABLE_2_TABLES, *commits]
     for figure, draw in one.figures.items():
         drawing = draw(settings, tables, lab)
         if drawing is not None:
@@ -109,14 +111,15 @@ def summarise(name: str, lab: Lab, folder: Path) -> dict[str, Any]:
     return page.plain(one.summarise(settings, tables, lab))
 
 
-def sources_of(name: str, one: Study) -> list[str]:
+def sources_of(name: str) -> list[str]:
     """The files that a study's figures are drawn from, and the commit that measured them, where its record knows it."""
-    if one.measure is None:
-        return ["paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv"]
     folder = study.FOLDER / name
     made = files.read_json(folder / study.RECORD) if (folder / study.RECORD).exists() else {"environment": {}}
-    commit = made["environment"].get("git_commit")
-    return [*map(str, sorted(folder.glob("*.csv"))), *([f"commit {commit}"] if commit else [])]
+    return [*map(str, sorted(folder.glob("*.csv"))), *commits_of([made["environment"].get("git_commit")])]
+
+
+def commits_of(known: Iterable[str | None]) -> list[str]:
+    return [f"commit {each}" for each in known if each]
 
 
 def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:

@@ -112,8 +112,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
     rows = []
     for name, training in settings.runs.items():
-        own, config = runs[(runs["name"] == name) & (runs["status"] == "finished")], lab.config(training.variant, training.set)
-        means = {"accuracy": 100 * own["test_accuracy"].mean(), "seconds": (config.train.batch_size / own["images_per_second"]).mean()}
+        own, config = (
+            runs[(runs["name"] == name) & (runs["status"] == "finished")],
+            lab.config(training.variant, training.set),
+        )
+        means = {
+            "accuracy": 100 * own["test_accuracy"].mean(),
+            "seconds": (config.train.batch_size / own["images_per_second"]).mean(),
+        }
         rows.append({"variant": training.variant, "tokens": tokens_of(config), "n": len(own)} | means)
     there = [row for row in rows if row["n"]]
     return {"slopes": slopes, "rows": there, "not_trained": [row for row in rows if not row["n"]]}

@@ -77,7 +77,7 @@ def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Fig
     topics = {detail.key: detail.topic for detail in lab.paper.left_open}
     names = [f"{topics[row['key']]}, {lab.label(row['variant'])}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=7.5)
-    axes.set(xlabel="Change of test accuracy (points)", ylim=(len(rows) - 0.5, -0.5))
+    axes.set(xlabel="Accuracy change (points)", ylim=(len(rows) - 0.5, -0.5))
     return figure
 
 

@@ -122,7 +122,7 @@ def draw_comparisons(settings: Settings, tables: Tables, lab: Lab) -> Figure | N
     if not rows:
         return None
     figure, panels = charts.panels(2, 2.9)
-    kinds = {"accuracy": ("Difference of test accuracy (points)", " − "), "speed": ("Ratio of epochs", " / ")}
+    kinds = {"accuracy": ("Accuracy difference (points)", " − "), "speed": ("Ratio of epochs", " / ")}
     for axes, (kind, (title, sign)) in zip(panels, kinds.items(), strict=True):
         own = [row for row in rows if row["kind"] == kind]
         for y, row in enumerate(own):

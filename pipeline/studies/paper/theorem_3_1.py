@@ -191,7 +191,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     left.axvline(ITERATIONS["newton_schulz"], **charts.EXPECTED)
     right.axhline(1, **charts.EXPECTED)
     left.set(title=f"Error at ‖S‖₂ = {size:g}", ylabel="‖AᵀA − I‖₂")
-    right.set(title="Largest error over its bound", ylabel="‖AᵀA − I‖₂ / Eq. 10")
+    right.set(title="Largest error / bound", ylabel="‖AᵀA − I‖₂ / Eq. 10")
     for axes in (left, right):
         axes.set_xlabel("Iterations K")
         axes.xaxis.set_major_locator(MultipleLocator(2))

@@ -168,9 +168,8 @@ def source_line(path: str, of_page: str) -> str:
     owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
         return '<small><a href="tables/curves.csv">data</a></small>'
-    code = page.link(code_of(owner), FOLDER)
     data = f"studies/{owner}/" if studies.get(owner).measure else "tables/"
-    return f'<small><a href="{data}">data</a>, <a href="{code}">code</a></small>'
+    return f'<small><a href="{data}">data</a>, <a href="../{code_of(owner)}">code</a></small>'
 
 
 def write_readme() -> None:

@@ -3,7 +3,6 @@
 import functools
 import html
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
@@ -140,8 +139,3 @@ def _figure(image: Token, drawings: Mapping[str, str], source: Callable[[str], s
         f'<figure id="{html.escape(Path(path).stem)}"><div class="wide" tabindex="0">{drawing}</div>'
         f"<figcaption>{caption} {source(path)}</figcaption></figure>\n"
     )
-
-
-def link(path: str, start: Path) -> str:
-    """A file of the repository as a page in `start` links to it."""
-    return os.path.relpath(path, start).replace(os.sep, "/")

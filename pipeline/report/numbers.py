@@ -34,12 +34,7 @@ def number(value: float | None) -> str:
     if rounded == 0 or 1e-3 <= abs(rounded) < 1000:
         return f"{rounded:g}".replace("-", "−")
     mantissa, exponent = f"{rounded:.2e}".split("e")
-    return f"{float(mantissa):g} × 10{superscript(int(exponent))}".replace("-", "−")
-
-
-def superscript(exponent: int | str) -> str:
-    """The digits of a whole number, raised."""
-    return str(exponent).translate(SUPERSCRIPTS)
+    return f"{float(mantissa):g} × 10{str(int(exponent)).translate(SUPERSCRIPTS)}".replace("-", "−")
 
 
 def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:

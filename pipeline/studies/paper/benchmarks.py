@@ -20,13 +20,13 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def step(path: Path) -> dict[str, Any]:
-    """One machine's step of each model over ViT's, and that of a plain script over ours; with trained weights if there.
+    """One machine's step of each model over ViT's, with trained weights if there.
 
     `ns_over_qr` is what Section 3 expects to be below one: Newton–Schulz "tends to be more efficient than QR"."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
-    over_vit, plain = (facts["ratios"][weights][ratio] for ratio in ("over_vit", "straightforward_over_ours"))
-    rows = [{"variant": name, "over_vit": ratio, "plain_over_ours": plain.get(name)} for name, ratio in over_vit.items()]
+    over_vit = facts["ratios"][weights]["over_vit"]
+    rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
     newton_schulz = over_vit["osa_ns"] / over_vit["osa_qr"] if {"osa_ns", "osa_qr"} <= over_vit.keys() else None
     return {"environment": facts["environment"], "weights": weights, "rows": rows, "ns_over_qr": newton_schulz}
 

@@ -112,15 +112,11 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
     rows = []
     for name, training in settings.runs.items():
-        own, config = (
-            runs[(runs["name"] == name) & (runs["status"] == "finished")],
-            lab.config(training.variant, training.set),
-        )
-        means = {
-            "accuracy": 100 * own["test_accuracy"].mean(),
-            "seconds": (config.train.batch_size / own["images_per_second"]).mean(),
-        }
-        rows.append({"variant": training.variant, "tokens": tokens_of(config), "n": len(own)} | means)
+        config = lab.config(training.variant, training.set)
+        own = runs[(runs["name"] == name) & (runs["status"] == "finished")]
+        row = {"variant": training.variant, "tokens": tokens_of(config), "n": len(own)}
+        row["accuracy"] = 100 * own["test_accuracy"].mean()
+        rows.append(row | {"seconds": (config.train.batch_size / own["images_per_second"]).mean()})
     there = [row for row in rows if row["n"]]
     return {"slopes": slopes, "rows": there, "not_trained": [row for row in rows if not row["n"]]}
 

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     sync_parser = commands.add_parser("sync", help="bring MLflow up to date with the runs")
     sync_parser.add_argument("--from", dest="base", type=Path, default=Path("."), help="a folder with paper_outputs/runs")
-    sync_parser.add_argument("--only", metavar="RUN", help="one run, as in table_2/osa_qr/0")
+    sync_parser.add_argument("--only", metavar="RUN", default="", help="a run, as in table_2/osa_qr/0, or all that begin so")
     sync_parser.add_argument(
         "--register", action="store_true", help="register the models of Table 2 too, as osa_qr and so on"
     )

@@ -92,11 +92,11 @@ class Training:
         ]
 
 
-def find(base: Path, run: str | None = None) -> list[Path]:
-    """The records of runs under a folder, and in the working directory of those that train."""
+def find(base: Path, beginning: str = "") -> list[Path]:
+    """The records of runs under a folder whose names begin so, and in the working directory of those that train."""
     paths = sorted((base / runs.FOLDER).glob("*/*/*/record.json"))
     paths += sorted(Path(".checkpoints").glob("*/*/*-*/record.json")) if base == Path(".") else []
-    return [path for path in paths if run in (None, name_of(path))]
+    return [path for path in paths if name_of(path).startswith(beginning)]
 
 
 def name_of(path: Path) -> str:

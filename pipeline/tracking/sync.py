@@ -41,8 +41,8 @@ SHARED = ("configuration", "data_sha256", "numerics", "mlflow.source.name", "mlf
 REPORT = ("figure_1.svg", "figure_1.png", "report.html")  # artifacts of the newest parent
 
 
-def sync(base: Path = Path("."), *, only: str | None = None, register=False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports what MLflow lacks of the runs under `base`, and of those that train here; with `only`, of that run alone.
+def sync(base: Path = Path("."), *, only: str = "", register=False, opened: tuple | None = None) -> tuple[int, int]:
+    """Imports what MLflow lacks of the runs under `base`, and of those that train here, whose names begin with `only`.
 
     Returns how many were new, of how many. `opened` is what `store.connect` gave before.
 
@@ -57,7 +57,7 @@ def sync(base: Path = Path("."), *, only: str | None = None, register=False, ope
         experiment = Experiment(client)
         experiment.write_views(paths)
         new = [path for path in _shown(paths, "run") if _attempt(path, experiment.bring, path, base)]
-        if only is None:
+        if not only:
             experiment.end_lost_runs({records.name_of(path) for path in paths})
         experiment.write_parents()
         if base == Path("."):

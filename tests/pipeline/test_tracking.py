@@ -385,7 +385,8 @@ def test_a_store_that_cannot_be_used_says_why_and_is_never_to_be_deleted(databas
     assert "create it" in error(f"sqlite:///{Path('typo/mlflow.db').absolute()}")
     for uri in ("postgresql+nothing://me:secret@127.0.0.1/runs", "sqlte:///mlflow.db", "ftp://me:s/e@secret@there"):
         assert "MLFLOW_TRACKING_URI" in error(uri)
-    assert "psycopg" in error("postgresql://me:secret@127.0.0.1/runs")
+    for uri in ("postgresql://me:secret@127.0.0.1/runs", "postgresql://127.0.0.1/runs?user=me&password=secret"):
+        assert "psycopg" in error(uri)
     with sqlite3.connect("mlflow.db") as opened:
         opened.execute("update alembic_version set version_num = '451aebb31d03'")
     assert "mlflow db upgrade" in error()

@@ -10,7 +10,6 @@ import argparse
 import base64
 import hashlib
 import os
-import re
 import sys
 import tarfile
 import tempfile
@@ -23,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pipeline.core import params
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, entry_point, without_password
 from pipeline.core.files import write_bytes
 from pipeline.training import data
 
@@ -77,7 +76,7 @@ def fetch(source: str) -> None:
                     mirrors.sort(key=lambda each, first=mirror: each != first)  # ask it first for the next file
                     break
                 except (HTTPException, OSError, ValueError) as error:
-                    failures.append(f"{_without_password(mirror)} ({_reason(error)})")
+                    failures.append(f"{without_password(mirror)} ({_reason(error)})")
                     print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
             else:
                 needed = ", or run `make quickstart`, which needs no download" * (source == "mnist")
@@ -85,7 +84,7 @@ def fetch(source: str) -> None:
                     f"{name} could not be fetched from {', then '.join(failures)}: set {variable} to a folder or URL "
                     f"that has it{needed}."
                 )
-            print(f"{name} from {_without_password(mirror)}")
+            print(f"{name} from {without_password(mirror)}")
         if path.suffixes[-2:] == [".tar", ".gz"]:
             _convert_cifar(path)
 
@@ -106,7 +105,7 @@ def published(source: str) -> tuple[tuple[str, ...], dict[str, str]]:
 def _download(url: str, digest: str) -> bytes:
     """The content of a file. Raises OSError, HTTPException or ValueError if it does not come, or with another digest."""
     parts = urlsplit(url)
-    request = urllib.request.Request(_without_password(url))
+    request = urllib.request.Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
     if parts.username:
         login = unquote(f"{parts.username}:{parts.password or ''}").encode()
         request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
@@ -135,10 +134,6 @@ def _as_url(mirror: str) -> str:
     if not folder.is_dir():
         folder = Path(os.environ.get("DVC_ROOT", ""), folder)  # `dvc exp run --temp` runs in a copy of the repository
     return folder.resolve().as_uri()
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"(?<=://)\S*@", "", text)
 
 
 def _reason(error: Exception) -> str:

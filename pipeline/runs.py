@@ -40,6 +40,7 @@ class Run:
     seed: int
     study: str = TABLE_2
     overrides: Overrides = field(default_factory=dict)
+    base: Path = Path()  # with paper_outputs, in a copy of this repository
 
     @property
     def name(self) -> str:
@@ -47,11 +48,11 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return FOLDER / self.study / self.name / str(self.seed)
+        return self.base / FOLDER / self.study / self.name / str(self.seed)
 
     @property
     def weights(self) -> Path:
-        return WEIGHTS / self.study / self.name / f"{self.seed}.safetensors"
+        return self.base / WEIGHTS / self.study / self.name / f"{self.seed}.safetensors"
 
     @property
     def scratch(self) -> Path:

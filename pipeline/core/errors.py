@@ -1,6 +1,7 @@
 """Errors that a user can mend, told in one sentence."""
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 
@@ -31,3 +32,9 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
         sys.exit(1)
 
     return guarded
+
+
+def without_password(text: str) -> str:
+    """`text` with neither what stands before the @ of an address nor the values of password= and the like in its query."""
+    text = re.sub(r"(?<=://)\S*@|[^\s/'\"]+:[^\s'\"]+@", "", text)
+    return re.sub(r"(?i)((?:password|passwd|pwd|token|secret|signature|key)=)[^\s&'\"]+", r"\1***", text)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipeline.core.errors import UserError, without_password
 from pipeline.tools import locks
 
 LEAST_DISK = 2e9  # bytes: for data, weights and DVC's copies of both
@@ -74,7 +75,7 @@ def dvc() -> Iterator[Line]:
 def mlflow() -> Iterator[Line]:
     store = Path("mlflow.db")
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        yield "MLflow", f"at {re.sub(r'(?<=://)[^ ]*@', '', uri)}, by MLFLOW_TRACKING_URI", "", False
+        yield "MLflow", f"at {without_password(uri)}, by MLFLOW_TRACKING_URI", "", False
     elif not store.exists():
         yield "MLflow", "no store yet", "`make ui` makes it", False
     else:
@@ -97,7 +98,6 @@ def torch() -> Iterator[Line]:
 
 def data() -> Iterator[Line]:
     from pipeline.core import params
-    from pipeline.core.errors import UserError
     from pipeline.training import data
 
     source = params.load().data.source

@@ -9,7 +9,7 @@ The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says.
 import argparse
 from pathlib import Path
 
-from pipeline.core.errors import entry_point
+from pipeline.core.errors import entry_point, without_password
 from pipeline.tracking import store
 
 
@@ -19,7 +19,10 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     sync_parser = commands.add_parser("sync", help="bring MLflow up to date with the runs")
     sync_parser.add_argument("--from", dest="base", type=Path, default=Path("."), help="a folder with paper_outputs/runs")
-    sync_parser.add_argument("--only", metavar="RUN", help="one run, as in table_2/osa_qr/0")
+    sync_parser.add_argument("--only", metavar="RUN", default="", help="a run, as in table_2/osa_qr/0, or all that begin so")
+    sync_parser.add_argument(
+        "--register", action="store_true", help="register the models of Table 2 too, as osa_qr and so on"
+    )
     commands.add_parser("ui", help="serve MLflow on 127.0.0.1, and sync every few seconds")
     chosen = parser.parse_args(arguments)
     if chosen.command == "ui":
@@ -29,9 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         from pipeline.tracking.sync import sync
 
-        new, runs = sync(chosen.base, only=chosen.only)
-        hint = "" if runs else " Trainings leave records: run `dvc repro` or `dvc pull`."
-        print(f"{new} of {runs} runs were new to MLflow at {store.without_password(store.address())}.{hint}")
+        new, runs = sync(chosen.base, only=chosen.only, register=chosen.register)
+        hint = "" if runs else " Trainings leave records: run `dvc repro`."
+        print(f"{new} of {runs} runs were new to MLflow at {without_password(store.address())}.{hint}")
 
 
 if __name__ == "__main__":

@@ -1,65 +1,102 @@
-"""A training as its files tell it: a record, the points of its curves, and in the end all that it leaves."""
+"""A training as its files tell it, whether it is under way or has ended."""
 
-import csv
 import hashlib
 import itertools
+import math
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from pipeline import runs
 from pipeline.core import files
+from pipeline.core.errors import UserError
 
 # In the order in which they are logged, which is that of MLflow's pages: the page Compare opens on the first.
 CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
 NAMES = ("history.csv", "metrics.json", "record.json", "evaluation.json", "watched.csv")
-OUTPUTS = Path("paper_outputs")
 LOST_SECONDS = 900  # without a point, or four times the longest time between two, after which a training has ended
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # in MLflow's words
 
-Point = tuple[int, int, dict[str, float]]  # step, milliseconds since 1970, the values that are finite
+Value = tuple[str, float, int, int]  # of a metric: its key, the value, milliseconds since 1970, the step
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training that is under way or has ended."""
+    """A training, by its record."""
 
-    path: Path  # of its record
-    run: str  # as in table_2/osa_qr/0
+    run: runs.Run
+    path: Path  # of the record
     record: dict
-    metrics: dict  # none while it trains
-    points: list[Point]
-    files: list[Path]
-    weights: Path | None
+
+    @classmethod
+    def read(cls, path: Path, base: Path) -> "Training":
+        """Of the record at a path. Raises UserError, KeyError, TypeError or AttributeError if it is malformed."""
+        record = files.read_json(path)
+        run = runs.Run(*(record[key] for key in ("variant", "seed", "study", "overrides")), base)
+        training = cls(run, path, record)
+        if training.has_ended and run.folder != path.parent:
+            raise UserError(f"it is the record of {run}")
+        return training
+
+    @property
+    def has_ended(self) -> bool:
+        return self.record["status"] != "running"
+
+    @property
+    def files(self) -> list[Path]:
+        if not self.has_ended:
+            return [self.path]
+        present = [path for name in NAMES if (path := self.path.with_name(name)).exists()]
+        for path in present:
+            if path.is_symlink():  # which could show any file of this machine
+                raise UserError(f"{path.name} is a link")
+        return present
+
+    @property
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for path in self.files:
+            digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()[:16]
 
     @property
     def started(self) -> int:
-        return milliseconds(self.record["started_at"])
+        return _milliseconds(self.record["started_at"])
 
     @property
     def ended(self) -> int:
-        return milliseconds(self.record["finished_at"]) if self.metrics else self.points[-1][1]
+        return _milliseconds(self.record["finished_at"]) if self.has_ended else self.record["timestamps"][-1]
 
     @property
     def status(self) -> str:
         longest = max((b - a for a, b in itertools.pairwise(self.record["timestamps"])), default=0) / 1000
         is_old = time.time() - self.path.stat().st_mtime > max(LOST_SECONDS, 4 * longest)
-        return "KILLED" if is_old and not self.metrics else STATUS[self.record["status"]]
+        return "KILLED" if is_old and not self.has_ended else STATUS[self.record["status"]]
 
-    @property
-    def digest(self) -> str:
-        """One of all its files, of which weights count as there or not."""
-        digest = hashlib.sha256(str(self.weights is not None).encode())
-        for path in self.files:
-            digest.update(path.name.encode() + path.read_bytes())
-        return digest.hexdigest()[:16]
+    def values(self) -> list[Value]:
+        """Its curves. While it trains, the history and the record, which has the times, are not written at one instant.
+
+        Raises:
+            UserError, KeyError, TypeError, ValueError: a file is malformed, or not what the record says.
+        """
+        if self.has_ended:
+            self.run.record()  # which checks the digests
+        table = self.run.points() if self.has_ended else files.read_csv(self.path.with_name("history.csv"))
+        unit = {key: 100 if "accuracy" in key else 1 for key in CURVES}  # files have accuracies as fractions
+        return [
+            (key, rounded(key, unit[key] * row[key]), timestamp, int(row["step"]))
+            for row, timestamp in zip(table.to_dict("records"), self.record["timestamps"], strict=self.has_ended)
+            for key in CURVES
+            if math.isfinite(row[key])
+        ]
 
 
-def find(base: Path, run: str | None = None) -> list[Path]:
-    """The records of runs under a folder, and in the working directory of those that train."""
-    paths = sorted((base / OUTPUTS / "runs").glob("*/*/*/record.json"))
+def find(base: Path, beginning: str = "") -> list[Path]:
+    """The records of runs under a folder whose names begin so, and in the working directory of those that train."""
+    paths = sorted((base / runs.FOLDER).glob("*/*/*/record.json"))
     paths += sorted(Path(".checkpoints").glob("*/*/*-*/record.json")) if base == Path(".") else []
-    return [path for path in paths if run in (None, name_of(path))]
+    return [path for path in paths if name_of(path).startswith(beginning)]
 
 
 def name_of(path: Path) -> str:
@@ -68,45 +105,10 @@ def name_of(path: Path) -> str:
     return f"{study}/{name}/{seed.partition('-')[0]}"
 
 
-def read(path: Path, base: Path) -> Training:
-    """The training whose record this is.
-
-    Raises:
-        OSError, UserError, KeyError, TypeError, ValueError: the record is malformed, or its files are not what it says.
-    """
-    record, folder, run = files.read_json(path), path.parent, name_of(path)
-    if (own := f"{record['study']}/{record['name']}/{int(record['seed'])}") != run:
-        raise ValueError(f"it is the record of {own}")
-    present = [folder / name for name in NAMES if (folder / name).exists()]
-    if outside := [each.name for each in present if each.resolve().parent != folder.resolve()]:
-        raise ValueError(f"{outside[0]} is a link to another folder")
-    points = read_points(folder / "history.csv", record["timestamps"])
-    if record["status"] == "running":
-        return Training(path, run, record, {}, points, [path], None)
-    metrics = files.read_json(folder / "metrics.json")
-    digests = {name: record.get(f"{name.partition('.')[0]}_sha256") for name in ("history.csv", "metrics.json")}
-    is_other = any(digest not in (None, files.sha256(folder / name)) for name, digest in digests.items())
-    if is_other or len(points) != len(record["timestamps"]) or points[-1][0] != metrics["steps"]:
-        raise ValueError("history.csv or metrics.json is of another training")
-    weights = base / OUTPUTS / "weights" / f"{run}.safetensors"
-    return Training(path, run, record, metrics, points, present, weights if weights.exists() else None)
-
-
-def read_points(path: Path, timestamps: list[int]) -> list[Point]:
-    """The rows of a history. It and the record, which has their times, are not written at the same instant."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    unit = {key: 100 if "accuracy" in key else 1 for key in CURVES}  # files have accuracies as fractions
-    return [
-        (int(row["step"]), timestamp, {key: rounded(key, unit[key] * float(row[key])) for key in CURVES if row[key]})
-        for row, timestamp in zip(rows, timestamps, strict=False)
-    ]
-
-
 def rounded(key: str, value: float) -> float:
     """To two digits of what is in per cent, and to five significant ones of all else."""
     return round(value, 2) if "accuracy" in key else float(f"{value:.5g}")
 
 
-def milliseconds(timestamp: str) -> int:
+def _milliseconds(timestamp: str) -> int:
     return round(datetime.fromisoformat(timestamp).timestamp() * 1000)

@@ -3,16 +3,14 @@
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from filelock import FileLock, Timeout
 
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, without_password
 
 ENVIRONMENT = {  # set before MLflow is imported, where the user has not set them
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -20,6 +18,7 @@ ENVIRONMENT = {  # set before MLflow is imported, where the user has not set the
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its background jobs are for language models
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
 }
 VARIABLE = "MLFLOW_TRACKING_URI"
@@ -56,7 +55,7 @@ def connect() -> tuple[Any, FileLock]:
     lock = FileLock(f"{database or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
     os.environ.update(ENVIRONMENT | os.environ)
     try:
-        from mlflow import MlflowClient
+        import mlflow
     except ImportError as error:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
@@ -65,11 +64,20 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"{VARIABLE} names {database}, but its folder does not exist: create it, or correct the path.")
     with explained(), lock:
         if database and not (database.exists() and database.stat().st_size):
+            from sqlalchemy import Engine, event
+
             partial = database.with_name(f"{database.name}.partial")  # a kill in between would leave half of the tables
             partial.unlink(missing_ok=True)
-            MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
+            event.listen(Engine, "connect", _hasten)  # a thousand waits for the disk
+            mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
+            event.remove(Engine, "connect", _hasten)
             os.replace(partial, database)
-        return MlflowClient(uri), lock
+        mlflow.set_tracking_uri(uri)  # for models, which no client writes
+        return mlflow.MlflowClient(uri), lock
+
+
+def _hasten(connection: Any, _: object) -> None:
+    connection.execute("pragma synchronous = off")
 
 
 @contextmanager
@@ -104,18 +112,7 @@ def _remedy(error: Exception, why: str) -> str:
 def cause(error: BaseException) -> str:
     """What is behind an error, on one line: MLflow's own message is an address, and what was wrong comes last."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        if isinstance(behind, KeyError):  # of an address that MLflow does not know, which says less
+            break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])
-
-
-def without_password(text: str) -> str:
-    """`text` without the password of the store's address, and without what stands before an `@` of any other."""
-    try:
-        password = urlsplit(address()).password
-    except ValueError:
-        password = None
-    return re.sub(r"(?<=://)\S*@", "", text.replace(password, "***") if password else text)
-
-
-def warn(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """MLflow's pages over the runs, as they train: `make ui`."""
 
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, without_password
 from pipeline.tracking import store
 
 POLL_SECONDS = 3.0
@@ -20,13 +19,13 @@ def ui() -> None:
     """Serves the store on 127.0.0.1 and syncs it whenever a record changes, until it is interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    server, site = None, store.without_password(store.address()).rstrip("/")
+    server, site = None, without_password(store.address()).rstrip("/")
     try:
         if not site.startswith("http"):
             port = os.environ.get("PORT") or "5000"
             server, site = start_server(port), f"http://127.0.0.1:{port}"
             wait_for(server, int(port))
-        print(f"{'MLflow':<22}{site}", flush=True)
+        print(f"{'MLflow':<28}{site}", flush=True)
         follow(server, site)
     except KeyboardInterrupt:
         pass
@@ -38,16 +37,15 @@ def ui() -> None:
 
 
 def start_server(port: str) -> subprocess.Popen:
-    """MLflow's own server. Raises UserError if the port cannot be used."""
+    """`mlflow server`, after the store is there. Raises UserError if the port cannot be used."""
     try:
         socket.create_server(("127.0.0.1", int(port))).close()
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"port {port} cannot be used ({error}): choose another, as in `PORT=5001 make ui`.") from None
-    if not os.environ.get(store.VARIABLE) and not (store.root() / "mlflow.db").exists():
-        store.connect()  # which a kill cannot leave half made
-    command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1", "--no-serve-artifacts"]
-    command += ["--backend-store-uri", store.address(), "--default-artifact-root", store.artifacts()]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": store.ENVIRONMENT | os.environ}
+    command = ["-m", "pipeline.tracking.ui", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
+    command += ["--no-serve-artifacts", "--default-artifact-root", store.artifacts()]
+    hidden = {"MLFLOW_BACKEND_STORE_URI": store.address()}  # from `ps`, as it may hold a password
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": store.ENVIRONMENT | os.environ | hidden}
     return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet)
 
 
@@ -58,8 +56,9 @@ def wait_for(server: subprocess.Popen, port: int) -> None:
             if client.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    command = store.without_password(shlex.join(server.args))
-    raise UserError(f"MLflow's server does not start: `{command}` says why.")
+    with store.explained():
+        store.connect()[0].search_experiments()  # which says what is wrong with the store
+    raise UserError(f"MLflow's server does not start on port {port}: `mlflow server` says why.")
 
 
 def follow(server: subprocess.Popen | None, site: str) -> None:
@@ -68,11 +67,13 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
     from pipeline.tracking.sync import Experiment, sync
 
     opened, seen = store.connect(), None
-    experiment = Experiment(opened[0])
+    with store.explained():
+        experiment = Experiment(opened[0])
+        menu = experiment.write_views(records.find(Path(".")))
     page = f"{site}/#/experiments/{experiment.id}/runs?workflowType=machine_learning&viewStateShareKey="
-    for key, name in experiment.write_views(records.find(Path("."))).items():
-        print(f"{name:<22}{page}{key}")
-    print(f"{'Curves of the models':<22}{page}models&compareRunsMode=CHART", flush=True)
+    for key, name in menu.items():
+        print(f"{name:<28}{page}{key}")
+    print(f"{'Curves of the models':<28}{page}models&compareRunsMode=CHART", flush=True)
     while server is None or server.poll() is None:
         # Also now and then with no new point: a training that was killed writes none.
         state = int(time.time() / records.LOST_SECONDS), *((path, _age(path)) for path in records.find(Path(".")))
@@ -80,7 +81,7 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
             try:
                 sync(opened=opened)
             except UserError as error:
-                store.warn(str(error))
+                print(f"warning: {error}", file=sys.stderr, flush=True)
             seen = state
         time.sleep(POLL_SECONDS)
     raise UserError("MLflow's server has ended: `make ui` starts it again.")
@@ -90,3 +91,10 @@ def _age(path: Path) -> int:
     with suppress(FileNotFoundError):
         return path.stat().st_mtime_ns
     return 0
+
+
+if __name__ == "__main__":
+    from mlflow.cli import cli
+
+    store.connect()
+    cli()

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Iterable
 
-from pipeline.tracking.notes import TABLE_2, TRIES
+from pipeline.runs import TABLE_2, TRIES
+from pipeline.tracking.records import CURVES
 
 RESULT = ("test_accuracy", "test_accuracy_std", "difference_to_paper", "paper_test_accuracy", "num_seeds", "num_diverged")
 SEED = ("test_accuracy", "difference_to_paper", "test_loss", "train_accuracy", "train_loss", "seconds")
@@ -39,5 +40,19 @@ def _state(runs: str, metrics: Iterable[str], order: str = "tags.`mlflow.runName
         "columnWidths": {"attributes.`Run Name`": 300} | dict.fromkeys(columns, 150),
         "runsHiddenMode": "SHOW_ALL",  # its default draws the ten newest
         "chartsSearchFilter": "^(test|train)_(loss|accuracy)$",
+        "compareRunSections": [{"uuid": "curves", "name": "Model metrics", "display": True, "isReordered": False}],
+        "compareRunCharts": [_chart(metric) for metric in CURVES if metric != "epoch"],
         "globalLineChartConfig": {"xAxisKey": "metric", "selectedXAxisMetricKey": "epoch", "lineSmoothness": 0},
     }
+
+
+def _chart(metric: str) -> dict:
+    """One metric over the epochs, a loss on a logarithmic axis."""
+    axes = {
+        "scaleType": "log" if "loss" in metric else "linear",
+        "xAxisScaleType": "linear",
+        "yAxisKey": "metric",
+        "range": {},
+    }
+    chart = {"type": "LINE", "uuid": metric, "metricSectionId": "curves", "metricKey": metric, "displayName": metric}
+    return chart | axes | {"useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}

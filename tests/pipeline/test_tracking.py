@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlflow
 import pytest
+import torch
 from filelock import FileLock
 
 from pipeline import runs, tracking, train
@@ -24,16 +25,20 @@ from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 from pipeline.drawing.looks import look
 from pipeline.tracking import records, store, ui
-from pipeline.tracking.notes import TABLE_2, TRIES, Notes
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views
+from tests.pipeline import synthetic
 
 PAPER = params.load_paper()
 START = datetime.fromisoformat("2026-11-20T18:00:00+00:00")
 COLUMNS = "step,epoch,train_loss,train_accuracy,test_loss,test_accuracy"
 
-# MLflow 3.17 uses a loader strategy that SQLAlchemy 2.1 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+# MLflow 3.17 uses a loader strategy that SQLAlchemy 2.1 deprecates, and torch.export a buffer that is not writable.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*not writable:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -66,23 +71,26 @@ class Run:
     """A made-up training of `variant` with `seed`, whose k-th point has the test accuracy `accuracies[k]`."""
 
     def __init__(self, variant, seed, accuracies, *, minutes=0, diverged=False, study="table_2", **head):
-        self.accuracies, self.diverged = accuracies, diverged
+        self.accuracies, self.diverged, self.last = accuracies, diverged, len(accuracies) - 1
         self.run = runs.Run(variant, seed, study, {"init": head} if head else {})
-        self.config = {"data": {"source": "mnist"}, "init": {"head": "xavier"} | head, "train": {"learning_rate": 0.0003}}
+        self.config = {"init": {"head": "xavier"} | head, "train": {"epochs": self.last, "points_per_epoch": 1}}
         self.start = START + timedelta(minutes=minutes, seconds=seed)
         self.scratch = self.run.scratch.with_name(f"{seed}-0123456789ab")
 
-    def write(self, folder, status, count, delay=0):
-        rows = [f"{117 * i},{i / 4},{2 - a},{a - 0.01},{2.1 - a},{a}" for i, a in enumerate(self.accuracies[:count])]
+    def write(self, folder, status, count, delay=0, **digests):
+        rows = [f"{117 * i},{i},{2 - a},{a / 2},{2.5 - a},{a}" for i, a in enumerate(self.accuracies[:count])]
         if self.diverged:
-            rows[-1] = f"{117 * (count - 1)},{(count - 1) / 4},,,,{self.accuracies[-1]}"
+            rows[-1] = f"{117 * self.last},{self.last},,{self.accuracies[-1] / 2},,{self.accuracies[-1]}"
         files.write_text(folder / "history.csv", "\n".join([COLUMNS, *rows]) + "\n")
+        if status != "running":
+            digests["history_sha256"] = files.sha256(folder / "history.csv")
         end = None if status == "running" else (self.start + timedelta(minutes=5)).isoformat()
         record = {key: getattr(self.run, key) for key in ("study", "name", "variant", "overrides", "seed")}
         record |= {"run_key": "0123456789abcdef", "status": status, "config": self.config, "data_sha256": "da7a" * 16}
-        record |= {"seconds": 300.0 + self.run.seed, "images_per_second": 1000.0, "numerics": 1}
-        record |= {"environment": {"git_commit": "c0ffee", "torch": "2.11.0", "device": "cpu"}}
-        record |= {"started_at": self.start.isoformat(), "finished_at": end}
+        record |= {"seconds": 300.0 + self.run.seed, "images_per_second": 1000.0, "numerics": 1, "resumptions": 0}
+        environment = {"git_commit": "c0ffee", "git_dirty": False, "torch": "2.11.0", "python": "3.11"}
+        record["environment"] = environment | {"device": "cpu", "device_name": "CPU", "num_threads": 1}
+        record |= {"started_at": self.start.isoformat(), "finished_at": end} | digests
         record["timestamps"] = [round(self.start.timestamp() * 1000) + 1000 * i + delay for i in range(count)]
         files.write_json(folder / "record.json", record)
 
@@ -91,14 +99,24 @@ class Run:
         self.write(self.scratch, "running", count, delay)
         return self
 
-    def finish(self, base=Path("."), weights=True):
-        folder, count = base / self.run.folder, len(self.accuracies)
-        metrics = {"diverged": self.diverged, "steps": 117 * (count - 1), "num_parameters": 31}
+    def finish(self, base=Path(".")):
+        folder, accuracy, loss = (
+            base / self.run.folder,
+            self.accuracies[-1],
+            None if self.diverged else 2 - self.accuracies[-1],
+        )
+        metrics = {"diverged": self.diverged, "diverged_at_step": 117 * self.last if self.diverged else None}
+        metrics |= {
+            "steps": 117 * self.last,
+            "num_parameters": 31,
+            "test_accuracy": accuracy,
+            "train_accuracy": accuracy / 2,
+        }
+        metrics |= {"train_loss": loss, "test_loss": None if self.diverged else 2.5 - accuracy}
         files.write_json(folder / "metrics.json", metrics)
-        if weights:
-            files.write_bytes(base / self.run.weights, b"weights")
         shutil.rmtree(self.scratch, ignore_errors=True)
-        self.write(folder, "diverged" if self.diverged else "finished", count)
+        digests = {"metrics_sha256": files.sha256(folder / "metrics.json"), "weights_sha256": "0" * 64}
+        self.write(folder, "diverged" if self.diverged else "finished", len(self.accuracies), **digests)
         return base
 
 
@@ -126,7 +144,17 @@ def artifacts(run, folder=None):
 def contents():
     """Everything in the store that a second import could double."""
     with sqlite3.connect("mlflow.db") as database:
-        tables = ("runs", "metrics", "params", "tags", "inputs", "datasets", "experiments")
+        tables = (
+            "runs",
+            "metrics",
+            "params",
+            "tags",
+            "inputs",
+            "datasets",
+            "experiments",
+            "logged_models",
+            "model_versions",
+        )
         return {table: sorted(database.execute(f"select * from {table}"), key=str) for table in tables}
 
 
@@ -138,46 +166,73 @@ def until(condition, seconds=600):
 
 
 def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monkeypatch):
-    monkeypatch.setattr("pipeline.tracking.sync.POINTS_PER_BATCH", 2)
+    monkeypatch.setattr("pipeline.tracking.sync.VALUES_PER_BATCH", 7)
     accuracies = {0: [0.1, 0.5, 0.7], 1: [0.2, 0.3, 0.9], 2: [0.1, 0.8, 0.75]}
     for seed, values in accuracies.items():
         Run("osa_qr", seed, values).finish()
-    Run("vit_noskip", 0, [0.1, 0.2], diverged=True).finish(weights=False)
-    files.write_text("paper_outputs/report.html", "the report")
+    Run("osa_qr", 3, [0.1, 0.3, 0.098], diverged=True).finish()
+    Run("vit_noskip", 0, [0.1, 0.2], diverged=True).finish()
+    files.write_text("paper_outputs/report.html", "the report"), files.write_text("paper_outputs/figure_1.svg", "<svg/>")
 
-    assert sync() == (4, 4)
+    assert sync() == (5, 5)
     before, searches = contents(), []
     search = mlflow.MlflowClient.search_runs
     monkeypatch.setattr(mlflow.MlflowClient, "search_runs", lambda *a, **b: searches.append(a) or search(*a, **b))
-    assert sync() == (0, 4)
+    assert sync() == (0, 5)
     assert contents() == before and len(searches) == 1
 
     shown = by_name()
-    seeds = {f"OSA (QR), seed {seed}" for seed in accuracies}
-    assert shown.keys() == {"OSA (QR)", "ViT (no skip)", "ViT (no skip), seed 0"} | seeds
     parent, child, diverged = (shown[name] for name in ("OSA (QR)", "OSA (QR), seed 1", "ViT (no skip), seed 0"))
     columns, steps = [list(column) for column in zip(*accuracies.values(), strict=True)], [0, 117, 234]
     assert curve(child, "test_accuracy") == [(step, 100 * a) for step, a in zip(steps, accuracies[1], strict=True)]
     means = [round(100 * sum(column) / 3, 2) for column in columns]
-    assert curve(parent, "test_accuracy") == list(zip(steps, means, strict=True))
+    assert curve(parent, "test_accuracy") == list(zip(steps, means, strict=True))  # without seed 3
     paper, std = PAPER.table_2["osa_qr"], round(100 * statistics.stdev(columns[-1]), 2)
-    expected = {"test_accuracy": means[-1], "test_accuracy_std": std, "num_seeds": 3, "epoch": 0.5}
-    expected |= {"paper_test_accuracy": paper, "difference_to_paper": round(means[-1] - paper, 2)}
+    expected = {"test_accuracy": means[-1], "test_accuracy_std": std, "num_seeds": 3, "num_diverged": 1, "epoch": 2}
+    expected |= {"paper_test_accuracy": paper, "difference_to_paper": round(means[-1] - paper, 2), "seconds": 301}
     assert parent.data.metrics.items() >= expected.items()
     assert child.data.metrics["difference_to_paper"] == round(90 - paper, 2)
     for run in (parent, child):  # in this order MLflow shows them, and Compare opens on the first
         assert list(run.data.metrics)[:2] == ["test_accuracy", "test_loss"]
         assert run.data.tags["mlflow.runColor"] == look("osa_qr").colour
         assert str(paper) in run.data.tags["mlflow.note.content"] and run.data.tags["mlflow.user"] != "unknown"
-    assert child.data.params.items() >= {"train.learning_rate": "0.0003", "seed": "1", "run": "table_2/osa_qr/1"}.items()
+    assert child.data.params.items() >= {"init.head": "xavier", "seed": "1", "run": "table_2/osa_qr/1"}.items()
     tags = {"mlflow.parentRunId": parent.info.run_id, "mlflow.source.git.commit": "c0ffee", "mlflow.source.type": "LOCAL"}
-    assert child.data.tags.items() >= (tags | {"variant": "osa_qr", "seed": "1", "current": "true"}).items()
+    tags |= {"variant": "osa_qr", "seed": "1", "current": "true", "mlflow.source.name": "pipeline/train.py"}
+    assert (
+        child.data.tags.items() >= tags.items()
+        and f"`{runs.Run('osa_qr', 1).command}`" in child.data.tags["mlflow.note.content"]
+    )
     assert (child.info.status, child.info.end_time - child.info.start_time) == ("FINISHED", 300_000)
-    assert artifacts(child) == ["history.csv", "metrics.json", "record.json", "weights"]
-    assert diverged.info.status == "FAILED" and "difference_to_paper" not in diverged.data.metrics
-    assert curve(diverged, "test_loss") == [(0, 2.0)] and "weights" not in artifacts(diverged)
+    assert artifacts(child) == ["history.csv", "metrics.json", "record.json"]
+    none = shown["ViT (no skip)"].data.metrics
+    assert diverged.info.status == "FAILED" and (none["num_seeds"], none["num_diverged"]) == (0, 1)
+    assert not {"test_accuracy", "test_accuracy_std", "difference_to_paper"} & none.keys()
+    assert curve(diverged, "test_loss") == [(0, 2.4)] and "difference_to_paper" not in diverged.data.metrics
     newest = max((shown["OSA (QR)"], shown["ViT (no skip)"]), key=lambda run: run.info.start_time)
-    assert artifacts(newest, "report") == ["report/report.html"]
+    assert artifacts(newest, "report") == ["report/figure_1.svg", "report/report.html"]
+
+
+def test_the_models_of_table_2_are_mlflows_where_weights_are_there(folder, database):
+    synthetic.write_project(
+        folder, lambda raw: raw["run"].update(variants=["osa_qr", "vit"]), seeds=[0], diverged=[("vit", 0)]
+    )
+    for path in folder.glob("paper_outputs/runs/*/*/*/record.json"):
+        count = len((path.parent / "history.csv").read_text().splitlines()) - 1
+        files.write_json(path, files.read_json(path) | {"timestamps": list(range(count))})
+    for register in (False, True, True):
+        sync(register=register)
+        before = contents()
+    sync(register=True)
+    assert contents() == before
+    run, images = by_name()["OSA (QR), seed 0"], torch.rand(5, 1, 28, 28)
+    expected = runs.Run("osa_qr", 0).load_model(params.resolve(params.load(), "osa_qr"))(images)
+    for address in (f"runs:/{run.info.run_id}/model", "models:/osa_qr/1", run.data.tags["model"]):
+        torch.testing.assert_close(mlflow.pytorch.load_model(address)(images), expected)
+    (model,) = client().search_logged_models([run.info.experiment_id])
+    assert {metric.key: metric.value for metric in model.metrics}["test_loss"] == run.data.metrics["test_loss"]
+    assert [each.name for each in client().search_registered_models()] == ["osa_qr"]  # the other diverged
+    assert not list(folder.glob("mlartifacts/**/*.pth")) and "model" not in by_name()["ViT, seed 0"].data.tags
 
 
 def test_the_newest_measurement_of_each_seed_counts(database):
@@ -189,40 +244,21 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     files.write_json(runs.Run("vit", 0).folder / "evaluation.json", {})  # files that come later are added
     assert sync() == (0, 2)
     assert sync(Run("vit", 0, [0.1, 0.2], minutes=-10).finish(Path("older"))) == (1, 1)
+    explored = Run("vit", 0, [0.1, 0.9], minutes=20)
+    explored.config["train"]["learning_rate"] = 0.01
+    older = Run("vit", 1, [0.1, 0.7])
+    older.config["train"]["clip_grad_norm"] = None  # as if it had no such key
+    older.finish(), explored.finish(), sync()
     single = client().search_runs(["1"], "tags.level = 'single'")
     assert sorted((run.data.metrics["test_accuracy"], run.data.tags["current"]) for run in single) == [
-        (20, "false"), (50, "false"), (60, "true"), (70, "true"),
+        (20, "false"), (50, "false"), (60, "false"), (70, "true"), (90, "true"),
     ]  # fmt: skip
-    (newest,) = client().search_runs(["1"], "tags.current = 'true' and params.run = 'table_2/vit/0'")
-    assert "evaluation.json" in artifacts(newest)
-    (parent,) = client().search_runs(["1"], "tags.level = 'mean'")
-    assert curve(parent, "test_accuracy") == [(0, 10), (117, 65)]
-
-
-def test_a_configuration_has_a_parent_of_its_own(database):
-    older, newer, explored = Run("vit", 0, [0.1, 0.5]), Run("vit", 1, [0.1, 0.7]), Run("vit", 0, [0.1, 0.9], minutes=9)
-    newer.config["train"]["clip_grad_norm"] = None  # as if it had no such key
-    explored.config["train"]["learning_rate"] = 0.01
-    older.finish(), newer.finish(), sync()
-    explored.finish(), sync()
-    parents = {run.data.params["train.learning_rate"]: run for run in client().search_runs(["1"], "tags.level = 'mean'")}
-    assert parents["0.0003"].data.metrics["test_accuracy"] == 60
-    assert parents["0.01"].data.metrics["test_accuracy"] == 90 and "test_accuracy_std" not in parents["0.01"].data.metrics
-
-
-def test_the_mean_is_over_the_runs_that_table_2_counts(database):
-    for seed, accuracy in ((0, 0.96), (2, 0.98)):
-        Run("vit", seed, [0.1, 0.5, accuracy]).finish()
-    Run("vit", 1, [0.1, 0.098], diverged=True).finish()
-    for seed in (0, 1):
-        Run("osa_qr", seed, [0.1, 0.098], diverged=True).finish()
-    sync()
-    parent, none = by_name()["ViT"], by_name()["OSA (QR)"].data.metrics
-    assert parent.data.metrics["test_accuracy_std"] == round(statistics.stdev([96, 98]), 2)
-    assert (parent.data.metrics["num_seeds"], parent.data.metrics["num_diverged"]) == (2, 1)
-    assert curve(parent, "test_accuracy") == [(0, 10), (117, 50), (234, 97)]  # beyond the divergence
-    assert (none["num_seeds"], none["num_diverged"]) == (0, 2)
-    assert not {"test_accuracy", "test_accuracy_std", "difference_to_paper"} & none.keys()
+    (evaluated,) = (run for run in single if run.data.metrics["test_accuracy"] == 60)
+    assert "evaluation.json" in artifacts(evaluated)
+    parents = client().search_runs(["1"], "tags.level = 'mean'")
+    assert {run.data.params.get("train.learning_rate"): curve(run, "test_accuracy") for run in parents} == {
+        None: [(0, 10), (1 * 117, 65)], "0.01": [(0, 10), (117, 90)],
+    }  # fmt: skip
 
 
 def test_views_show_the_models_first_and_each_study_beside_them(database):
@@ -234,38 +270,23 @@ def test_views_show_the_models_first_and_each_study_beside_them(database):
     saved, shown, ages = client().get_experiment("1").tags, {}, {}
     for key, (name, view) in views(["table_2", "left_open", "depth"]).items():
         assert saved[f"mlflow.sharedViewState.{key}"] == view
-        state = json.loads(json.loads(view)["state"])
-        ages[name] = json.loads(view)["createdAt"]
+        state, ages[name] = json.loads(json.loads(view)["state"]), json.loads(view)["createdAt"]
         order = [f"{state['orderByKey']} {'ASC' if state['orderByAsc'] else 'DESC'}"]
         listed = client().search_runs(["1"], state["searchFilter"], order_by=order)
         shown[name] = [run.info.run_name for run in listed]
         columns = {column.split("`")[1] for column in state["selectedColumns"]}
         assert columns - {key for run in listed for key in run.data.metrics} <= {"test_accuracy_std"}  # one seed has none
+        scales = {chart["metricKey"]: chart["scaleType"] for chart in state["compareRunCharts"]}
+        assert scales["train_loss"] == scales["test_loss"] == "log" and scales["test_accuracy"] == "linear"
     assert shown == {
         "Models": ["OSA (QR)", "ViT"],
         "Models, seed by seed": ["OSA (QR), seed 0", "ViT, seed 0"],
         "Depth": ["OSA (QR)", "ViT", "ViT, depth"],
         "Left open": ["OSA (QR)", "ViT", "ViT, init.head=zeros"],
     }
+    assert "leaves this open" in by_name()["ViT, init.head=zeros"].data.tags["mlflow.note.content"]
     assert sorted(ages, key=ages.get, reverse=True) == list(shown)  # as MLflow's menu sorts them
     assert list(by_name(level="mean"))[:2] == ["OSA (QR)", "ViT"]  # the newest first, as without any view
-
-
-def test_notes_name_commands_that_exist():
-    listed = params.load(ROOT / "params.yaml").run
-    notes = Notes(PAPER, params.read(ROOT / "params.yaml"))
-    committed = [files.read_json(path) for path in ROOT.glob("paper_outputs/runs/*/*/*/record.json")]
-    committed = [record for record in committed if record["study"] != TRIES]
-    assert {record["study"] for record in committed} >= {"table_2", "left_open", "depth"}
-    for record in committed:
-        note = notes.note(record, [record["seed"]])
-        run = runs.Run(record["variant"], record["seed"], record["study"], record["overrides"])
-        is_stage = run.study != TABLE_2 or (run.variant in listed.variants and run.seed in listed.seeds)
-        assert f"`{run.command if is_stage else f'python -m pipeline.train {run.variant} {run.seed}'}`" in note
-        assert ("leaves this open" in note) >= (run.study == "left_open" and bool(run.overrides))
-    tried = {"variant": "vit", "study": TRIES, "name": "vit+init.alpha=0.2+init.head=None"}
-    assert "`python -m pipeline.train vit 2 --set init.alpha=0.2 --set init.head=null`" in notes.note(tried, [2])
-    assert (TABLE_2, TRIES) == (runs.TABLE_2, runs.TRIES)
 
 
 def test_a_running_training_moves_survives_a_kill_and_ends(database):
@@ -294,21 +315,39 @@ def test_a_running_training_moves_survives_a_kill_and_ends(database):
     assert curve(by_name()["ViT"], "test_accuracy")[-1] == (351, 55)
 
 
+@pytest.mark.parametrize("call", ["log_batch", "log_artifact", "set_terminated"])
+def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
+    Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, call, lambda *a, **b: sys.exit("killed"))
+        with pytest.raises(SystemExit, match="killed"):
+            sync()
+    sync()
+    assert set(by_name()) == {"ViT", "ViT, seed 0", "ViT, seed 1"}
+    assert curve(by_name()["ViT"], "test_accuracy") == [(0, 10), (117, 60)]
+
+
 def test_what_somebody_edited_in_mlflow_is_written_again(database):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish(), sync()
     before = {name: run.data for name, run in by_name().items()}
     ids = {name: run.info.run_id for name, run in by_name().items()}
-    for key in ("study", "name", "seed", "configuration", "files"):
+    for key in ("study", "name", "seed", "configuration", "files", "variant", "mlflow.source.name"):
         client().delete_tag(ids["ViT, seed 0"], key)
-    client().set_tag(ids["ViT, seed 1"], "seed", "word")
-    client().set_tag(ids["ViT, seed 1"], "mlflow.note.content", "mine")
-    client().delete_tag(ids["ViT"], "configuration")
+    client().set_tag(ids["ViT, seed 1"], "seed", "word"), client().set_tag(ids["ViT, seed 1"], "mlflow.note.content", "mine")
+    client().delete_tag(ids["ViT"], "level"), client().set_tag(ids["ViT"], "seed", "word")
     assert sync() == (0, 2)
     after = by_name()
     for name in before:
-        ours = {key: value for key, value in before[name].tags.items() if not key.startswith("mlflow.")}
+        ours = {key: value for key, value in before[name].tags.items() if not re.match("mlflow.(note|parent)", key)}
         assert after[name].data.tags.items() >= ours.items() and after[name].data.metrics == before[name].metrics
     assert after["ViT, seed 1"].data.tags["mlflow.note.content"] == "mine"
+    client().delete_run(after["ViT, seed 0"].info.run_id), client().delete_run(after["ViT"].info.run_id)
+    assert sync() == (1, 2) and set(by_name()) == set(before)
+    shutil.rmtree("paper_outputs/runs")
+    for key in ("variant", "configuration", "study"):
+        client().delete_tag(by_name()["ViT, seed 1"].info.run_id, key)
+    assert sync() == (0, 0)
+    Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish()
     client().rename_experiment("1", "mine")
     assert sync() == (2, 2)  # into an experiment of the right name
 
@@ -327,8 +366,8 @@ def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsy
     (folder / "6/history.csv").unlink()
     (folder / "7/metrics.json").unlink(), (folder / "7/metrics.json").symlink_to(Path("params.yaml").resolve())
     assert sync(base) == (2, 9)
-    warnings = capsys.readouterr().err.splitlines()
-    assert sorted(line.split()[1] for line in warnings) == [f"{folder}/{seed}/record.json" for seed in range(1, 8)]
+    named = re.findall(r"warning: (\S+) is not imported", capsys.readouterr().err)
+    assert sorted(named) == [f"{folder}/{seed}/record.json" for seed in range(1, 8)]
     assert set(by_name(level="single")) == {"ViT, seed 0", "ViT, it's, seed 0"}
 
 
@@ -346,7 +385,8 @@ def test_a_store_that_cannot_be_used_says_why_and_is_never_to_be_deleted(databas
     assert "create it" in error(f"sqlite:///{Path('typo/mlflow.db').absolute()}")
     for uri in ("postgresql+nothing://me:secret@127.0.0.1/runs", "sqlte:///mlflow.db", "ftp://me:s/e@secret@there"):
         assert "MLFLOW_TRACKING_URI" in error(uri)
-    assert "psycopg" in error("postgresql://me:secret@127.0.0.1/runs")
+    for uri in ("postgresql://me:secret@127.0.0.1/runs", "postgresql://127.0.0.1/runs?user=me&password=secret"):
+        assert "psycopg" in error(uri)
     with sqlite3.connect("mlflow.db") as opened:
         opened.execute("update alembic_version set version_num = '451aebb31d03'")
     assert "mlflow db upgrade" in error()

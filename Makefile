@@ -57,7 +57,8 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) python -m pipeline.benchmarks.step
 	$(RUN) python -m pipeline.benchmarks.depth
 	$(RUN) python -m pipeline.benchmarks.orthogonal
-	$(RUN) dvc repro --single-item benchmarks report
+	$(RUN) dvc commit --force benchmarks
+	$(RUN) dvc repro --single-item report
 
 gpu:  ## check and time the kernels on a GPU, where torch alone will do, into gpu.tar.gz; STEP=attention takes that step alone
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)

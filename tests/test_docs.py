@@ -103,7 +103,7 @@ def test_dvc_takes_its_commands():
     for words in dvc_commands():
         arguments = parser.parse_args(words)
         if arguments.cmd in ("repro", "commit"):
-            assert stages >= set(arguments.targets), words
+            assert stages >= {each for each in arguments.targets if not (ROOT / each).exists()}, words
 
 
 @pytest.mark.parametrize("group", options("-S"), ids=" ".join)

@@ -1,6 +1,8 @@
-"""Errors that a user can mend, told in one sentence."""
+"""What commands have in common: their parser, and errors that a user can mend, told in one sentence."""
 
+import argparse
 import functools
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -10,11 +12,18 @@ class UserError(Exception):
     """One sentence that names the key or file at fault and the remedy."""
 
 
+def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
+    """That of `python -m pipeline.COMMAND`, with the first line of its docstring, of which `python -OO` has none."""
+    return argparse.ArgumentParser(prog=f"python -m pipeline.{command}", description=(about or "").partition("\n")[0])
+
+
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
     """Turns a `UserError` of a stage's `main`, or one of the system about a file, into one line and exit status 1."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # whatever a label holds, and whatever the terminal shows
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)
         except UserError as error:

@@ -9,7 +9,6 @@ import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -20,7 +19,6 @@ from pipeline.core.errors import UserError
 from pipeline.core.schemas import Content
 from pipeline.lab import TABLES
 from pipeline.runs import FOLDER as RUNS
-from pipeline.runs import TABLE_2
 from pipeline.study import FOLDER as STUDIES
 
 FOLDERS = ("", "pipeline/report", *(f"pipeline/studies/{wing}" for wing in studies.WINGS if wing != "paper"))  # of dvc.yaml
@@ -33,7 +31,6 @@ class Item(Content):
 
 
 class Entry(Content):
-    cmd: Any = None
     deps: list[Item] = Field([])
     outs: list[Item] = Field([])
 
@@ -52,25 +49,24 @@ class Chain:
 
 
 def compare(names: list[str], *more: Path) -> Chain:
-    """Compares Table 2's runs and tables, benchmarks, these studies with the runs that they read, and whatever else is
-    given. There is nothing to compare with where this folder has no dvc.lock.
+    """Compares runs, tables, benchmarks, these studies, and whatever else is given. There is nothing to compare with where
+    this folder has no dvc.lock.
 
     Raises:
         UserError: a lock or its dvc.yaml is malformed.
     """
     if not Path("dvc.lock").exists():
         return Chain(False, {}, [])
-    roots = [TABLES, RUNS / TABLE_2, BENCHMARKS, *more, *(folder / name for name in names for folder in (STUDIES, RUNS))]
+    roots = [TABLES, RUNS, BENCHMARKS, *more, *(STUDIES / name for name in names)]
     digests, different, known = {}, {}, set()
     for folder in FOLDERS:
         for path, expected, remedy in entries(Path(folder)):
-            if path == BENCHMARKS or not any(path.is_relative_to(root) for root in roots):
-                continue
-            known.add(path)
-            if path not in digests:
-                digests[path] = digest(path)
-            if digests[path] != expected:
-                different.setdefault(str(path), remedy)
+            if any(path.is_relative_to(root) for root in roots):
+                known.add(path)
+                if path not in digests:
+                    digests[path] = digest(path)
+                if digests[path] != expected:
+                    different.setdefault(str(path), remedy)
     read = [TABLES, *more, *(STUDIES / name for name in names), *sorted(BENCHMARKS.glob("*"))]
     return Chain(True, different, [str(path) for path in read if path.exists() and path not in known])
 
@@ -87,8 +83,6 @@ def entries(folder: Path) -> list[tuple[Path, str, str]]:
             continue
         address = name if folder == Path() else f"{folder}/dvc.yaml:{name}"
         again = f"`dvc repro {address}`"
-        if stage.get("do", stage).get("frozen"):
-            again = f"`{entry.cmd}` and `dvc commit -f {address}`"
         for output in entry.outs:
             if output.path.exists() or not output.path.is_relative_to(RUNS):  # a run that is no longer listed may have gone
                 found.append((output.path, output.md5, f"`git checkout {shlex.quote(str(output.path))}`, or {again}"))

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import queue
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from tqdm import tqdm
 from osa import NUMERICS
 from pipeline import runs, studies, tracking
 from pipeline.core import files, params, record
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, RunConfig
 from pipeline.lab import Lab
 from pipeline.runs import Run
@@ -51,7 +52,7 @@ INTERRUPTS: list[int] = []  # the signal that ends this process, once there is o
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tools.fan_out", description=__doc__.splitlines()[0])
+    parser = command_parser("tools.fan_out", __doc__)
     parser.add_argument("--jobs", type=int, help="trainings at a time on this machine; default: one a GPU or core")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
@@ -62,31 +63,30 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"argument --jobs: {chosen.jobs} is not 1 or more")
     if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
+    if locks.claims() is None:
+        raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
     locks.FAN_OUT.parent.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(locks.FAN_OUT, timeout=0), pass_signals_on():
-            listed = list_jobs(params.load(), chosen.only)
-            left = [job for job in listed if not is_there(*job)]
-            try:
-                train(left, chosen)
-            finally:
-                commit([run for run, config in listed if run.study == runs.TABLE_2 and is_there(run, config)])
+            left = [job for job in list_jobs(params.load(), chosen.only) if not is_there(*job)]
+            if untold := [target(run) for run in train(left, chosen) if not commit(run)]:
+                raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(untold)}`.")
     except Timeout:
         raise UserError(f"another fan_out works here ({locks.FAN_OUT} is locked): wait for it, or end it.") from None
     except KeyboardInterrupt:
         raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
 
 
-def train(jobs: list[Job], chosen: argparse.Namespace) -> None:
-    """Trains on a cluster or here, and shows each run in MLflow when it ends."""
+def train(jobs: list[Job], chosen: argparse.Namespace) -> Iterator[Run]:
+    """Trains on a cluster or here, shows each run in MLflow when it ends, and yields it."""
     if chosen.cluster:
         for run in follow(jobs, on_cluster(jobs, chosen.cluster), len(jobs)):
             if not chosen.no_tracking:
                 tracking.sync_quietly(run)
+            yield run
     else:
         at_a_time = chosen.jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
-        for _ in follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * chosen.no_tracking), at_a_time):
-            pass
+        yield from follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * chosen.no_tracking), at_a_time)
 
 
 @contextlib.contextmanager
@@ -225,22 +225,23 @@ def time_left(seconds: list[float | None], at_a_time: int) -> str:
 # here
 
 
-def commit(done: list[Run]) -> None:
-    """Tells DVC that the stages of these runs are done, or it would train them again.
+def target(run: Run) -> str:
+    """What DVC calls a run: a stage, or the folder of the runs of its study."""
+    return f"train@{run.variant}-{run.seed}" if run.study == runs.TABLE_2 else str(runs.FOLDER / run.study)
 
-    They are all that are there, not those of this call alone: a call that was killed told DVC of none.
 
-    Raises:
-        UserError: DVC does not take it.
+def commit(run: Run) -> bool:
+    """Tells DVC of a run that was trained just now, or it would train it again. Any other may have been changed by hand.
+
+    Returns whether DVC took it.
     """
-    if not (done and shutil.which("dvc") and Path(".dvc").is_dir()):
-        return
+    if not (shutil.which("dvc") and Path(".dvc").is_dir()):
+        return True
     while others := locks.dvc_processes():
-        print(f"{' and '.join(others)} works here: waiting to tell DVC of the trainings.", file=sys.stderr, flush=True)
+        print(f"{' and '.join(others)} works here: waiting to tell DVC of {run}.", file=sys.stderr, flush=True)
         time.sleep(LOGGED_EVERY)
-    stages = [f"train@{run.variant}-{run.seed}" for run in done]
-    if subprocess.run(["dvc", "--wait-for-lock", "commit", "--force", "--quiet", *stages], check=False).returncode:
-        raise UserError("`dvc commit` of the trainings failed: do what it says, and run this again.")
+    command = ["dvc", "--wait-for-lock", "commit", "--force", "--quiet", target(run)]
+    return not subprocess.run(command, check=False).returncode
 
 
 def command(run: Run) -> list[str]:
@@ -257,7 +258,7 @@ def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
     settings = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
     if INTERRUPTS:
         return False
-    options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, text=True)
+    options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
     with subprocess.Popen([sys.executable, *arguments], **options) as process:
         PROCESSES.add(process)
         if INTERRUPTS:  # since it was started
@@ -280,11 +281,16 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run]:
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     for i in range(at_a_time):
         free.put((given[:count] or range(count))[i % count] if count else None)
+    failures: list[UserError] = []
 
     def train(run: Run) -> bool:
         device = free.get()
         try:
-            return execute(command(run) + options, Path(), {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
+            share = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+            return not failures and execute(command(run) + options, Path(), share)
+        except RuntimeError as error:  # those under way go on, and no other begins
+            failures.append(failure(run, error))
+            return False
         finally:
             free.put(device)
 
@@ -292,14 +298,12 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run]:
         futures = {pool.submit(train, run): run for run, _ in jobs}
         try:
             for future in as_completed(futures):
-                try:
-                    has_ended = future.result()
-                except RuntimeError as error:
-                    raise failure(futures[future], error) from None
-                if has_ended:
+                if future.result():
                     yield futures[future]
         finally:
             pool.shutdown(cancel_futures=True)
+    if failures:
+        raise failures[0]
 
 
 def failure(run: Run, error: Exception) -> UserError:

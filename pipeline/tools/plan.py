@@ -3,7 +3,6 @@
 DVC's own status says what has changed, with the meaning of `dvc repro --allow-missing`; its graph says what follows.
 """
 
-import argparse
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -17,15 +16,15 @@ from dvc.stage import Stage
 
 from pipeline import runs, sources
 from pipeline.core import params
-from pipeline.core.errors import UserError, entry_point
-from pipeline.tools import fan_out, times
+from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.tools import fan_out, locks, times
 
 SHOWN = 4  # names and reasons in a line
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    argparse.ArgumentParser(prog="python -m pipeline.tools.plan", description=__doc__.splitlines()[0]).parse_args(arguments)
+    command_parser("tools.plan", __doc__).parse_args(arguments)
     settings, records = params.load(), runs.finished()
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
@@ -33,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     except LockError as error:
         raise UserError(f"another process works with DVC here ({' '.join(str(error).split())}): wait for it.") from None
     except DvcException as error:
-        raise UserError(f"DVC cannot say what has changed ({str(error).splitlines()[0]}): `make doctor`.") from None
+        remedy = f"`rm {locks.RWLOCK}`" if locks.claims() is None else "`make doctor`"
+        raise UserError(f"DVC cannot say what has changed ({str(error).splitlines()[0]}): {remedy}.") from None
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
     for group, stages in grouped(changed).items():

@@ -10,7 +10,7 @@ import pytest
 from pipeline import sources
 from pipeline.core import files, params
 from pipeline.runs import Run
-from pipeline.tools import fan_out, plan
+from pipeline.tools import fan_out, locks, plan
 from tests.pipeline.trainings import trained, write_data, write_params
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of DVC's own use of pygtrie
@@ -76,8 +76,12 @@ def test_an_edit_of_code_that_makes_none_of_a_studys_numbers_stops_at_its_source
 
 
 def test_what_stops_dvc_is_one_sentence(project, capsys):
-    Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
-    with pytest.raises(SystemExit):
-        plan.main([])
-    assert capsys.readouterr().err.startswith("error: ")
+    locks.RWLOCK.write_text("", encoding="utf-8")  # as a kill leaves it
+    for remedy in ("`rm .dvc/tmp/rwlock`", "`make doctor`"):
+        with pytest.raises(SystemExit):
+            plan.main([])
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1 and remedy in message
+        locks.RWLOCK.unlink(missing_ok=True)
+        Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
     assert Run("vit", 0).read("record")["seconds"] == 3600

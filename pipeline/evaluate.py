@@ -5,7 +5,6 @@ test set, and for each layer and head of orthogonal attention what the paper's t
 that a run need not be measured, nor its weights be there, where another one is added.
 """
 
-import argparse
 import copy
 import math
 
@@ -18,7 +17,7 @@ from osa.functional import orthogonal_attention_matrix
 from osa.modules import OrthogonalSelfAttention
 from pipeline import measures
 from pipeline.core import files, params, record
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded, rounded_table
 from pipeline.core.params import RunConfig
 from pipeline.runs import Run
@@ -32,7 +31,7 @@ TOLERANCE_IMAGES = 5  # by which the accuracy may differ from training's, as rou
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
+    parser = command_parser("evaluate", __doc__)
     parser.add_argument("variant", help="a name under variants in params.yaml")
     parser.add_argument("seed", type=params.seed)
     chosen = parser.parse_args(arguments)
@@ -54,13 +53,12 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     """The measurements of one finished run, to the digits that files hold."""
-    device = record.default_device()
+    device, model = record.default_device(), run.load_model(config)
     folder = data.folder(config.data.source)
     mnist = data.load(folder, config.data.pixel_scaling, device)
     if mnist.sha256 != run.read("record")["data_sha256"]:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
-    model = run.load_model(config).to(device)
-    predictions, loss = predict(model, mnist.test_images, mnist.test_labels)
+    predictions, loss = predict(model.to(device), mnist.test_images, mnist.test_labels)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)
     accuracy = confusion.trace() / confusion.sum()
     check_accuracy(run, accuracy, trained_accuracy, len(predictions))

@@ -71,10 +71,7 @@ IMAGES = {  # of the data sets that are published
     "kmnist": DIGITS,
     "cifar10": Images(3, 32, 10),
 }
-FOLDER, DESCRIPTION = (
-    "folder",
-    "images.json",
-)  # one's own images, and the file beside them in data/folder that describes them
+FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and what describes them, beside them
 LABELS = {  # of the models made for depth, which stand in the library
     "osa_shaped": "OSA (shaped)",
     "softmax_shaped": "Softmax (shaped)",
@@ -113,6 +110,18 @@ class Run(Section):
     seeds: Seeds
 
 
+class Description(Section):
+    """data/folder/images.json."""
+
+    path: str
+    resize: Size | None
+    made_from: str  # digests of the images that were there, and of those that were stored
+    sha256: str
+    classes: list[str]
+    channels: Literal[1, 3]
+    size: PositiveInt
+
+
 class Data(Section):
     source: Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10", "folder"]
     pixel_scaling: Literal["unit", "half", "standard"]
@@ -130,13 +139,21 @@ class Data(Section):
         """Raises UserError if they are one's own, and fetch has not stored them."""
         if self.source != FOLDER:
             return IMAGES[self.source]
+        stored = self.description()
+        return Images(stored.channels, stored.size, len(stored.classes))
+
+    def description(self) -> Description:
+        """What fetch has stored of one's own images. Raises UserError where it has not, or others."""
         path = Path("data", FOLDER, DESCRIPTION)
-        stored = read_json(path) if path.exists() else {}
-        if [stored.get("path"), stored.get("resize")] != [self.path, self.resize]:
+        try:
+            stored = validate(Description, read_json(path), str(path))
+        except UserError:  # absent, or damaged
+            stored = None
+        if stored is None or (stored.path, stored.resize) != (self.path, self.resize):
             raise UserError(
                 f"{path.parent} does not hold the images of data.path {self.path}: run `python -m pipeline.fetch`."
             )
-        return Images(stored["channels"], stored["size"], len(stored["classes"]))
+        return stored
 
     @property
     def in_channels(self) -> int:

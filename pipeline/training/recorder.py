@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from osa import NUMERICS
 from pipeline.core import files, record
-from pipeline.core.params import RunConfig
+from pipeline.core.errors import UserError
+from pipeline.core.params import FOLDER, RunConfig
 from pipeline.runs import Run
 from pipeline.training import checkpoint
 from pipeline.training.loop import COLUMNS, Observer, Training
@@ -30,6 +31,8 @@ Watch = Callable[[Training], list[dict[str, float]]]
 def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False) -> None:
     """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device."""
     training = Training(config, run.seed, record.default_device())
+    if config.data.source == FOLDER and config.data.description().sha256 != training.data.sha256:
+        raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline.fetch`.")
     training.with_graph &= not eager
     recorder = Recorder(run, training, watch)
     recorder.restore()

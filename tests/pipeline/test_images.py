@@ -130,6 +130,12 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     before = {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()}
     assert stored().sha256 == first
     assert {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()} == before  # nothing to do
+    labels = data.load("data/folder").test_labels.clamp(max=1)
+    Path("data/folder/t10k-labels-idx1-ubyte.gz").write_bytes(data.as_idx(1 - labels.numpy()))  # other classes
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "vit", "1")
+    assert "data/folder" in capsys.readouterr().err and not Run("vit", 1).is_there()
+    assert stored().sha256 == first
     save("train/cat/0.png", pixels("train/cat/0.png") ^ 1)
     second = stored().sha256
     assert second != first and not runs.is_current(run, config("vit"), second)
@@ -141,10 +147,13 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
         ({"patch_size": 5}, "patch_size 5 .*12"),
         ({"num_classes": 2}, "num_classes 2 .*3"),
         ({"path": "others"}, "run `python -m pipeline.fetch`"),
+        ({}, "run `python -m pipeline.fetch`"),
     ],
 )
 def test_a_model_that_does_not_fit_the_images_is_refused(changes, expected):
     stored()
+    if not changes:
+        Path("data/folder/images.json").write_text("[]", encoding="utf-8")
     write_params(**changes)
     with pytest.raises(UserError, match=expected):
         build_model(config("vit"), 0)

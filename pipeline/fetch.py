@@ -6,7 +6,6 @@ CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_
 images at `data.path`.
 """
 
-import argparse
 import base64
 import hashlib
 import os
@@ -22,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pipeline.core import params
-from pipeline.core.errors import UserError, entry_point, without_password
+from pipeline.core.errors import UserError, command_parser, entry_point, without_password
 from pipeline.core.files import write_bytes
 from pipeline.training import data
 
@@ -41,7 +40,7 @@ TRAIN_PER_CLASS = 400  # of the 500 digits of each class in the sample
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=__doc__.splitlines()[0])
+    parser = command_parser("fetch", __doc__)
     sources = [*params.IMAGES, params.FOLDER]
     parser.add_argument("source", nargs="?", choices=sources, help="default: data.source of params.yaml")
     source = parser.parse_args(arguments).source or params.load().data.source

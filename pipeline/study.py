@@ -3,14 +3,13 @@
 A study that trains reads what is there; `python -m pipeline.tools.fan_out` trains what is missing.
 """
 
-import argparse
 from pathlib import Path
 
 import pandas as pd
 
 from pipeline import studies
 from pipeline.core import files, params, record
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.lab import Lab
 from pipeline.training.loop import make_deterministic
 
@@ -20,7 +19,7 @@ RECORD = "record.json"
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.study", description=__doc__.splitlines()[0])
+    parser = command_parser("study", __doc__)
     parser.add_argument("name", help="a file in a wing of pipeline/studies that measures")
     chosen = parser.parse_args(arguments)
     study = studies.get(chosen.name)

@@ -6,18 +6,16 @@ same command resumes at the last epoch's end and finishes with the same bits as 
 With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/runs/tries, which DVC and git leave alone.
 """
 
-import argparse
-
 from pipeline import runs, studies, tracking
 from pipeline.core import params
-from pipeline.core.errors import entry_point
+from pipeline.core.errors import command_parser, entry_point
 from pipeline.training.loop import make_deterministic
 from pipeline.training.recorder import train
 
 
 @entry_point
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=__doc__.splitlines()[0])
+    parser = command_parser("train", __doc__)
     parser.add_argument("variant", help="a name under variants in params.yaml")
     parser.add_argument("seed", type=params.seed)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")

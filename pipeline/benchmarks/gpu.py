@@ -124,7 +124,7 @@ def commands(name: str) -> list[list[str]]:
 
 
 def main() -> None:
-    parser, known = argparse.ArgumentParser(description=__doc__.splitlines()[0]), (*TABLES, "tests", "train")
+    parser, known = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]), (*TABLES, "tests", "train")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(known)}; default: all")
     parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")

@@ -5,7 +5,6 @@ paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and
 shared memory, and how many programs a multiprocessor holds at once, by that memory alone and altogether.
 """
 
-import argparse
 import itertools
 import re
 import subprocess
@@ -23,7 +22,7 @@ from triton.compiler import ASTSource
 from osa.functional import ITERATIONS
 from osa.kernels import attention, launch, phi1
 from pipeline.core import files
-from pipeline.core.errors import entry_point
+from pipeline.core.errors import command_parser, entry_point
 from pipeline.core.files import ROOT
 
 TABLE = Path("paper_outputs/benchmarks/kernels.csv")
@@ -44,7 +43,7 @@ REPORTED = {
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.benchmarks.kernels", description=__doc__.splitlines()[0])
+    parser = command_parser("benchmarks.kernels", __doc__)
     parser.add_argument("--methods", nargs="+", choices=DTYPES, default=tuple(DTYPES))
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
@@ -69,7 +68,7 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
         file.flush()
         target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
         command = [TOOLS / "ptxas", "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        report = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
     used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # of all its functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))

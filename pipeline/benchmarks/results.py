@@ -25,9 +25,9 @@ PRODUCTS = {256: 50, 512: 20, 2048: 3}  # square matrices whose product shows th
 # the small ones last less than the turn of a process, and so show it on a busy machine too
 
 
-def parser(script: str, about: str) -> argparse.ArgumentParser:
+def parser(script: str, about: str | None) -> argparse.ArgumentParser:
     """The options of all scripts, and `about` them in its first paragraph."""
-    shown, about = argparse.ArgumentDefaultsHelpFormatter, about.split("\n\n")[0]
+    shown, about = argparse.ArgumentDefaultsHelpFormatter, (about or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(
         prog=f"python -m pipeline.benchmarks.{script}", description=about, formatter_class=shown
     )

@@ -76,7 +76,7 @@ def _git(*arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", *arguments]  # a training must not get in the way of a commit
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+        return os.fsdecode(done.stdout).strip()
     except (OSError, subprocess.CalledProcessError):
         return None

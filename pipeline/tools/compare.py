@@ -5,7 +5,6 @@ paper_outputs/runs/tries; without one it is the working directory. `--with` name
 A revision is read from git without checking it out. A try is compared with the model that it changes.
 """
 
-import argparse
 import json
 import math
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from dvc.api import DVCFileSystem
 from dvc.exceptions import DvcException
 from ruamel.yaml import YAML, YAMLError
 
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import plain
 from pipeline.runs import FOLDER, TABLE_2
 from pipeline.statistics import CONFIDENCE, contrast, quantile, summarise
@@ -37,7 +36,7 @@ Runs = dict[str, dict[int, Run]]  # by name and seed
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tools.compare", description=__doc__.splitlines()[0])
+    parser = command_parser("tools.compare", __doc__)
     parser.add_argument("experiment", nargs="?", default=".", help="of DVC, or a revision, or a folder with runs")
     parser.add_argument("--with", dest="other", default="HEAD", help="what to compare it with, named alike (default: HEAD)")
     chosen = parser.parse_args(arguments)

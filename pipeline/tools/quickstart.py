@@ -4,7 +4,6 @@ quickstart/ becomes a workspace of DVC: params.yaml with quickstart.yaml merged 
 to the code. Given again, it does what an edit of quickstart/params.yaml touches. Nothing outside the folder changes.
 """
 
-import argparse
 import contextlib
 import io
 import os
@@ -17,7 +16,7 @@ from ruamel.yaml import YAML
 
 from pipeline import runs
 from pipeline.core import files, params
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import ROOT
 from pipeline.core.params import Params
 
@@ -29,9 +28,7 @@ STAGES = ("check", "fetch", "train", "evaluate", "tables")
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    argparse.ArgumentParser(prog="python -m pipeline.tools.quickstart", description=__doc__.splitlines()[0]).parse_args(
-        arguments
-    )
+    command_parser("tools.quickstart", __doc__).parse_args(arguments)
     params.load()  # names the root's own file where that is at fault
     settings = prepare()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -4,7 +4,6 @@ tree with a commit, by the weights of every model after its first steps on the s
 An edit that keeps them needs nothing; one that does not raises `osa.NUMERICS`, and DVC trains again.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -50,18 +49,18 @@ def digests(tree: Path) -> dict[str, str]:
     command = [sys.executable, str(Path(__file__).resolve()), "--print"]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     return json.loads(
-        subprocess.run(command, cwd=tree, env=environment, check=True, text=True, stdout=subprocess.PIPE).stdout
+        subprocess.run(command, cwd=tree, env=environment, check=True, encoding="utf-8", stdout=subprocess.PIPE).stdout
     )
 
 
 def main() -> None:
-    from pipeline.core.errors import UserError, entry_point
+    from pipeline.core.errors import UserError, command_parser, entry_point
     from pipeline.core.files import ROOT
     from pipeline.training import data
 
     @entry_point
     def compare() -> None:
-        parser = argparse.ArgumentParser(prog="python -m pipeline.tools.same_bits", description=__doc__.splitlines()[0])
+        parser = command_parser("tools.same_bits", __doc__)
         parser.add_argument("commit")
         commit = parser.parse_args().commit
         if not data.folder("sample").exists():

@@ -10,8 +10,8 @@ def sync_quietly(run: object) -> None:
     """Shows a run that has just been trained in MLflow: in a process of its own, whose failure is a warning."""
     command = [sys.executable, "-m", "pipeline.tracking", "sync", "--only", str(run)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, check=False)
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
         cause = lines[-1].removeprefix("error: ") if done.returncode else ""
     except subprocess.TimeoutExpired:
         cause = f"no answer in {PATIENCE_SECONDS} s."

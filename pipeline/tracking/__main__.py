@@ -6,16 +6,15 @@
 The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says.
 """
 
-import argparse
 from pathlib import Path
 
-from pipeline.core.errors import entry_point, without_password
+from pipeline.core.errors import command_parser, entry_point, without_password
 from pipeline.tracking import store
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__.splitlines()[0])
+    parser = command_parser("tracking", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sync_parser = commands.add_parser("sync", help="bring MLflow up to date with the runs")
     sync_parser.add_argument("--from", dest="base", type=Path, default=Path("."), help="a folder with paper_outputs/runs")

@@ -66,6 +66,7 @@ class Record(Content):
     metrics_sha256: Digest
     watched_sha256: Digest | None = None
     environment: Environment
+    finished_at: str
     seconds: PositiveFloat
     images_per_second: PositiveFloat | None
     resumptions: Count

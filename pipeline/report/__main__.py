@@ -9,18 +9,18 @@ The words stand in templates/, one for each section. Their numbers come from wha
 are written to paper_outputs/numbers. There is no clock and no chance in here: the same files give the same bytes.
 """
 
-import argparse
 import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from markupsafe import Markup
 
 from pipeline import studies, study
 from pipeline.core import files, params
-from pipeline.core.errors import UserError, entry_point
+from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.drawing.looks import look
 from pipeline.lab import Lab
 from pipeline.report import chain, figures, page, results
@@ -36,7 +36,7 @@ README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__.splitlines()[0])
+    parser = command_parser("report", __doc__)
     parser.add_argument("page", nargs="?", default="paper", choices=[*PAGES, "readme"])
     parser.add_argument("--only", metavar="STUDY", help="summarise this study alone; take the others' numbers as they are")
     parser.add_argument("--anyway", action="store_true", help="also from files that dvc.lock does not know; names them")
@@ -61,6 +61,17 @@ def write(name: str, only: str | None = None, anyway: bool = False) -> None:
     compared = chain.compare(on_page(name)) if only is None else chain.Chain(False, {}, [])
     if not anyway:
         chain.check(compared)
+    try:
+        make(name, only, compared)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, jinja2.TemplateError) as error:
+        if compared.is_compared and not compared.different:
+            raise
+        what, remedy = next(iter(compared.different.items()), ("a file under paper_outputs", "`dvc repro`"))
+        raise UserError(f"no page can be made, as {what} is not what its stage writes ({error!r}): {remedy}.") from None
+
+
+def make(name: str, only: str | None, compared: chain.Chain) -> None:
+    """Writes what `write` says."""
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first

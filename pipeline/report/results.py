@@ -111,7 +111,9 @@ def provenance(records: dict[tuple[str, int], dict]) -> dict[str, Any]:
     facts |= {"data_sha256": [each["data_sha256"] for each in made], "numerics": [str(each["numerics"]) for each in made]}
     facts |= {"commit": [str(each["git_commit"]) for each in environments]}
     counts = {key: dict(sorted(Counter(values).items())) for key, values in facts.items()}
+    newest = max(made, key=lambda each: each["finished_at"], default={"environment": {"git_commit": None}})
     return counts | {
+        "newest_commit": newest["environment"]["git_commit"],
         "dirty": sum(bool(each["git_dirty"]) for each in environments),
         "resumptions": sum(each["resumptions"] for each in made),
     }

@@ -187,11 +187,3 @@ def test_a_flipped_label_is_named(project, capsys):
         evaluate.main(["osa_ns", "1"])
     message = capsys.readouterr().err
     assert "data/mnist" in message and "dvc repro -f fetch" in message
-
-
-def test_weights_that_are_not_there_are_named_with_the_remedy(project, capsys):
-    (project / "paper_outputs/weights/table_2/osa_ns/0.safetensors").unlink()
-    with pytest.raises(SystemExit):
-        evaluate.main(["osa_ns", "0"])
-    message = capsys.readouterr().err
-    assert "paper_outputs/weights/table_2/osa_ns/0.safetensors" in message and "dvc repro -f train@osa_ns-0" in message

@@ -126,13 +126,6 @@ def test_an_evaluation_that_measured_less_leaves_its_columns_empty(project):
     assert layers["layer_kappa"].isna().equals(layers["seed"] == 1)
 
 
-def test_an_evaluation_of_an_earlier_training_is_refused(project, capsys):
-    path = RUNS / "osa_ns/1/evaluation.json"
-    files.write_json(path, files.read_json(path) | {"weights_sha256": "0" * 64})
-    message = failure(capsys)
-    assert "osa_ns/1/evaluation.json" in message and "dvc repro -f evaluate@osa_ns-1" in message
-
-
 def test_without_a_single_run_the_earlier_tables_stay(project, capsys):
     shutil.rmtree(RUNS)
     assert str(RUNS) in (message := failure(capsys)) and "dvc repro" in message

@@ -95,7 +95,10 @@ class Experiment:
 
     def __init__(self, client: Any) -> None:
         self.client, self.paper = client, params.load_paper()
-        self.settings = params.read("params.yaml") or {}  # unchecked: an edit that is under way must not stop it
+        try:
+            self.settings = params.load().model_dump()
+        except UserError:  # an edit that is under way must not stop it
+            self.settings = {}
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.paper.title
         if (present := client.get_experiment_by_name(name)) is None:
             location = None if store.address().startswith("http") else store.artifacts()

@@ -1,7 +1,6 @@
 """Files are whole or absent, their bytes depend on their content alone, and errors of users are one line."""
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -78,23 +77,12 @@ def test_json_does_not_depend_on_the_order_of_keys_and_has_null_for_what_is_not_
     assert text.endswith("}\n")
 
 
-def test_json_is_read_back(tmp_path):
-    files.write_json(tmp_path / "file.json", {"a": [1, 0.1]})
-    assert files.read_json(tmp_path / "file.json") == {"a": [1, 0.1]}
-
-
 def test_a_table_is_written_to_the_digits_that_files_hold_and_read_back(tmp_path):
     table = pd.DataFrame({"n": [1, 20000000], "x": [1 / 3, float("nan")], "name": ["a, b", "ü"]})
     files.write_csv(tmp_path / "table.csv", table)
     assert (tmp_path / "table.csv").read_bytes() == "\n".join(["n,x,name", '1,0.333333,"a, b"', "20000000,,ü", ""]).encode()
     pd.testing.assert_frame_equal(files.read_csv(tmp_path / "table.csv"), files.rounded_table(table))
     assert files.rounded_table(table)["x"][0] == files.rounded(1 / 3) == 0.333333
-
-
-def test_sha256_of_more_than_one_buffer(tmp_path):
-    content = bytes(range(251)) * 1999
-    files.write_bytes(tmp_path / "file", content)
-    assert files.sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
 
 @pytest.mark.parametrize(

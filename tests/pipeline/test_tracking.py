@@ -352,6 +352,12 @@ def test_what_somebody_edited_in_mlflow_is_written_again(database):
     assert sync() == (2, 2)  # into an experiment of the right name
 
 
+def test_parameters_that_are_none_stop_no_import(database):
+    Run("vit", 0, [0.1, 0.2]).finish()
+    files.write_text("params.yaml", "labels: {vit: [a]}\n")
+    assert sync() == (1, 1) and set(by_name(level="single")) == {"vit, seed 0"}
+
+
 def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsys):
     base = Path("foreign")
     for seed in range(8):

@@ -28,6 +28,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
     recorded_grad,
+    warn_where_lost,
     without_autocast,
 )
 from osa.masking import check_neutral, repeated, without_padding
@@ -85,7 +86,8 @@ def orthogonal_attention(
     alone: where M asks for it, it takes M T with a T that leaves S as it is (see `balanced`), and where that is not enough,
     for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes
     M T, in function transforms and traces on the CPU in float64; a kernel of CUDA chooses between M T and a basis by itself.
-    Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN.
+    Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN, with a
+    warning where no kernel is used.
     On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
     pass of "qr_literal", which is autograd's own, the program's setting holds.
 
@@ -150,8 +152,8 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     is rank-deficient it is undefined, NaN or without a correct digit. For N < 2d torch inverts the first N columns of R
     alone, so that what has to be independent is the first N columns of M.
 
-    Before its correction (PyTorch issue 196592) `matrix_exp` of one matrix without a batch is off by up to 10⁻³ ‖[S]‖⁵ for
-    ‖[S]‖₁ up to 0.58 in float32 and 0.05 in float64. Of a batch of two or more it is right.
+    Before its correction (PyTorch issue 196592) `matrix_exp` of a single matrix, a batch of one too, is off by up to
+    2·10⁻³ ‖[S]‖⁵ for ‖[S]‖₁ up to 0.58 in float32 and 0.05 in float64. Of a batch of two or more it is right.
 
     Args:
         query, key: (..., N, d).
@@ -253,7 +255,7 @@ def _exact_without_reading(m: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """By M T alone, and NaN where even that leaves no digit: a NaN shows, and a wrong number does not."""
     m = balanced(m)
     gram = _gram(m)
-    is_lost = imbalance(gram, scale) * torch.finfo(m.dtype).eps > LOST
+    is_lost = warn_where_lost(imbalance(gram, scale) * torch.finfo(m.dtype).eps > LOST)
     scale = scale * torch.where(is_lost, math.nan, 1.0).to(m.dtype)  # a factor, so that the gradient of scale is NaN too
     return _by_gram(m, value, scale, _exact_mixing, gram if is_eager(m) else None)
 

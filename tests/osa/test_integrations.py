@@ -15,12 +15,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warning
 
 
 @pytest.mark.parametrize("package", ["timm", "transformers"])
-def test_the_pages_code_runs(package):
+def test_the_pages_model_trains_ten_steps(package):
     pytest.importorskip(package)
     assert len(SNIPPETS[package].splitlines()) <= 8
-    names = {}
+    names, losses = {}, []
     exec(compile(SNIPPETS[package], "docs/library.md", "exec"), names)
-    assert names["outputs"].isfinite().all()
+    images, target = torch.randn(1, 3, 224, 224), torch.randn(10)
+    parameters = dict(names["vit"].train().named_parameters())
+    weight = next(
+        each
+        for name, each in parameters.items()
+        if "attn.qkv.weight" in name or "q_proj.weight" in name or "query.weight" in name
+    )
+    optimizer, before = torch.optim.AdamW(parameters.values(), lr=1e-3), weight.detach().clone()
+    for _ in range(10):
+        outputs = names["vit"](images)
+        outputs = getattr(outputs, "last_hidden_state", outputs)[..., :10]
+        loss = (outputs.reshape(-1, 10)[0] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0] and not torch.equal(weight, before)
 
 
 def timm_vit(**options):

@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao.quantization import quantize_dynamic
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, vmap
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import osa
@@ -203,6 +206,36 @@ def test_gradients_of_each_image(name):
     loss = lambda parameters, image: functional_call(model, parameters, (image[None],)).square().mean()  # noqa: E731
     each = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), IMAGES.double())
     assert_close([gradient.mean(0) for gradient in each.values()], gradients(name))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+def test_shards_have_the_gradients_of_the_whole(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for name in REPRESENTATIVES:
+            model, mesh = create(name).double(), init_device_mesh("cpu", (1,))
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh)
+            model(IMAGES.double()).square().mean().backward()
+            assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], gradients(name))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_pruned_and_quantised_layers_are_called(name):
+    pruned, plain = create(name), create(name)
+    linear = pruned.blocks[0].attention.value
+    prune.l1_unstructured(linear, "weight", amount=0.5)
+    plain.blocks[0].attention.value.weight.data.mul_(linear.weight_mask)
+    assert linear.weight_mask.mean() == 0.5 and torch.equal(pruned(IMAGES), plain(IMAGES))
+    quantised = quantize_dynamic(create(name), {nn.Linear}, dtype=torch.qint8)
+    parts = zip(
+        *(model.blocks[0].attention.project(torch.ones(2, 5, 16)) for model in (quantised, create(name))), strict=True
+    )
+    assert quantised(IMAGES).isfinite().all()
+    assert any(0 < (actual - expected).abs().max() < 0.05 * expected.abs().max() for actual, expected in parts)
 
 
 def in_data_parallel(rank, file):

@@ -89,20 +89,6 @@ def test_gradients(name):
     torch.autograd.gradcheck(MAPS[name], (numbers(5, 5), numbers(5, 5).requires_grad_()))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # which torch.compile itself does
-@pytest.mark.parametrize("function, inputs", [(f, n) for f in MAPS.values() for n in (1, 2)])
-def test_compiled_values_and_gradients_are_the_eager_ones(function, inputs):
-    """Of every autograd function here: one that writes to what it returns loses its gradient, without a word."""
-    x, weight = [numbers(2, 5, 5).requires_grad_() for _ in range(inputs)], numbers(2, 5, 5)
-    results = []
-    for each in (function, torch.compile(function, backend="aot_eager")):
-        value = each(*x)
-        results.append((value, *torch.autograd.grad(value, x, weight)))
-    torch.testing.assert_close(*results)
-    torch.compiler.reset()
-
-
 @every_map
 @pytest.mark.parametrize("n", SIZES)
 def test_a_map_applied_to_a_base_is_its_product_with_it(name, n):

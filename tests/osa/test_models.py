@@ -1,6 +1,7 @@
 """The models by name: what they are made of, that they learn, how they start, and which options are refused."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,6 @@ from osa import MODELS, build_vit, create_model
 from tests.osa.helpers import REPRESENTATIVES, assert_uniform
 
 ORTHOGONAL = ["osa_qr", "osa_ns", "osa_exact", "osa_qr_literal"]  # the paper's two, and their function by other routes
-SOFTMAX = ["vit", "vit_noskip", "vit_noskip_nonorm"]
 
 
 def create(name, seed=0, **changes):
@@ -23,8 +23,7 @@ def weights(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def images(count=3, size=28, channels=1):
-    return torch.rand(count, channels, size, size)
+IMAGES = torch.rand(3, 1, 28, 28, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,8 +31,7 @@ def test_logits_and_gradients(name):
     model = create(name)
     for parameter in model.parameters():  # away from the zeros that block gradients at first
         parameter.data += 0.01 * torch.randn_like(parameter)
-    batch = images()
-    logits = model(batch)
+    logits = model(IMAGES)
     assert logits.shape == (3, 10)
     assert logits.isfinite().all()
     nn.functional.cross_entropy(logits, torch.tensor([7, 0, 3])).backward()
@@ -95,11 +93,14 @@ def test_isometric_mlps_keep_the_mean_square_on_average(activation, depth, mlp_r
     assert abs(sum(ratios) / len(ratios) - 1) < 5 * deviation + 0.02
 
 
-def test_softmax_attention_by_section_4():
-    """The draws of orthogonal attention, in their order, and zero biases."""
-    softmax, orthogonal = create("vit_section_4").state_dict(), create("osa_exact").state_dict()
-    assert all(torch.equal(softmax[key], value) for key, value in orthogonal.items() if not key.endswith("alpha"))
+def test_either_attention_by_the_others_initialisation():
+    """Its draws, in their order, zero biases, and alpha as ever."""
+    section_4, xavier = create("osa_exact").state_dict(), create("vit_noskip_nonorm").state_dict()
+    softmax, orthogonal = create("vit_section_4").state_dict(), create("osa_xavier", alpha=0.3).state_dict()
+    assert all(torch.equal(softmax[key], value) for key, value in section_4.items() if not key.endswith("alpha"))
     assert not any(value.any() for key, value in softmax.items() if key.endswith("bias"))
+    for key, value in orthogonal.items():
+        assert torch.equal(value, torch.full((4,), 0.3) if key.endswith("alpha") else xavier[key])
 
 
 @pytest.mark.parametrize("name, scale", [("vit_noskip_ji", 9.0), ("vit_noskip_ji_nonorm", 1.0)])
@@ -110,24 +111,10 @@ def test_jis_attention_is_scaled_where_a_norm_follows_alone(name, scale):
         torch.testing.assert_close(product @ product.mT, scale**2 * torch.eye(64), rtol=0, atol=1e-3)
 
 
-def test_orthogonal_attention_by_xavier():
-    """The draws of softmax attention, in their order, and alpha as ever."""
-    softmax, orthogonal = create("vit_noskip_nonorm").state_dict(), create("osa_xavier", alpha=0.3).state_dict()
-    for key, value in orthogonal.items():
-        assert torch.equal(value, torch.full((4,), 0.3) if key.endswith("alpha") else softmax[key])
-
-
 def assert_xavier(*linears):
     """Each is uniform on ±√(6 / (in + out)) by its own shape."""
     for linear in linears:
         assert_uniform(linear.weight, math.sqrt(6 / sum(linear.weight.shape)))
-
-
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_softmax_models_start_by_xavier(name):
-    for block in create(name).blocks:
-        attention = block.attention
-        assert_xavier(attention.query, attention.key, attention.value, attention.out, block.mlp.fc1, block.mlp.fc2)
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVES)
@@ -144,35 +131,41 @@ def test_embeddings_head_and_biases_start_alike_in_all_models(name):
     biases = {key: parameter for key, parameter in model.named_parameters() if key.endswith("bias")}
     assert not any(bias.any() for bias in biases.values())
     assert any("attention" in key for key in biases) == (MODELS[name]["attention"] == "softmax")
-
-
-@pytest.mark.parametrize("part", ["patch_embedding", "head"])
-def test_a_projection_by_pytorchs_default(part):
-    model = create("osa_qr", **{part: "torch"})
-    linear = getattr(model, part)
-    bound = 1 / math.sqrt(linear.in_features)
-    assert_uniform(linear.weight, bound)
-    assert 0 < linear.bias.abs().max() <= bound
-    assert_xavier(model.head if part == "patch_embedding" else model.patch_embedding)
-
-
-def test_softmax_attention_without_biases_of_query_key_and_value():
-    model = create("vit", qkv_bias=False)
-    for block in model.blocks:
+    for block in model.blocks if name == "vit" else ():
         attention = block.attention
-        assert attention.query.bias is attention.key.bias is attention.value.bias is None
-        assert attention.out.bias is not None
-    expected = create("vit")  # whose biases are zero and take no draw
-    assert torch.equal(model(images().fill_(0.3)), expected(images().fill_(0.3)))
-    model(images()).sum().backward()
+        assert_xavier(attention.query, attention.key, attention.value, attention.out, block.mlp.fc1, block.mlp.fc2)
 
 
-def test_options_of_the_method_reach_every_layer():
-    own = {name: create(name).blocks[-1].attention.options for name in ("osa_qr", "osa_ns", "osa_exact")}
-    assert [options["method"] for options in own.values()] == ["qr", "newton_schulz", "exact"]
-    assert own["osa_ns"] == {"method": "newton_schulz", "num_iterations": 6, "epsilon": 1e-7}
+def test_options_reach_every_layer():
+    own = {name: create(name).blocks[-1].attention.options for name in ("osa_qr", "osa_exact")}
+    assert [options["method"] for options in own.values()] == ["qr", "exact"]
     changed = create("osa_ns", num_iterations=3, epsilon=1e-3).blocks[0].attention.options
     assert changed == {"method": "newton_schulz", "num_iterations": 3, "epsilon": 1e-3}
+    for part, other in itertools.permutations(("patch_embedding", "head")):
+        model = create("osa_qr", **{part: "torch"})
+        linear = getattr(model, part)
+        assert_uniform(linear.weight, 1 / math.sqrt(linear.in_features))
+        assert 0 < linear.bias.abs().max() <= 1 / math.sqrt(linear.in_features)
+        assert_xavier(getattr(model, other))
+    attention = create("vit", qkv_bias=False).blocks[-1].attention
+    assert attention.query.bias is attention.key.bias is attention.value.bias is None is not attention.out.bias
+    assert torch.equal(
+        create("vit", qkv_bias=False)(IMAGES), create("vit")(IMAGES)
+    )  # whose biases are zero and take no draw
+    model = create("vit", norm_eps=0.5, activation="gelu_tanh", xavier_fused_qkv=True, mlp_bias_std=0.3, head="zeros")
+    assert {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)} == {0.5}
+    assert torch.equal(model(IMAGES), torch.zeros(3, 10))
+    x = torch.linspace(-3, 3, 31)
+    for block in model.blocks:
+        assert torch.equal(block.mlp.activation(x), nn.functional.gelu(x, approximate="tanh"))
+        for linear in (block.attention.query, block.attention.key, block.attention.value):
+            assert_uniform(linear.weight, math.sqrt(6 / (64 + 3 * 64)))  # one draw with the fans of all three
+        assert_xavier(block.attention.out)
+    biases = torch.cat([linear.bias for block in model.blocks for linear in (block.mlp.fc1, block.mlp.fc2)])
+    assert biases.std().item() == pytest.approx(0.3, rel=0.1) and abs(biases.mean()) < 5 * 0.3 / math.sqrt(len(biases))
+    model = create("osa_qr", alpha=0.7, alpha_per_head=False, embedding_std=0.3)
+    assert all(torch.equal(block.attention.alpha, torch.full((1,), 0.7)) for block in model.blocks)
+    assert 0.55 < model.position_embedding.abs().max() <= 0.6
 
 
 def test_sizes():
@@ -180,7 +173,7 @@ def test_sizes():
         image_size=33, patch_size=11, in_channels=3, num_classes=7, embed_dim=15, depth=2, num_heads=3, mlp_ratio=2.5
     )
     model = create("vit_noskip", **sizes)
-    assert model(images(2, 33, 3)).shape == (2, 7)
+    assert model(torch.rand(2, 3, 33, 33)).shape == (2, 7)
     assert len(model.blocks) == 2
     assert model.patch_embedding.weight.shape == (15, 3 * 11**2)
     assert model.blocks[0].mlp.fc1.weight.shape == (37, 15)
@@ -191,7 +184,7 @@ def test_sizes():
 def test_forward_pass_on_cuda_without_one(name):
     """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
     with FakeTensorMode(), torch.device("cuda"):
-        assert create_model(name)(images()).device.type == "cuda"
+        assert create_model(name)(torch.rand(3, 1, 28, 28)).device.type == "cuda"
 
 
 @pytest.mark.slow
@@ -200,7 +193,7 @@ def test_forward_pass_on_cuda_without_one(name):
 @pytest.mark.parametrize("name", ["vit", "osa_exact", "osa_ns", "espa"])
 def test_a_trace_or_an_export_takes_batches_of_another_size(name):
     model = create(name, image_size=8, embed_dim=16, num_heads=2, depth=2 if name != "espa" else 5).double()
-    few, more = (images(count, 8).double() for count in (2, 5))
+    few, more = (torch.rand(count, 1, 8, 8).double() for count in (2, 5))
     dynamic = [{0: torch.export.Dim("batch", min=2, max=64)}]
     for traced in (
         torch.jit.trace(model, few, check_trace=False),
@@ -215,23 +208,6 @@ def test_a_model_is_what_its_configuration_builds(name):
     again = build_vit(**dataclasses.asdict(model.config), generator=torch.Generator().manual_seed(0))
     assert torch.equal(weights(again), weights(model))
     assert MODELS[name].items() <= dataclasses.asdict(model.config).items()
-
-
-def test_options_reach_every_layer():
-    model = create("vit", norm_eps=0.5, activation="gelu_tanh", xavier_fused_qkv=True, mlp_bias_std=0.3, head="zeros")
-    assert {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)} == {0.5}
-    assert torch.equal(model(images()), torch.zeros(3, 10))
-    x = torch.linspace(-3, 3, 31)
-    for block in model.blocks:
-        assert torch.equal(block.mlp.activation(x), nn.functional.gelu(x, approximate="tanh"))
-        for linear in (block.attention.query, block.attention.key, block.attention.value):
-            assert_uniform(linear.weight, math.sqrt(6 / (64 + 3 * 64)))  # one draw with the fans of all three
-        assert_xavier(block.attention.out)
-    biases = torch.cat([linear.bias for block in model.blocks for linear in (block.mlp.fc1, block.mlp.fc2)])
-    assert biases.std().item() == pytest.approx(0.3, rel=0.1) and abs(biases.mean()) < 5 * 0.3 / math.sqrt(len(biases))
-    model = create("osa_qr", alpha=0.7, alpha_per_head=False, embedding_std=0.3)
-    assert all(torch.equal(block.attention.alpha, torch.full((1,), 0.7)) for block in model.blocks)
-    assert 0.55 < model.position_embedding.abs().max() <= 0.6
 
 
 REFUSED = [  # beside those that have a remedy, below

@@ -115,15 +115,10 @@ def test_a_model_that_is_built_on_the_meta_device_takes_its_weights(name):
 
 def test_a_checkpoint_brings_its_schedule_and_one_of_before_leaves_the_models_own():
     first, second = create("espa"), create("espa", kernel_last=0.8)
-    older = {
-        key: value for key, value in first.state_dict().items() if not key.endswith(("attention.gain", "attention.bias"))
-    }
-    expected = first(IMAGES)
-    other = create("espa", seed=1)
-    other.load_state_dict(older)
-    assert torch.equal(other(IMAGES), expected)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(second(IMAGES), expected)
+    older = {key: value for key, value in first.state_dict().items() if not key.endswith(("gain", "attention.bias"))}
+    for other, state in ((create("espa", seed=1), older), (second, first.state_dict())):
+        other.load_state_dict(state)
+        assert torch.equal(other(IMAGES), first(IMAGES))
     with torch.device("meta"), pytest.raises(RuntimeError, match="gain"):
         osa.create_model("espa", **SIZES).load_state_dict(older, assign=True)
 

@@ -150,11 +150,7 @@ def init_ji_attention_(
 
 @torch.no_grad()
 def init_signal_preserving_attention_(
-    attention: nn.Module,
-    *,
-    query_key: str = "zero_query",
-    value_out: str = "orthogonal",
-    generator: Generator | None = None,
+    attention: nn.Module, *, query_key: str = "zero_query", value_out: str = "orthogonal", generator: Generator | None = None
 ) -> None:
     """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 

@@ -1,21 +1,27 @@
 """The methods against the dense float64 reference: values, gradients, invariants, degenerate and bad inputs."""
 
 import contextlib
+import itertools
 import math
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from osa import functional, reference
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.linalg import POLAR_EXPRESS
-from tests.osa.helpers import DEGENERATE, draw, orthogonality_error, polar_express_basis, relative_error, with_gradients
+from tests.osa.helpers import (
+    DEGENERATE,
+    Results,
+    draw,
+    orthogonality_error,
+    polar_express_basis,
+    relative_error,
+    with_gradients,
+)
 
 REFERENCE = {
     "qr_literal": reference.orthogonal_attention,
@@ -61,39 +67,34 @@ def test_output_and_gradients_match_the_reference(method, tokens, width, dtype):
     assert max(errors) < TOLERANCE[dtype], errors
 
 
-@pytest.mark.parametrize("num_iterations", [1, 3, 6])
-def test_newton_schulz_runs_as_many_iterations_as_asked_and_six_by_default(num_iterations):
-    query, key, value = draw(11, 3)
-    expected = reference.newton_schulz_attention(query, key, value, 0.3, num_iterations=num_iterations)
-    attend = dict(scale=0.3, method="newton_schulz")
-    actual = orthogonal_attention(query, key, value, **attend, num_iterations=num_iterations)
-    assert relative_error(actual, expected) < 1e-12
-    default = orthogonal_attention(query, key, value, **attend)
-    assert torch.equal(default, actual) == (num_iterations == 6)
+@pytest.mark.parametrize("num_iterations, epsilon, size", [(1, None, 1.0), (3, None, 1.0), (6, 2e-7, 1e-8), (6, None, 1e-8)])
+def test_newton_schulz_runs_as_many_iterations_as_asked_from_the_norm_and_epsilon(num_iterations, epsilon, size):
+    """M₀ = M/(‖M‖_F + ε), felt only where ‖M‖_F is as small as ε; six iterations and 1e-7 by default."""
+    query, key, value = (tensor.detach() for tensor in draw(11, 3))
+    query, key, scale = size * query, size * key, 0.3 / size**2
+    basis = reference.newton_schulz_basis(
+        torch.cat([query, key], -1), num_iterations=num_iterations, epsilon=epsilon or 1e-7
+    )
+    call = partial(orthogonal_attention, query, key, value, scale=scale, method="newton_schulz")
+    options = {"num_iterations": num_iterations} | ({"epsilon": epsilon} if epsilon else {})
+    assert relative_error(call(**options), reference.low_rank_matrix(query, key, scale, basis) @ value) < 1e-12
+    assert torch.equal(call(), call(**options)) == (num_iterations == 6 and epsilon is None)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_scale_may_be_missing_a_number_or_a_tensor_of_any_broadcastable_shape(method):
+def test_batch_dimensions_and_scales_are_optional_and_broadcast(method):
     query, key, value = draw(7, 3)
-    default = orthogonal_attention(query, key, value, method=method)
-    number = 1 / math.sqrt(3)
-    assert relative_error(default, REFERENCE[method](query, key, value, number)) < 1e-12
+    call, number = partial(orthogonal_attention, method=method), 1 / math.sqrt(3)
+    expected = call(query, key, value)
+    assert relative_error(expected, REFERENCE[method](query, key, value, number)) < 1e-12
     for scale in (number, torch.tensor(number), torch.full((2, 1, 1, 1), number), torch.full((2, 3, 1, 1), number)):
-        assert relative_error(orthogonal_attention(query, key, value, scale=scale, method=method), default) < 1e-6
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_batch_dimensions_are_optional_and_broadcast(method):
-    query, key, value = draw(7, 3)
-    batched = orthogonal_attention(query, key, value, scale=head_scales(), method=method)
-    single = orthogonal_attention(query[1, 2], key[1, 2], value[1, 2], scale=-0.4, method=method)
-    torch.testing.assert_close(single, batched[1, 2])
-    shared_key = orthogonal_attention(query, key[:1], value[:, :1], scale=0.3, method=method)
-    expanded = orthogonal_attention(query, key[:1].expand_as(key), value[:, :1].expand_as(value), scale=0.3, method=method)
-    torch.testing.assert_close(shared_key, expanded)
-    values = torch.stack([value, 2 * value])  # more batch dimensions than query and key
-    stacked = orthogonal_attention(query, key, values, scale=0.3, method=method)
-    torch.testing.assert_close(stacked[1], 2 * orthogonal_attention(query, key, value, scale=0.3, method=method))
+        assert relative_error(call(query, key, value, scale=scale), expected) < 1e-6
+    batched = call(query, key, value, scale=head_scales())
+    torch.testing.assert_close(call(query[1, 2], key[1, 2], value[1, 2], scale=-0.4), batched[1, 2])
+    expanded = call(query, key[:1].expand_as(key), value[:, :1].expand_as(value))
+    torch.testing.assert_close(call(query, key[:1], value[:, :1]), expanded)
+    stacked = call(query, key, torch.stack([value, 2 * value]))  # more batch dimensions than query and key
+    torch.testing.assert_close(stacked[1], 2 * expected)
 
 
 @pytest.mark.parametrize("degenerate", sorted(DEGENERATE.keys() - {"nearly equal"}))
@@ -118,20 +119,6 @@ def test_rank_deficient_inputs(method, degenerate):
         rounding = math.prod(a for a, _, _ in POLAR_EXPRESS[:7]) ** 2 * 1e-15
     if method != "qr_literal" or degenerate in ("one token", "two tokens"):
         torch.testing.assert_close(gradients, expected_gradients, rtol=rounding, atol=rounding)
-
-
-def test_newton_schulz_adds_epsilon_to_the_norm():
-    """M₀ = M/(‖M‖_F + ε) with ε = 1e-7, felt only where ‖M‖_F is as small as that."""
-    query, key, value = (tensor.detach() for tensor in draw(7, 3))
-    query, key, scale = 1e-8 * query, 1e-8 * key, 3e15
-    expected = reference.newton_schulz_attention(query, key, value, scale)
-    actual = orthogonal_attention(query, key, value, scale=scale, method="newton_schulz")
-    assert relative_error(expected, value) > 1e-3
-    assert relative_error(actual, expected) < 1e-12
-    larger = orthogonal_attention(query, key, value, scale=scale, method="newton_schulz", epsilon=2e-7)
-    basis = reference.newton_schulz_basis(torch.cat([query, key], -1), epsilon=2e-7)
-    expected_larger = reference.low_rank_matrix(query, key, scale, basis) @ value
-    assert relative_error(larger, expected_larger) < 1e-12 < 1e-3 < relative_error(larger, expected)
 
 
 def conditioned(condition):
@@ -189,10 +176,6 @@ def cancelling(name, mu, tokens, dtype, norm=0.5):
     return (factor * query).to(dtype), (factor * key).to(dtype), value.to(dtype), one
 
 
-def exact(query, key, value, scale):
-    return orthogonal_attention(query, key, value, scale=scale, method="exact")
-
-
 MUS = [1, 10, 1e2, 1e3, 1e4, 1e5]
 
 
@@ -211,7 +194,7 @@ def test_exact_loses_no_digit_where_query_and_key_nearly_cancel(name, mu, tokens
 def test_where_no_value_can_be_read_exact_is_right_or_nan(name, mu, monkeypatch):
     """In a transform on the CPU it is right; in the inputs' own precision, as on CUDA, it is NaN where digits are lost."""
     inputs = cancelling(name, mu, 53, torch.float32)
-    each = lambda *inputs, method: torch.func.vmap(exact)(*inputs)  # noqa: E731
+    each = lambda *inputs, method: torch.func.vmap(partial(attend, method=method))(*inputs)  # noqa: E731
     assert max(errors_against_reference(inputs, "exact", each)) < 5e-6 + 5e-15 * mu**2
     monkeypatch.setattr(functional, "_exact", lambda q, k, *others: unread(torch.cat([q, k], dim=-1), *others))
     monkeypatch.setitem(functional._ROUTES, "exact", functional._exact)
@@ -241,25 +224,6 @@ def test_digits_that_are_lost_in_a_transform_are_nan_with_a_warning_whose_remedy
     assert relative_error(torch.func.vmap(followed)(query, key, value), expected) < 1e-5
 
 
-@pytest.mark.parametrize("mu", [1e2, math.inf])
-@pytest.mark.parametrize("name", SYMMETRIC)
-def test_second_derivatives_of_exact_where_it_changes_its_route(name, mu):
-    """Of balanced columns and of a basis, also where M is rank-deficient."""
-    inputs = [x[:, :3, :].clone().requires_grad_() for x in cancelling(name, mu, 53, torch.float64)[:3]]
-    inputs.append(torch.full((3, 1, 1), 0.1, dtype=torch.float64, requires_grad=True))
-    directions = [torch.randn_like(x) for x in inputs]
-
-    def second(attend):
-        first = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
-        return torch.autograd.grad(sum((x * y).sum() for x, y in zip(first, directions, strict=True)), inputs)
-
-    def cubic(attend):
-        return lambda *inputs: attend(*inputs) ** 2  # of which the second derivative does not vanish with S
-
-    for actual, expected in zip(second(cubic(exact)), second(cubic(reference.orthogonal_attention)), strict=True):
-        assert (actual - expected).norm() < 1e-9 * (1 + expected.norm())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", METHODS)
 def test_half_precision_rounds_inputs_and_results_and_nothing_between(method, dtype):
@@ -271,13 +235,19 @@ def test_half_precision_rounds_inputs_and_results_and_nothing_between(method, dt
 
 
 @pytest.mark.parametrize("differentiable", ["query key value scale", "query", "value", "scale"])
-@pytest.mark.parametrize("norm", [1.0, 8.0, 30.0])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method, norm", [*itertools.product(METHODS, (1.0, 30.0)), *(("exact", name) for name in SYMMETRIC)]
+)
 def test_gradients_that_are_differentiated_again(method, norm, differentiable):
-    """create_graph=True gives the same gradients, and their derivatives, also by the cotangent, match the reference."""
+    """create_graph=True gives the same gradients, and their derivatives, also by the cotangent, match the reference.
+
+    For queries and keys that cancel, "exact" takes balanced columns and a basis.
+    """
     inputs = dict(zip(("query", "key", "value"), (tensor.detach() for tensor in draw(11, 3)), strict=True))
+    if norm in SYMMETRIC:
+        inputs = dict(zip(inputs, (x[:, :3] for x in cancelling(norm, 1e2, 53, torch.float64)), strict=False))
     skew = reference.skew(inputs["query"], inputs["key"], 1.0)
-    inputs["scale"] = norm / torch.linalg.matrix_norm(skew, ord=2)[..., None, None]
+    inputs["scale"] = (1.0 if norm in SYMMETRIC else norm) / torch.linalg.matrix_norm(skew, ord=2)[..., None, None]
     for name in differentiable.split():
         inputs[name].requires_grad_()
     leaves = [tensor for tensor in inputs.values() if tensor.requires_grad]
@@ -285,14 +255,12 @@ def test_gradients_that_are_differentiated_again(method, norm, differentiable):
     directions = [torch.randn_like(leaf) for leaf in leaves]
 
     def derivatives(attention):
-        output = attention(**inputs)
-        first = torch.autograd.grad(output, leaves, cotangent, create_graph=True)
+        first = torch.autograd.grad(attention(**inputs), leaves, cotangent, create_graph=True)
         along = sum((gradient * direction).sum() for gradient, direction in zip(first, directions, strict=True))
         return *first, *torch.autograd.grad(along, [*leaves, cotangent], materialize_grads=True)
 
-    actual = derivatives(lambda **inputs: orthogonal_attention(**inputs, method=method))
-    for derivative, expected in zip(actual, derivatives(REFERENCE[method]), strict=True):
-        assert (derivative - expected).norm() < 1e-10 * (1 + expected.norm())
+    for actual, expected in zip(derivatives(partial(attend, method=method)), derivatives(REFERENCE[method]), strict=True):
+        assert (actual - expected).norm() < (1e-9 if norm in SYMMETRIC else 1e-10) * (1 + expected.norm())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # inside torch.func.jvp
@@ -326,26 +294,18 @@ def test_function_transforms(method, norm):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_trace_of_small_inputs_is_right_for_large_ones(method, trace):
     """No degree and no number of doublings is baked into it."""
-    inputs = [tensor.detach() for tensor in draw(11, 3)]
-
-    def attend(query, key, value):
-        return orthogonal_attention(query, key, value, scale=0.3, method=method)
-
-    traced = trace(attend, tuple(1e-3 * tensor for tensor in inputs))
+    inputs, function = [tensor.detach() for tensor in draw(11, 3)], partial(orthogonal_attention, scale=0.3, method=method)
+    traced = trace(lambda *x: function(*x), tuple(1e-3 * tensor for tensor in inputs))
     large = [3 * tensor for tensor in inputs]
-    assert relative_error(traced(*large), attend(*large)) < 1e-11
+    assert relative_error(traced(*large), function(*large)) < 1e-11
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_shapes_without_values(method):
+def test_shapes_without_values_and_queries_of_no_width(method):
     for setting in (torch.device("meta"), FakeTensorMode()):
         with setting:
             x = torch.empty(2, 7, 3)
             assert orthogonal_attention(x, x, x, method=method).shape == x.shape
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_queries_of_no_width_turn_nothing(method):
     query, value = torch.empty(2, 7, 0), torch.randn(2, 7, 3)
     assert torch.equal(orthogonal_attention(query, query, value, method=method), value)
 
@@ -396,74 +356,36 @@ def test_autocast_leaves_the_small_matrices_alone(method):
     assert all(map(torch.equal, actual[: 1 if method == "qr_literal" else 4], expected))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the largest number of elements of any tensor that an operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
-
-
-def largest_tensor(attention, tokens):
-    query, key, value = draw(tokens, 3, batch=())
-    with LargestTensor() as largest:
-        attention(query, key, value, scale=0.3).sum().backward()
-    return largest.numel
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_memory_is_linear_in_the_tokens(method):
     """Forward and backward, no tensor is larger than M = [Q, K] or the values; the dense reference trips the wire."""
-    tokens = 257
-    assert largest_tensor(reference.orthogonal_attention, tokens) >= tokens**2
-    largest = largest_tensor(lambda *inputs, scale: orthogonal_attention(*inputs, scale=scale, method=method), tokens)
-    assert tokens * 3 <= largest <= tokens * 7
+    inputs = draw(257, 3, batch=())
+    largest = []
+    for attention in (reference.orthogonal_attention, partial(attend, method=method)):
+        with Results() as results:
+            attention(*inputs, scale=0.3).sum().backward()
+        largest.append(max(tensor.numel() for tensor in results.tensors))
+    assert largest[0] >= 257**2 and 257 * 3 <= largest[1] <= 257 * 7
 
 
-@pytest.mark.parametrize("tokens, width", [(1, 3), *SIZES])
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 30])
+@pytest.mark.parametrize("tokens, width", [(1, 3), (2, 4), *SIZES])
 @pytest.mark.parametrize("method", METHODS)
-def test_matrix(method, tokens, width):
-    query, key, value = draw(tokens, width)
-    attend = dict(scale=head_scales(), method=method)
-    matrix = orthogonal_attention_matrix(query, key, **attend)
-    identity = torch.eye(tokens, dtype=torch.float64)
-    assert relative_error(matrix, REFERENCE[method](query, key, identity, head_scales())) < 1e-12
-    torch.testing.assert_close(matrix @ value, orthogonal_attention(query, key, value, **attend))
-    if method in ORTHOGONAL:
-        assert orthogonality_error(matrix) < 1e-12
-        torch.testing.assert_close(torch.linalg.det(matrix), torch.ones(2, 3, dtype=torch.float64))
-
-
-@st.composite
-def problems(draw_from):
-    """Query, key, value and a scale between 1e-3 and 30 for any small sizes.
-
-    In twos, because torch's exponential of a single matrix is wrong at some norms (see `_qr_literal`).
-    """
-    tokens, width, value_width = (draw_from(st.integers(1, largest)) for largest in (12, 4, 5))
-    query, key, value = draw(tokens, width, value_width, batch=(2,), seed=draw_from(st.integers(0, 10**6)))
-    return query, key, value, 10 ** draw_from(st.floats(-3, 1.5))
-
-
-def rounding(query, key, scale):
-    """What float64 may lose, which grows with c‖M‖²."""
-    size = 1 + scale * torch.cat([query, key], dim=-1).square().sum((-2, -1)).max().item()
-    return 50 * torch.finfo(torch.float64).eps * size
-
-
-@pytest.mark.parametrize("method", ORTHOGONAL)
-@given(problem=problems())
-def test_rotations_keep_lengths_turn_back_and_add_up(method, problem):
+def test_matrix(method, tokens, width, scale):
     """exp(S) exp(−S) = I and exp(S)² = exp(2S); S changes its sign with Q ↔ K as it does with the scale."""
-    query, key, value, scale = problem
-    tolerance, attend = rounding(query, key, 2 * scale), partial(orthogonal_attention, method=method)
-    once = attend(query, key, value, scale=scale)
-    assert relative_error(once.mT @ once, value.mT @ value) < rounding(query, key, scale)
-    assert relative_error(attend(key, query, once, scale=scale), value) < rounding(query, key, scale)
-    assert relative_error(attend(query, key, once, scale=-scale), value) < rounding(query, key, scale)
-    assert relative_error(attend(query, key, once, scale=scale), attend(query, key, value, scale=2 * scale)) < tolerance
+    query, key, value = draw(tokens, width)
+    call = partial(orthogonal_attention, method=method)
+    matrix, once = orthogonal_attention_matrix(query, key, scale=scale, method=method), call(query, key, value, scale=scale)
+    rounding = (
+        50 * torch.finfo(torch.float64).eps * (1 + 2 * scale * torch.cat([query, key], -1).square().sum((-2, -1)).max())
+    )
+    assert relative_error(matrix, REFERENCE[method](query, key, torch.eye(tokens).double(), scale)) < rounding
+    assert relative_error(matrix @ value, once) < rounding
+    if method in ORTHOGONAL:
+        assert orthogonality_error(matrix) < rounding
+        torch.testing.assert_close(
+            torch.linalg.det(matrix), torch.ones(2, 3, dtype=torch.float64), rtol=0, atol=rounding.item()
+        )
+        assert relative_error(call(key, query, once, scale=scale), value) < rounding
+        assert relative_error(call(query, key, once, scale=-scale), value) < rounding
+        assert relative_error(call(query, key, once, scale=scale), call(query, key, value, scale=2 * scale)) < rounding

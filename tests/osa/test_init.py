@@ -13,11 +13,8 @@ from osa.init import (
     lecun_linear_,
     scaled_uniform_orthogonal_,
     stiefel_uniform,
-    torch_linear_,
     trunc_normal_linear_,
-    xavier_linear_,
 )
-from tests.osa.helpers import assert_uniform
 
 
 def generator(seed=0):
@@ -32,19 +29,13 @@ def test_stiefel_columns_are_orthonormal(n, m):
     torch.testing.assert_close(sample.mT @ sample, torch.eye(m, dtype=sample.dtype), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "draw", [partial(stiefel_uniform, 7, 3), lambda **k: scaled_uniform_orthogonal_(torch.empty(7, 3), **k)]
-)
-def test_draws_follow_their_generator_or_the_global_stream(draw):
-    global_state, stream = torch.get_rng_state(), generator(1)
-    first, second = draw(generator=stream), draw(generator=stream)
-    assert torch.equal(torch.get_rng_state(), global_state)
-    assert torch.equal(first, draw(generator=generator(1))) and not torch.equal(first, second)
-    torch.manual_seed(1)
-    first = draw()
-    assert not torch.equal(first, draw())
-    torch.manual_seed(1)
-    assert torch.equal(first, draw())
+def test_draws_follow_their_generator_or_the_global_stream():
+    for draw in (partial(stiefel_uniform, 7, 3), lambda **options: scaled_uniform_orthogonal_(torch.empty(7, 3), **options)):
+        global_state, stream = torch.get_rng_state(), generator(1)
+        first, second = draw(generator=stream), draw(generator=stream)
+        assert torch.equal(torch.get_rng_state(), global_state) and not torch.equal(first, second)
+        torch.manual_seed(1)
+        assert torch.equal(draw(), first) and torch.equal(draw(generator=generator(1)), first)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +136,6 @@ def test_each_weight_of_an_isometric_mlp_is_uniform():
     assert_mean(torch.linalg.det(rotation), 0)
     assert_mean(rotation.square(), 1 / 2)
     assert_mean(rotation * first[:, :, :2], 0)  # independent of the first weight
-
-
-def test_plain_linear_layers():
-    """Xavier uniform with zero bias; PyTorch's default ±1/√in for weight and bias."""
-    linear = torch.nn.Linear(53, 97)
-    xavier_linear_(linear, generator=generator())
-    assert_uniform(linear.weight, math.sqrt(6 / (53 + 97)))
-    assert not linear.bias.any()
-    torch_linear_(linear, generator=generator())
-    assert_uniform(linear.weight, 1 / math.sqrt(53))
-    assert 0.9 / math.sqrt(53) < linear.bias.abs().max() <= 1 / math.sqrt(53)
 
 
 @pytest.mark.parametrize(

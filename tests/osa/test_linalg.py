@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from osa import reference
 from osa.functional import orthogonal_attention
@@ -21,7 +19,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
 )
-from tests.osa.helpers import draw, orthogonality_error, polar_express_basis, relative_error
+from tests.osa.helpers import Results, draw, orthogonality_error, polar_express_basis, relative_error
 
 DTYPES = [torch.float64, torch.float32]
 RADII = [0, 1e-6, 1e-3, 1, 2.9, 3.1, 11.9, 12.1, 1e2, 1e3]  # of the spectrum; φ₁Y changes its algorithm near 3 and 12
@@ -75,8 +73,6 @@ def of_condition(condition):
 
 
 MATRICES = {
-    "square": lambda: torch.randn(2, 3, 10, 10),
-    "condition 1e4": lambda: of_condition(1e4),
     "condition 1e20": lambda: of_condition(1e20),
     "Q = K": lambda: torch.randn(2, 3, 53, 5).repeat(1, 1, 1, 2),
     "rank 1": lambda: torch.ones(2, 3, 53, 10),
@@ -100,9 +96,7 @@ def test_the_cholesky_basis_is_as_good_as_householders(name):
         outside = torch.linalg.matrix_norm(exact - basis @ (basis.mT @ exact), ord=2)
         outside = outside / torch.linalg.matrix_norm(exact, ord=2).clamp(min=torch.finfo(torch.float32).tiny)
         errors.append((orthogonality_error(basis), outside.max().item()))
-    (orthogonality, outside), (householder, householder_outside) = errors
-    assert orthogonality <= 2 * max(householder, eps)
-    assert outside <= 2 * max(householder_outside, eps)
+    assert all(ours <= 2 * max(householder, eps) for ours, householder in zip(*errors, strict=True))
 
 
 @pytest.mark.parametrize("least", [1e-3, 0.1])
@@ -142,16 +136,9 @@ def test_balanced_columns_are_short_and_make_the_same_matrix(dtype):
 
 def test_without_float64_exact_keeps_to_float32():
     """MPS, here by tensors without values, has none: every tensor of float64 on it would be an error."""
-    types = set()
-
-    class Types(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, _, args=(), kwargs=None):
-            result = operator(*args, **(kwargs or {}))
-            types.update(x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-            return result
-
-    with FakeTensorMode(), Types():
+    with FakeTensorMode(), Results() as results:
         orthogonal_attention(*(torch.empty(2, 7, 3, device="mps") for _ in range(3)))
+    types = {tensor.dtype for tensor in results.tensors}
     assert torch.float32 in types and torch.float64 not in types
 
 
@@ -198,22 +185,14 @@ def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
     assert min(1, radius) * relative_error(grad_z, expected_z) < rounding
 
 
-def test_phi1_of_nilpotent_matrices_is_a_polynomial():
-    """Z² = 0 ⇒ φ₁(Z) = I + Z/2, though Z has no inverse; the norm calls for eleven doublings."""
-    z = torch.zeros(3, 3, dtype=torch.float64)
-    z[0, 2] = 2000.0
-    torch.testing.assert_close(phi1_times(z, z.mT), z.mT + z @ z.mT / 2)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_and_large_matrices_in_one_batch(dtype):
     """Matrices of a batch may share their number of doublings; the small ones lose nothing by it."""
-    z = torch.stack([skew_symmetric(radius, dtype) for radius in (0, 1e-6, 1, 1e3)])
+    radii = 0, 1e-6, 1, 1e3
+    z = torch.stack([skew_symmetric(radius, dtype) for radius in radii])
     y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype)
-    expected = dense_phi1(z)
-    for i, radius in enumerate((0, 1e-6, 1, 1e3)):
-        rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
-        assert relative_error(phi1_times(z, y)[i], expected[i] @ y[i].double()) < rounding
+    for radius, actual, expected in zip(radii, phi1_times(z, y), dense_phi1(z) @ y.double(), strict=True):
+        assert relative_error(actual, expected) < 30 * torch.finfo(dtype).eps * (1 + radius)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])

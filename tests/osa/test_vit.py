@@ -9,7 +9,7 @@ from torch import nn
 
 import osa
 from osa import reference
-from tests.osa.helpers import REPRESENTATIVES, relative_error
+from tests.osa.helpers import relative_error
 
 MODELS = {  # and whether they have skip connections and norms
     "osa_qr": (False, False),
@@ -31,28 +31,8 @@ def images(dtype=torch.float32):
     return torch.rand(3, 1, 28, 28, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVES)
-def test_only_the_class_token_of_the_last_block_is_computed(name):
-    """The same logits and gradients as from a last block that computes all of its tokens."""
-    model = build(name).double()
-    batch = images(torch.float64)
-    x = model.tokens(batch)
-    for block in model.blocks:
-        assert block(x, num_outputs=1).shape == (3, 1, 64)
-        x = block(x)
-        assert x.shape == (3, 50, 64)
-    actual, expected = model(batch), model.head(model.norm(x[:, 0]))
-    assert relative_error(actual, expected) < 1e-12
-    cotangent = torch.randn_like(actual)
-    gradients = torch.autograd.grad(actual, list(model.parameters()), cotangent)
-    expected_gradients = torch.autograd.grad(expected, list(model.parameters()), cotangent)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert (gradient - expected_gradient).norm() < 1e-12 * (1 + expected_gradient.norm())
-
-
 def reference_logits(model, name, batch):
-    """Eq. 1 to 5 and Appendix D written out: patches, positions, six blocks, a linear layer on [cls]."""
-
+    """Eq. 1 to 5 and Appendix D written out: patches, positions, six blocks of all tokens, a linear layer on [cls]."""
     has_skip, has_norm = MODELS[name]
 
     def norm(layer, x):
@@ -91,6 +71,7 @@ def reference_logits(model, name, batch):
 def test_models_match_the_reference_end_to_end(name):
     model = build(name).double()
     for key, parameter in model.named_parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)  # away from the structure of the initialisation
         if key.endswith("alpha"):  # as far from the identity as a trained model is
             nn.init.uniform_(parameter, *((0.3, 0.6) if name != "osa_iso" else (0.03, 0.1)))
         elif key.endswith("bias"):

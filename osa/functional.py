@@ -73,14 +73,12 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr_literal" is differentiated through QR, and with N < 2d needs independent columns only of the first N of M. "qr" is
-    the same function in exact arithmetic, with exp[S] − I = φ₁([S]) [S] and a gradient that does not pass through QR.
+    "qr" is "qr_literal" in exact arithmetic, with exp[S] − I = φ₁([S]) [S] and a gradient that does not pass through QR.
     "exact" needs no orthonormal basis because f(AB) A = A f(BA) (Higham 2008, Section 1.8; for the exponential of a
     low-rank matrix see Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9: by the same identity
-    its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. It runs K iterations and no more, so that the
-    result is orthogonal only as far as those have converged (Theorem 3.1); where they have, G_K is a projector that
-    changes nothing, and the result that of "exact". "polar_express" is the same with the steps of Amsel et al. (2025),
-    which converge in seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
+    its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. The result is orthogonal only as far as its K
+    iterations have converged (Theorem 3.1); where they have, it is that of "exact". "polar_express" is the same with the
+    steps of Amsel et al. (2025), seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
 
     The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K). That of "exact" grows with ‖S‖₂
     alone: where M asks for it, it takes M T with a T that leaves S as it is (see `balanced`), and where that is not enough,

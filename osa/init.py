@@ -240,10 +240,10 @@ def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator:
     at any width, where the product of two independent draws is a corner of an orthogonal H×H matrix and ill-conditioned.
     Each weight alone is distributed as before, U and U Rᵀ both uniform and independent of R: only their dependence is new.
 
-    What remains: of independent draws, |W₂ W₁ x|²/|x|² has the variance 2 (1 − d/H)/d in each MLP, and log |x|² wanders by L
-    times as much over L of them. Here only the share 1 − κ² of φ fluctuates, κ² = κ₁²/E φ². For a smooth φ, whose r is
-    nearly quadratic, log |x|² has the variance 20 (1 − κ²)/H in an MLP. An activation shaped for the depth has 1 − κ² of the
-    order 1/L (ln 5/L for `dks_gelu`), so that the sum over L MLPs is of the order 1/H at any depth.
+    What remains: of independent draws, |W₂ W₁ x|²/|x|² has the variance 2 (1 − d/H)/d in each of L MLPs. Here only the share
+    1 − κ² of φ fluctuates, κ² = κ₁²/E φ². For a smooth φ, whose r is nearly quadratic, log |x|² has the variance
+    20 (1 − κ²)/H in an MLP. An activation shaped for the depth has 1 − κ² of the order 1/L (ln 5/L for `dks_gelu`), so that
+    the sum over L MLPs is of the order 1/H at any depth.
 
     Sources: orthogonal weights keep products well-conditioned (Saxe et al. 2014), for activations that are nearly linear
     (Pennington et al. 2017); log-normal fluctuations of the order L/width in products of independent layers (Hanin and Nica

@@ -18,14 +18,11 @@ pytestmark = [
 ]
 
 
-def attention_inputs(n):
-    return [*draw(n, 3), torch.tensor(0.3).double().requires_grad_()]
-
-
-def cancelling_inputs(n):
-    """For which "exact" needs a basis."""
-    query, key, value, scale = attention_inputs(n)
-    return [100 * key.detach() @ torch.ones(3, 3).double() + query.detach(), 100 * key.detach(), value.detach(), scale]
+def attention_inputs(n, cancel=0.0):
+    """With `cancel`, those for which "exact" needs a basis."""
+    query, key, value = (x.detach() for x in draw(n, 3))
+    key = key + cancel * key
+    return [query + cancel * key @ torch.ones(3, 3).double(), key, value, torch.tensor(0.3).double()]
 
 
 def symmetric(x):
@@ -38,7 +35,7 @@ def attend(query, key, value, scale, method):
 
 CASES = {
     **{method: (partial(attend, method=method), attention_inputs) for method in METHODS},
-    "exact by a basis": (partial(attend, method="exact"), cancelling_inputs),
+    "exact by a basis": (partial(attend, method="exact"), partial(attention_inputs, cancel=100)),
     **{name: (function, lambda _: torch.randn(2, 2, 5, 5, dtype=torch.float64)) for name, function in MAPS.items()},
     "phi1": (phi1_times, lambda n: [(x - x.mT).double() for x in torch.randn(2, 2, n, n) / n]),
     "newton_schulz_gram": (

@@ -119,25 +119,6 @@ def test_isometric_mlp_is_a_scaled_rotation_between_scaled_frames(d, hidden):
     assert not mlp.fc1.bias.any() and not mlp.fc2.bias.any()
 
 
-def test_each_weight_of_an_isometric_mlp_is_uniform():
-    """The moments of V_2(ℝ^5), once the scales are out, and of O(2) for the rotation between both."""
-    mlp, stream, draws = MLP(2, 5).double(), generator(4), []
-    for _ in range(DRAWS):
-        init_isometric_mlp_(mlp, gain=1.0, kappa=1.0, generator=stream)
-        draws.append((mlp.fc1.weight.detach().mT.clone(), mlp.fc2.weight.detach().clone()))
-    first, second = (
-        torch.stack(each) * scale for each, scale in zip(zip(*draws, strict=True), (0.4**0.5, 2.5**0.5), strict=True)
-    )
-    for weight in (first, second):
-        assert_mean(weight, 0)
-        assert_mean(weight.square(), 1 / 5)
-        assert_mean(weight.pow(4), 3 / (5 * 7))
-    rotation = second @ first.mT
-    assert_mean(torch.linalg.det(rotation), 0)
-    assert_mean(rotation.square(), 1 / 2)
-    assert_mean(rotation * first[:, :, :2], 0)  # independent of the first weight
-
-
 @pytest.mark.parametrize(
     "init, variance, bound", [(lecun_linear_, 1 / 53, 2.2737), (trunc_normal_linear_, 0.7737 * 4e-4, 2.2737)]
 )

@@ -108,9 +108,8 @@ def test_seven_steps_of_polar_express_make_small_singular_values_one(least):
     gram = m.mT @ m / (1 + EPSILON) ** 2
     assert torch.linalg.matrix_norm(polar_express_gram(gram) - torch.eye(5), 2).max() < 1e-6
     assert torch.linalg.matrix_norm(newton_schulz_gram(gram, 7) - torch.eye(5), 2).min() > 1e-2
-    for num_iterations in (1, 3, 9):
-        basis = polar_express_basis(m, num_iterations)
-        torch.testing.assert_close(polar_express_gram(gram, num_iterations), basis.mT @ basis, rtol=1e-8, atol=1e-8)
+    basis = polar_express_basis(m, 9)
+    torch.testing.assert_close(polar_express_gram(gram, 9), basis.mT @ basis, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

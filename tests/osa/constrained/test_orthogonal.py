@@ -145,10 +145,9 @@ def test_autocast_leaves_maps_steps_and_their_backward_passes_alone(name):
 # Parametrised weights
 
 
-def drawn(out_features, in_features, dtype=torch.float64):
-    linear = nn.Linear(in_features, out_features, dtype=dtype)
-    w = stiefel_uniform(max(linear.weight.shape), min(linear.weight.shape), dtype=dtype)
-    linear.weight.data.copy_(w if out_features >= in_features else w.mT)
+def drawn(out_features, in_features):
+    linear = nn.Linear(in_features, out_features, dtype=torch.float64)
+    orthonormal_(linear.weight)
     return linear
 
 

@@ -49,10 +49,6 @@ def test_attention_penalty(n):
     torch.testing.assert_close(attention_penalty(uniform).item(), 3.0 * (n - 1))
     assert attention_penalty(repeated(collapsed)) == 3 * n * (n - 1)
     assert grad(attention_penalty)(uniform).abs().max() < 1e-15  # a saddle: a change with rows of sum 0 lowers it
-    change = 1e-3 * (lambda e: e - e.mean(1, keepdim=True))(numbers(n, n))
-    centred = change - change.mean(0)
-    lowered = attention_penalty(uniform + change) - attention_penalty(uniform)
-    torch.testing.assert_close(lowered.item(), -6 * centred.square().sum().item(), rtol=0.05, atol=0)
 
 
 def test_projection_penalty():

@@ -59,10 +59,11 @@ def _operator(
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """The heads, and the number under which `KEPT` has their graph for as long as that number lives."""
-    number = torch.tensor(next(NUMBERS))
+    number = torch.tensor(next(NUMBERS), device="cpu")
     if not keep:
         return functional.plain_attention(query, key, value, scale, method, num_iterations, epsilon).contiguous(), number
-    inputs, output = _recorded(query, key, value, scale, method, num_iterations, epsilon)
+    copies = (x.clone() for x in (query, key, value, scale))  # of buffers that the compiled program may write to again
+    inputs, output = _recorded(*copies, method, num_iterations, epsilon)
     KEPT[number.item()] = inputs, output
     weakref.finalize(number, KEPT.pop, number.item(), None)
     return output.detach().contiguous(), number
@@ -115,7 +116,7 @@ def _backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
 @_operator.register_fake
 def _(query, key, value, scale, method, num_iterations, epsilon, keep):
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-    return value.new_empty(*batch, *value.shape[-2:]), torch.empty((), dtype=torch.int64)
+    return value.new_empty(*batch, *value.shape[-2:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @_gradients.register_fake

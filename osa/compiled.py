@@ -62,8 +62,9 @@ def _operator(
     number = torch.tensor(next(NUMBERS), device="cpu")
     if not keep:
         return functional.plain_attention(query, key, value, scale, method, num_iterations, epsilon).contiguous(), number
-    copies = (x.clone() for x in (query, key, value, scale))  # of buffers that the compiled program may write to again
-    inputs, output = _recorded(*copies, method, num_iterations, epsilon)
+    if method == "qr":
+        key = key.clone()  # like the next two kept by autograd, though the compiled program may write to their memory again
+    inputs, output = _recorded(query, key, value.clone(), scale.clone(), method, num_iterations, epsilon)
     KEPT[number.item()] = inputs, output
     weakref.finalize(number, KEPT.pop, number.item(), None)
     return output.detach().contiguous(), number

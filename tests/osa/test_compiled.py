@@ -91,3 +91,13 @@ def test_a_compiled_model_runs_attention_once_a_step_and_keeps_nothing(monkeypat
     with torch.no_grad():
         traced(images)
     assert not compiled.KEPT
+
+
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"qr_literal"}))
+def test_what_is_kept_lies_in_no_memory_of_the_program(method):
+    inputs, cotangent, options = attention_inputs(11), torch.randn(2, 3, 11, 7).double(), (method, None, 1e-7)
+    expected = compiled._gradients(*(x.clone() for x in inputs), torch.tensor(-1), cotangent, *options)
+    _, number = compiled._operator(*inputs, *options, True)
+    for x in inputs:
+        x.zero_()  # as a buffer that is used again
+    torch.testing.assert_close(compiled._gradients(*inputs, number, cotangent, *options), expected)

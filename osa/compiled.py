@@ -3,13 +3,18 @@
 A trace has no values, and the routes of osa/functional.py then take a fixed number of doublings where one series would do.
 """
 
+import itertools
 import math
+import weakref
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from osa import functional, linalg
+
+KEPT: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of what autograd recorded, for the backward pass
+NUMBERS = itertools.count()
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str) -> bool:
@@ -38,14 +43,31 @@ def attend(
         scale = 1 / math.sqrt(query.shape[-1] or 1)
     if not isinstance(scale, Tensor):
         scale = query.new_full((), scale, dtype=torch.promote_types(query.dtype, torch.float32))
-    return _operator(query, key, value, scale, method, num_iterations, epsilon)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, scale))
+    return _operator(query, key, value, scale, method, num_iterations, epsilon, keep)[0]
 
 
 @torch.library.custom_op("osa::attend_by_value", mutates_args=())
 def _operator(
-    query: Tensor, key: Tensor, value: Tensor, scale: Tensor, method: str, num_iterations: int | None, epsilon: float
-) -> Tensor:
-    return functional.plain_attention(query, key, value, scale, method, num_iterations, epsilon).contiguous()
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: Tensor,
+    method: str,
+    num_iterations: int | None,
+    epsilon: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """The heads, and the number under which `KEPT` has their graph for as long as that number lives."""
+    number = torch.tensor(next(NUMBERS), device="cpu")
+    if not keep:
+        return functional.plain_attention(query, key, value, scale, method, num_iterations, epsilon).contiguous(), number
+    if method == "qr":
+        key = key.clone()  # like the next two kept by autograd, though the compiled program may write to their memory again
+    inputs, output = _recorded(query, key, value.clone(), scale.clone(), method, num_iterations, epsilon)
+    KEPT[number.item()] = inputs, output
+    weakref.finalize(number, KEPT.pop, number.item(), None)
+    return output.detach().contiguous(), number
 
 
 @torch.library.custom_op("osa::attend_by_value_backward", mutates_args=())
@@ -54,17 +76,23 @@ def _gradients(
     key: Tensor,
     value: Tensor,
     scale: Tensor,
+    number: Tensor,
     grad: Tensor,
     method: str,
     num_iterations: int | None,
     epsilon: float,
 ) -> list[Tensor]:
-    """The forward pass is made again: what it kept has no shape that a trace could know."""
+    """From the graph that is kept, whose tensors have no shape that a trace could know, or from one that is made again."""
+    kept = KEPT.get(number.item()) or _recorded(query, key, value, scale, method, num_iterations, epsilon)
+    with _autograd_in_an_operator():
+        grads = torch.autograd.grad(kept[1], kept[0], grad, retain_graph=True)
+    return [x.contiguous() for x in grads]  # which parts those of query and key, that share memory
+
+
+def _recorded(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *options) -> tuple[list[Tensor], Tensor]:
     with _autograd_in_an_operator(), torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (query, key, value, scale)]
-        output = functional.plain_attention(*inputs, method, num_iterations, epsilon)
-        grads = torch.autograd.grad(output, inputs, grad)
-    return [x.contiguous() for x in grads]  # which parts those of query and key, that share memory
+        return inputs, functional.plain_attention(*inputs, *options)
 
 
 def _autograd_in_an_operator() -> AbstractContextManager:
@@ -76,23 +104,24 @@ def _autograd_in_an_operator() -> AbstractContextManager:
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.method, ctx.num_iterations, ctx.epsilon = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.method, ctx.num_iterations, ctx.epsilon, _ = inputs
+    ctx.save_for_backward(*tensors, output[1])
 
 
 @linalg.in_own_types
-def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
     grads = _gradients(*ctx.saved_tensors, grad, ctx.method, ctx.num_iterations, ctx.epsilon)
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 @_operator.register_fake
-def _(query, key, value, scale, method, num_iterations, epsilon):
-    return value.new_empty(*torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value))), *value.shape[-2:])
+def _(query, key, value, scale, method, num_iterations, epsilon, keep):
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
+    return value.new_empty(*batch, *value.shape[-2:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @_gradients.register_fake
-def _(query, key, value, scale, grad, method, num_iterations, epsilon):
+def _(query, key, value, scale, number, grad, method, num_iterations, epsilon):
     return [x.new_empty(x.shape) for x in (query, key, value, scale)]
 
 

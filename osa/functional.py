@@ -28,6 +28,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
     recorded_grad,
+    warn_where_lost,
     without_autocast,
 )
 from osa.masking import check_neutral, repeated, without_padding
@@ -72,20 +73,19 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr_literal" is differentiated through QR, and with N < 2d needs independent columns only of the first N of M. "qr" is
-    the same function in exact arithmetic, with exp[S] − I = φ₁([S]) [S] and a gradient that does not pass through QR.
+    "qr" is "qr_literal" in exact arithmetic, with exp[S] − I = φ₁([S]) [S] and a gradient that does not pass through QR.
     "exact" needs no orthonormal basis because f(AB) A = A f(BA) (Higham 2008, Section 1.8; for the exponential of a
     low-rank matrix see Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9: by the same identity
-    its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. It runs K iterations and no more, so that the
-    result is orthogonal only as far as those have converged (Theorem 3.1); where they have, G_K is a projector that
-    changes nothing, and the result that of "exact". "polar_express" is the same with the steps of Amsel et al. (2025),
-    which converge in seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
+    its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. The result is orthogonal only as far as its K
+    iterations have converged (Theorem 3.1); where they have, it is that of "exact". "polar_express" is the same with the
+    steps of Amsel et al. (2025), seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
 
     The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K). That of "exact" grows with ‖S‖₂
     alone: where M asks for it, it takes M T with a T that leaves S as it is (see `balanced`), and where that is not enough,
     for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes
     M T, in function transforms and traces on the CPU in float64; a kernel of CUDA chooses between M T and a basis by itself.
-    Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN.
+    Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN, with a
+    warning where no kernel is used.
     On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
     pass of "qr_literal", which is autograd's own, the program's setting holds.
 
@@ -150,8 +150,8 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     is rank-deficient it is undefined, NaN or without a correct digit. For N < 2d torch inverts the first N columns of R
     alone, so that what has to be independent is the first N columns of M.
 
-    Before its correction (PyTorch issue 196592) `matrix_exp` of one matrix without a batch is off by up to 10⁻³ ‖[S]‖⁵ for
-    ‖[S]‖₁ up to 0.58 in float32 and 0.05 in float64. Of a batch of two or more it is right.
+    Before its correction (PyTorch issue 196592) `matrix_exp` of a single matrix, a batch of one too, is off by up to
+    2·10⁻³ ‖[S]‖⁵ for ‖[S]‖₁ up to 0.58 in float32 and 0.05 in float64. Of a batch of two or more it is right.
 
     Args:
         query, key: (..., N, d).
@@ -253,7 +253,7 @@ def _exact_without_reading(m: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """By M T alone, and NaN where even that leaves no digit: a NaN shows, and a wrong number does not."""
     m = balanced(m)
     gram = _gram(m)
-    is_lost = imbalance(gram, scale) * torch.finfo(m.dtype).eps > LOST
+    is_lost = warn_where_lost(imbalance(gram, scale) * torch.finfo(m.dtype).eps > LOST)
     scale = scale * torch.where(is_lost, math.nan, 1.0).to(m.dtype)  # a factor, so that the gradient of scale is NaN too
     return _by_gram(m, value, scale, _exact_mixing, gram if is_eager(m) else None)
 

@@ -77,9 +77,7 @@ def init_orthogonal_attention_(
             attention.out.weight[:, rows] = stiefel_uniform(d, d_v, generator=generator)
     if joint_value_output:
         _orthogonal(attention.value, attention.out, generator=generator)
-    _zero_biases(attention)
-    if hasattr(attention, "alpha"):
-        attention.alpha.fill_(alpha)
+    _zero_biases_and_alpha(attention, alpha)
 
 
 @torch.no_grad()
@@ -105,9 +103,7 @@ def init_softmax_attention_(
     nn.init.xavier_uniform_(attention.out.weight, generator=generator)
     if joint_value_output:
         _orthogonal(attention.value, attention.out, generator=generator)
-    _zero_biases(attention)
-    if hasattr(attention, "alpha"):
-        attention.alpha.fill_(alpha)
+    _zero_biases_and_alpha(attention, alpha)
 
 
 @torch.no_grad()
@@ -127,11 +123,10 @@ def init_ji_attention_(
     U and V Haar on O(d), the entries of Z_i independent N(0, 1/d), and in the place of a Z_i + b I the nearest matrix of
     rank d_v: from the singular value decomposition P Σ Rᵀ, W^Q_i = P Σ^½ and W^K_i = R Σ^½, cut to d_v columns.
 
-    Of the paper, as read in summaries of it: W^V W^O is orthonormal up to a scale, from the singular vectors of one random
-    matrix; W^Q W^Kᵀ = a Z + b I; a = 2, b = 0.6 and c = 3 for a ViT-B with labels; MLPs are orthogonal (`init_suo_mlp_`);
-    but for the skips the architecture is the usual one. Its best results need the optimiser SOAP. Our reading: U and V hold
-    all heads, Z_i is drawn for each head and cut to its rank, and the logits are divided by √d_v as ever. c² goes out in the
-    next LayerNorm, so that c changes only how far a step turns the weights; without LayerNorm c = 1 keeps the tokens' size.
+    The paper, as read in summaries of it, takes a = 2, b = 0.6 and c = 3 for a ViT-B with labels, orthogonal MLPs
+    (`init_suo_mlp_`) and for its best results the optimiser SOAP. Our reading: U and V hold all heads, Z_i is drawn for each
+    head, and the logits are divided by √d_v as ever. c² goes out in the next LayerNorm, so that c changes only how far a
+    step turns the weights; without LayerNorm c = 1 keeps the tokens' size.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -150,18 +145,12 @@ def init_ji_attention_(
     _orthogonal(attention.value, attention.out, generator=generator)
     attention.value.weight.mul_(scale)
     attention.out.weight.mul_(scale)
-    _zero_biases(attention)
-    if hasattr(attention, "alpha"):
-        attention.alpha.fill_(alpha)
+    _zero_biases_and_alpha(attention, alpha)
 
 
 @torch.no_grad()
 def init_signal_preserving_attention_(
-    attention: nn.Module,
-    *,
-    query_key: str = "zero_query",
-    value_out: str = "orthogonal",
-    generator: Generator | None = None,
+    attention: nn.Module, *, query_key: str = "zero_query", value_out: str = "orthogonal", generator: Generator | None = None
 ) -> None:
     """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
@@ -200,10 +189,12 @@ def init_value_skipinit_attention_(attention: nn.Module, *, generator: Generator
     nn.init.zeros_(attention.residual)
 
 
-def _zero_biases(attention: nn.Module) -> None:
+def _zero_biases_and_alpha(attention: nn.Module, alpha: float) -> None:
     for linear in (attention.query, attention.key, attention.value, attention.out):
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)
+    if hasattr(attention, "alpha"):
+        attention.alpha.fill_(alpha)
 
 
 def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
@@ -240,28 +231,24 @@ def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator:
 
     where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
 
-    Why this g: let |x|² = d. Then z = W₁ x = s U x has |z|² = H, and its entries are N(0, 1) in the limit of wide layers.
-    Split φ(z) = κ₁ z + r with r ⟂ z and |r|² = H (E φ² − κ₁²). Here Uᵀz = s x whatever U is, and Uᵀr ⟂ x. Given z, the rest
-    of the frame is uniform in the complement of z, so that E |Uᵀr|² = |r|² (d − 1)/(H − 1). Hence, with d/H for that ratio,
-    E |W₂ φ(z)|² = g² (κ₁² + (E φ² − κ₁²) d/H) d, which is to be d. A mean E φ ≠ 0 is a part of r like any other. H = d gives
-    g = 1/√E φ², the gain that independent draws need too.
+    Why this g: let |x|² = d. Then z = s U x has |z|² = H, and its entries are N(0, 1) in the limit of wide layers. Split
+    φ(z) = κ₁ z + r with r ⟂ z and |r|² = H (E φ² − κ₁²). Here Uᵀz = s x, and Uᵀr ⟂ x. Given z, the rest of the frame is
+    uniform in the complement of z, so that E |Uᵀr|² = |r|² (d − 1)/(H − 1). Hence, with d/H for that ratio,
+    E |W₂ φ(z)|² = g² (κ₁² + (E φ² − κ₁²) d/H) d, which is to be d.
 
     What it keeps: the mean square of tokens, and, where φ is nearly linear, their angles: W₂ κ₁ W₁ = g κ₁ R has condition 1
-    at any width. Of two independent draws this product is a corner of an orthogonal H×H matrix and ill-conditioned. Each
-    weight alone is distributed as before: U and U Rᵀ are both uniform on V_d(ℝ^H), whose uniform distribution no R changes,
-    and U Rᵀ is independent of R. Only the dependence of W₁ and W₂ is new.
+    at any width, where the product of two independent draws is a corner of an orthogonal H×H matrix and ill-conditioned.
+    Each weight alone is distributed as before, U and U Rᵀ both uniform and independent of R: only their dependence is new.
 
-    What remains: of independent draws, |W₂ W₁ x|²/|x|² has the variance 2 (1 − d/H)/d in each MLP, and log |x|² wanders by L
-    times as much over L of them. Here only the share 1 − κ² of φ fluctuates, κ² = κ₁²/E φ²: κ₁, as a mean over H entries,
-    with a variance of the order (1 − κ²)/H, and |Uᵀr|² with one of the order (1 − κ²)² d/H². For a smooth φ, whose r is
-    nearly quadratic, log |x|² has the variance 20 (1 − κ²)/H in an MLP. An activation shaped for the depth has 1 − κ² of the
-    order 1/L (ln 5/L for `dks_gelu`), so that the sum over L MLPs is of the order 1/H at any depth.
+    What remains: of independent draws, |W₂ W₁ x|²/|x|² has the variance 2 (1 − d/H)/d in each of L MLPs. Here only the share
+    1 − κ² of φ fluctuates, κ² = κ₁²/E φ². For a smooth φ, whose r is nearly quadratic, log |x|² has the variance
+    20 (1 − κ²)/H in an MLP. An activation shaped for the depth has 1 − κ² of the order 1/L (ln 5/L for `dks_gelu`), so that
+    the sum over L MLPs is of the order 1/H at any depth.
 
     Sources: orthogonal weights keep products well-conditioned (Saxe et al. 2014), for activations that are nearly linear
     (Pennington et al. 2017); log-normal fluctuations of the order L/width in products of independent layers (Hanin and Nica
     2018, 2020), less in orthogonal ones (Day, Kahn and Roberts 2023, arXiv:2310.07765). The nearest relative is the "looks
-    linear" initialisation of Balduzzi et al. (2017), W₁ = [A; −A] and W₂ = [B, −B], which makes the MLP of a ReLU linear.
-    The joint draw with g is ours.
+    linear" initialisation of Balduzzi et al. (2017). The joint draw with g is ours.
 
     Args:
         mlp: with linear layers fc1 and fc2.

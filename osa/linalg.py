@@ -4,6 +4,7 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
@@ -241,6 +242,33 @@ def imbalance(gram: Tensor, scale: Tensor) -> Tensor:
     z = apply_j(scale * gram)
     spectrum = -(z * z.mT).sum((-2, -1), keepdim=True)
     return norm.square() / spectrum.clamp(min=1)
+
+
+@torch.library.custom_op("osa::warn_where_lost", mutates_args=())
+def warn_where_lost(is_lost: Tensor) -> Tensor:
+    """The same, with a warning if any of it is true: an operator, so that traces and function transforms warn too.
+
+    On CUDA, whose answers are not waited for, it comes with a later call, and not from a captured graph.
+    """
+    answers = []
+    if not is_lost.is_cuda:
+        answers = [is_lost.any()]
+    elif not torch.cuda.is_current_stream_capturing():
+        while _UNREAD and _UNREAD[0][0].query():
+            answers.append(_UNREAD.pop(0)[1])
+        event, answer = torch.cuda.Event(), torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(is_lost.any(), non_blocking=True)
+        event.record(torch.cuda.current_stream(is_lost.device))
+        _UNREAD.append((event, answer))
+    if any(answers):
+        cause = 'orthogonal attention is NaN where query and key cancel so far that "exact" keeps no digit of them'
+        warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
+    return is_lost.clone()
+
+
+_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # answers of CUDA, on their way
+warn_where_lost.register_fake(torch.empty_like)
+warn_where_lost.register_vmap(lambda _, in_dims, is_lost: (warn_where_lost(is_lost), in_dims[0]))
 
 
 def balanced(m: Tensor) -> Tensor:

@@ -88,6 +88,10 @@ def _value_skipinit_attention(config: "ModelConfig") -> Parts:
     return lambda _: ValueSkipInitSelfAttention(config.embed_dim, config.num_heads), init_value_skipinit_attention_
 
 
+def _ji(config: "ModelConfig") -> Initialise:
+    return partial(init_ji_attention_, **({} if config.norm else {"scale": 1.0}))
+
+
 def _section_4(config: "ModelConfig") -> Initialise:
     return partial(init_orthogonal_attention_, joint_value_output=config.joint_value_output)
 
@@ -97,24 +101,8 @@ def _xavier_attention(config: "ModelConfig") -> Initialise:
     return partial(init_softmax_attention_, **options)
 
 
-def _ji(config: "ModelConfig") -> Initialise:
-    return partial(init_ji_attention_, **({} if config.norm else {"scale": 1.0}))
-
-
-def _suo_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
-    return partial(init_suo_mlp_, transposed=config.suo_transposed)
-
-
-def _shaped_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
+def _suo_mlp(config: "ModelConfig", gain: float) -> Initialise:
     return partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain)
-
-
-def _isometric_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
-    return partial(init_isometric_mlp_, gain=gain, kappa=kappa)
-
-
-def _xavier_mlp(config: "ModelConfig", gain: float, kappa: float) -> Initialise:
-    return init_xavier_mlp_
 
 
 def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> tuple[Callable, float, float]:
@@ -128,7 +116,12 @@ ATTENTION = {
     "value_skipinit": _value_skipinit_attention,
 }
 ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention, "ji": _ji}
-MLP_INIT = {"suo": _suo_mlp, "xavier": _xavier_mlp, "shaped": _shaped_mlp, "isometric": _isometric_mlp}
+MLP_INIT = {
+    "suo": lambda config, gain, kappa: _suo_mlp(config, 1.0),
+    "xavier": lambda config, gain, kappa: init_xavier_mlp_,
+    "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
+    "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
+}
 ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (partial(F.gelu, approximate="tanh"), gain(gelu_tanh), linear_share(gelu_tanh)),
@@ -406,22 +399,13 @@ def build_vit(*, generator: Generator | None = None, **options) -> VisionTransfo
     activation, *moments = ACTIVATION[config.activation](config.depth)
     init_mlp_ = MLP_INIT[config.mlp_init](config, *moments)
 
+    shared = [option.name for option in dataclasses.fields(Sizes) if option.name != "num_heads"]
     with torch.device("meta"):  # shapes without values, so that every weight is drawn once, below
         vit = VisionTransformer(
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            num_classes=config.num_classes,
-            embed_dim=config.embed_dim,
-            depth=config.depth,
-            mlp_ratio=config.mlp_ratio,
             attention=make_attention,
-            skip=config.skip,
-            norm=config.norm,
-            norm_eps=config.norm_eps,
-            shortcut=config.shortcut,
             activation=activation,
-            normalise_tokens=config.normalise_tokens,
-            in_channels=config.in_channels,
+            shortcut=config.shortcut,
+            **{name: getattr(config, name) for name in (*shared, "skip", "norm", "normalise_tokens")},
         )
     vit.config = config
     _allocate(vit)

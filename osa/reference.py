@@ -62,11 +62,6 @@ def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Te
     return torch.eye(basis.shape[-2]).to(basis) + basis @ exp_minus_identity @ basis.mT
 
 
-def qr_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
-    """The paper's OSA (QR): Eq. 6 and 7 with B from the reduced QR decomposition, applied to V, (..., N, d_value)."""
-    return low_rank_matrix(query, key, scale, qr_basis(torch.cat([query, key], dim=-1))) @ value.double()
-
-
 def newton_schulz_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor, *, num_iterations: int = 6
 ) -> Tensor:

@@ -222,10 +222,8 @@ class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
     X = 0 at first, so that the weight has the bits it had. Square weights have the n(n − 1)/2 numbers of X below the
-    diagonal as their parameter, one for each degree of freedom, and keep det B. Others have an X of their own shape, and a
-    map of `FRAME_MAPS` (see there) on whichever of W and Wᵀ is tall.
-
-    Weight decay on X draws the weight towards B; it stays orthogonal.
+    diagonal as their parameter and keep det B. Others have an X of their own shape, and a map of `FRAME_MAPS` on whichever
+    of W and Wᵀ is tall. Weight decay on X draws the weight towards B; it stays orthogonal.
 
     Args:
         name: one of `MAPS`; for weights that are not square one of `FRAME_MAPS`.
@@ -301,9 +299,8 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
     the projection of U onto the tangent space, U − W (WᵀU + UᵀW)/2.
 
     That is exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998): orthogonal attention (Eq. 5) with the query K and W
-    for key and value, of time O(m k² + k³). For square W it is W exp(½ Wᵀ(U − WUᵀW)). After any optimiser's own step it
-    makes that step orthogonal; U ∝ W, such as decoupled weight decay, moves nothing. One Newton–Schulz step W (3I − WᵀW)/2
-    after it keeps rounding from adding up.
+    for key and value, of time O(m k² + k³). U ∝ W, such as decoupled weight decay, moves nothing. One Newton–Schulz step
+    W (3I − WᵀW)/2 after it keeps rounding from adding up.
 
     Args:
         weight, step: (..., m, k); where m < k, rows are orthonormal.

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 def gram_penalty(weight: Tensor) -> Tensor:
     """Σ (σᵢ² − 1)² over the singular values of W, the lesser of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², summed over the batch.
 
-    They differ by the constant |m − n|, as the larger Gram matrix has so many eigenvalues 0, and so have one gradient,
-    4 W (WᵀW − I). The least value is 0, of orthonormal columns or rows. Its root, whose gradient does not vanish towards
-    those, is the soft constraint that is common elsewhere.
+    They differ by the constant |m − n|, and so have one gradient, 4 W (WᵀW − I). The least value is 0, of orthonormal
+    columns or rows.
 
     Args:
         weight: (..., m, n).

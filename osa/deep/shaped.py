@@ -288,11 +288,10 @@ def alpha_of_depth(total: float, depth: int) -> float:
     """α = `total`/L for orthogonal attention in a network of L blocks.
 
     S = α/√d_v · X W̃ Xᵀ with ‖W̃‖₂ = 1 at initialisation (Section 4.2 of the OSA paper), so that a change dX of the tokens
-    changes S by at most 2 α/√d_v ‖X‖₂ ‖dX‖_F. As exp moves skew-symmetric matrices no further apart, that changes a head's
-    exp(S) X W^V W^O by at most ‖J₁‖ ‖dX‖_F, ‖J₁‖ ≤ 2 ‖X‖₂² α/√d_v, beside what dX itself brings; with W^O drawn for all h
-    heads together, a layer by at most √h times as much. A block then multiplies gradients by up to 1 + √h ‖J₁‖, and L blocks
-    by up to exp(L √h ‖J₁‖): bounded in depth if α falls as 1/(L ‖X‖₂²). In the paper's network GELU shrinks X from block to
-    block. Where the activation keeps X, ‖X‖₂² stays of the order of N d.
+    changes S by at most 2 α/√d_v ‖X‖₂ ‖dX‖_F, a head's exp(S) X W^V W^O by at most ‖J₁‖ ‖dX‖_F, ‖J₁‖ ≤ 2 ‖X‖₂² α/√d_v, and
+    a layer, with W^O drawn for all h heads together, by √h times as much. L blocks then multiply gradients by up to
+    exp(L √h ‖J₁‖): bounded in depth if α falls as 1/(L ‖X‖₂²). Where the activation keeps X, as GELU does not, ‖X‖₂² stays
+    of the order of N d.
     """
     return total / depth
 
@@ -338,10 +337,8 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
         E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}:
 
     in the limit of wide layers q = 1 is kept, tokens without correlation stay without, and the cosine map of the whole
-    network has `slope` at 1. He et al. 2023 (H.1) take 5, and the attention to be no part of the network.
-
-    q = 1 is no stable point, as Q(q) = E φ(√q z)² has Q'(1) = 1 and Q(q) > q on both sides: what finite width throws off
-    q = 1 does not come back, and from above it grows on. `osa.init.init_isometric_mlp_` makes those throws small.
+    network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1). q = 1 is no stable point: what finite width
+    throws off it does not come back. `osa.init.init_isometric_mlp_` makes those throws small.
 
     Raises:
         ValueError: no GELU is as curved as so few nonlinearities need: for a slope of 5 their number is 5 or more.

@@ -4,6 +4,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from osa.linalg import EPSILON, POLAR_EXPRESS
 
@@ -41,6 +43,19 @@ def with_gradients(function, inputs, cotangent: Tensor) -> tuple[Tensor, ...]:
     """The output of a function and its gradients by each input."""
     output = function(*inputs)
     return output, *torch.autograd.grad(output, inputs, cotangent.to(output.dtype))
+
+
+class Results(TorchDispatchMode):
+    """Collects the tensors that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.tensors += (x for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

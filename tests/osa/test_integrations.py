@@ -1,4 +1,4 @@
-"""Models of timm and transformers with orthogonal attention, where these are installed; the code of docs/library.md."""
+"""Models of timm, transformers and torchvision with our attention, where installed: the code of docs/library.md."""
 
 import re
 from pathlib import Path
@@ -10,17 +10,30 @@ from osa import integrations, orthogonal_attention
 from tests.osa.helpers import relative_error
 
 PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text(encoding="utf-8")
-SNIPPETS = dict(re.findall(r"```python (timm|transformers)\n(.*?)```", PAGE, re.DOTALL))
+SNIPPETS = dict(re.findall(r"```python (timm|transformers|torchvision)\n(.*?)```", PAGE, re.DOTALL))
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of the packages are not ours
 
 
-@pytest.mark.parametrize("package", ["timm", "transformers"])
-def test_the_pages_code_runs(package):
+@pytest.mark.parametrize("package, size", [("timm", 224), ("transformers", 224), ("torchvision", 32)])
+def test_the_pages_model_trains_ten_steps(package, size):
     pytest.importorskip(package)
-    assert len(SNIPPETS[package].splitlines()) <= 8
-    names = {}
+    assert len(SNIPPETS[package].splitlines()) <= (8 if package != "torchvision" else 12)
+    names, losses = {}, []
     exec(compile(SNIPPETS[package], "docs/library.md", "exec"), names)
-    assert names["outputs"].isfinite().all()
+    images, target = torch.randn(1, 3, size, size), torch.randn(10)
+    parameters = dict(names["vit"].train().named_parameters())
+    projections = ("attn.qkv.weight", "q_proj.weight", "query.weight")
+    weight = next(each for name, each in parameters.items() if name.endswith(projections))
+    optimizer, before = torch.optim.AdamW(parameters.values(), lr=1e-3), weight.detach().clone()
+    for _ in range(10):
+        outputs = names["vit"](images)
+        outputs = getattr(outputs, "last_hidden_state", outputs)[..., :10]
+        loss = (outputs.reshape(-1, 10)[0] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0] and not torch.equal(weight, before)
 
 
 def timm_vit(**options):

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from osa import reference
 from osa.functional import orthogonal_attention
@@ -16,13 +14,12 @@ from osa.linalg import (
     balanced,
     cholesky_qr_basis,
     full_precision,
-    is_balanced,
     newton_schulz_gram,
     phi1_times,
     polar_express_gram,
     qr_basis,
 )
-from tests.osa.helpers import draw, orthogonality_error, polar_express_basis, relative_error
+from tests.osa.helpers import Results, draw, orthogonality_error, polar_express_basis, relative_error
 
 DTYPES = [torch.float64, torch.float32]
 RADII = [0, 1e-6, 1e-3, 1, 2.9, 3.1, 11.9, 12.1, 1e2, 1e3]  # of the spectrum; φ₁Y changes its algorithm near 3 and 12
@@ -52,16 +49,13 @@ def test_tf32_is_off_inside_and_is_put_back(setting):
 
 @pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "polar_express"])
 def test_forward_and_backward_ask_for_full_precision(monkeypatch, method):
-    asked, inside = [], []
+    inside, bmm = [], torch.bmm
 
     @contextmanager
     def spy(device):
-        asked.append(device)
-        inside.append(True)
+        inside.append(device)
         yield
         inside.pop()
-
-    bmm = torch.bmm
 
     def product(*arguments, **options):
         assert inside, "a product outside"
@@ -69,11 +63,7 @@ def test_forward_and_backward_ask_for_full_precision(monkeypatch, method):
 
     monkeypatch.setattr("osa.functional.full_precision", spy)
     monkeypatch.setattr(torch, "bmm", product)
-    query, key, value = draw(11, 3, dtype=torch.float32)
-    output = orthogonal_attention(query, key, value, method=method)
-    assert asked == [query.device]
-    output.sum().backward()
-    assert asked == [query.device] * 2
+    orthogonal_attention(*draw(11, 3, dtype=torch.float32), method=method).sum().backward()
 
 
 def of_condition(condition):
@@ -82,20 +72,10 @@ def of_condition(condition):
     return (left * torch.logspace(0, -math.log10(condition), 10, dtype=torch.float64) @ right.mT).float()
 
 
-def same_columns_twice():
-    half = torch.randn(2, 3, 53, 5)
-    return torch.cat([half, half], dim=-1)
-
-
 MATRICES = {
-    "gaussian": lambda: torch.randn(2, 3, 53, 10),
-    "square": lambda: torch.randn(2, 3, 10, 10),
-    "condition 1e4": lambda: of_condition(1e4),
-    "condition 1e7": lambda: of_condition(1e7),
     "condition 1e20": lambda: of_condition(1e20),
-    "Q = K": same_columns_twice,
+    "Q = K": lambda: torch.randn(2, 3, 53, 5).repeat(1, 1, 1, 2),
     "rank 1": lambda: torch.ones(2, 3, 53, 10),
-    "zero": lambda: torch.zeros(2, 3, 53, 10),
     "one of the batch zero": lambda: torch.randn(2, 3, 53, 10) * torch.tensor([[1.0, 0, 1], [1, 1, 1]])[..., None, None],
     "few tokens that are not zero": lambda: torch.randn(2, 3, 53, 10) * (torch.arange(53) < 7)[:, None],
     "minus the diagonal added": lambda: -torch.eye(53)[:, :10].expand(2, 3, 53, 10),
@@ -116,9 +96,7 @@ def test_the_cholesky_basis_is_as_good_as_householders(name):
         outside = torch.linalg.matrix_norm(exact - basis @ (basis.mT @ exact), ord=2)
         outside = outside / torch.linalg.matrix_norm(exact, ord=2).clamp(min=torch.finfo(torch.float32).tiny)
         errors.append((orthogonality_error(basis), outside.max().item()))
-    (orthogonality, outside), (householder, householder_outside) = errors
-    assert orthogonality <= 2 * max(householder, eps)
-    assert outside <= 2 * max(householder_outside, eps)
+    assert all(ours <= 2 * max(householder, eps) for ours, householder in zip(*errors, strict=True))
 
 
 @pytest.mark.parametrize("least", [1e-3, 0.1])
@@ -130,9 +108,8 @@ def test_seven_steps_of_polar_express_make_small_singular_values_one(least):
     gram = m.mT @ m / (1 + EPSILON) ** 2
     assert torch.linalg.matrix_norm(polar_express_gram(gram) - torch.eye(5), 2).max() < 1e-6
     assert torch.linalg.matrix_norm(newton_schulz_gram(gram, 7) - torch.eye(5), 2).min() > 1e-2
-    for num_iterations in (1, 3, 9):
-        basis = polar_express_basis(m, num_iterations)
-        torch.testing.assert_close(polar_express_gram(gram, num_iterations), basis.mT @ basis, rtol=1e-8, atol=1e-8)
+    basis = polar_express_basis(m, 9)
+    torch.testing.assert_close(polar_express_gram(gram, 9), basis.mT @ basis, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,48 +120,25 @@ def test_balanced_columns_are_short_and_make_the_same_matrix(dtype):
     query[1, :, 0] = key[1, :, 0]
     query[2, :, :2], key[2, :, 1] = 0, 0
     m = balanced(torch.cat([query, key], dim=-1))
-    assert m.dtype == dtype
-    short_query, short_key = m.chunk(2, dim=-1)
-    assert (
-        relative_error(reference.skew(short_query, short_key, 1.0), reference.skew(query, key, 1.0))
-        < 10 * torch.finfo(dtype).eps
-    )
-    lengths, others = (x.double().norm(dim=-2) for x in (short_query, short_key))
+    short = m.chunk(2, dim=-1)
+    assert m.dtype == dtype and m.isfinite().all()
+    error = relative_error(reference.skew(*short, 1.0), reference.skew(query, key, 1.0))
+    assert error < 10 * torch.finfo(dtype).eps
     areas = (query.double().square().sum(-2) * key.double().square().sum(-2) - (query * key).double().sum(-2) ** 2).sqrt()
     ordinary = torch.ones(3, 5, dtype=torch.bool)
     ordinary[1, 0] = ordinary[2, :2] = False
-    for length in (lengths, others):
-        torch.testing.assert_close(length[ordinary] ** 2, areas[ordinary], rtol=1e-4, atol=0, check_dtype=False)
-    products = (short_query * short_key).sum(-2).abs().double()
-    assert (products <= 1e-3 * lengths * others)[ordinary].all()
-    assert (lengths * others)[~ordinary].max() < 1e-3 and m.isfinite().all()
+    for each in short:
+        squares = each.double().square().sum(-2)
+        torch.testing.assert_close(squares[ordinary], areas[ordinary], rtol=1e-4, atol=0)
+        assert squares[~ordinary].max() < 1e-3
 
 
 def test_without_float64_exact_keeps_to_float32():
     """MPS, here by tensors without values, has none: every tensor of float64 on it would be an error."""
-    types = set()
-
-    class Types(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, _, args=(), kwargs=None):
-            result = operator(*args, **(kwargs or {}))
-            types.update(x.dtype for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-            return result
-
-    with FakeTensorMode(), Types():
+    with FakeTensorMode(), Results() as results:
         orthogonal_attention(*(torch.empty(2, 7, 3, device="mps") for _ in range(3)))
+    types = {tensor.dtype for tensor in results.tensors}
     assert torch.float32 in types and torch.float64 not in types
-
-
-def test_what_is_balanced():
-    """A normal Z at any norm, a small one of any kind, and no large one whose spectrum is small."""
-    gram, one = torch.eye(6).expand(2, 6, 6), torch.ones(2, 1, 1)
-    assert is_balanced(1e4 * gram, one) and is_balanced(gram, 1e4 * one)
-    key = torch.randn(2, 11, 3)
-    near = torch.cat([key + 1e-3 * torch.randn_like(key), key], dim=-1)
-    gram = near.mT @ near
-    assert is_balanced(1e-2 * gram, one) and not is_balanced(gram, -one)
-    assert not is_balanced(torch.cat([1e-2 * gram, gram]), torch.cat([one, one]))
-    assert is_balanced(math.nan * gram, one)  # nothing to be saved
 
 
 def skew_symmetric(radius, dtype=torch.float64):
@@ -213,11 +167,15 @@ def dense_phi1(z):
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
 def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
+    """Also by the fixed loop of function transforms, where no branch depends on a value."""
     z = matrices(radius, dtype).requires_grad_()
     y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype).requires_grad_()
     actual, expected = phi1_times(z, y), dense_phi1(z) @ y.double()
     rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
-    assert relative_error(actual, expected) < rounding
+    assert (
+        relative_error(actual, expected) < rounding
+        and relative_error(torch.func.vmap(phi1_times)(z, y), expected) < rounding
+    )
     cotangent = torch.randn_like(actual)
     grad_z, grad_y = torch.autograd.grad(actual, (z, y), cotangent)
     expected_z, expected_y = torch.autograd.grad(expected, (z, y), cotangent.double())
@@ -226,32 +184,14 @@ def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
     assert min(1, radius) * relative_error(grad_z, expected_z) < rounding
 
 
-def test_phi1_of_nilpotent_matrices_is_a_polynomial():
-    """Z² = 0 ⇒ φ₁(Z) = I + Z/2, though Z has no inverse; the norm calls for eleven doublings."""
-    z = torch.zeros(3, 3, dtype=torch.float64)
-    z[0, 2] = 2000.0
-    torch.testing.assert_close(phi1_times(z, z.mT), z.mT + z @ z.mT / 2)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_and_large_matrices_in_one_batch(dtype):
     """Matrices of a batch may share their number of doublings; the small ones lose nothing by it."""
-    z = torch.stack([skew_symmetric(radius, dtype) for radius in (0, 1e-6, 1, 1e3)])
+    radii = 0, 1e-6, 1, 1e3
+    z = torch.stack([skew_symmetric(radius, dtype) for radius in radii])
     y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype)
-    expected = dense_phi1(z)
-    for i, radius in enumerate((0, 1e-6, 1, 1e3)):
-        rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
-        assert relative_error(phi1_times(z, y)[i], expected[i] @ y[i].double()) < rounding
-
-
-@pytest.mark.parametrize("radius", RADII)
-@pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
-def test_fixed_loop_where_values_cannot_be_read(matrices, radius):
-    """Under a function transform, as under compilation and on an accelerator, no branch depends on a value."""
-    z = matrices(radius)
-    y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64)
-    rounding = 30 * torch.finfo(torch.float64).eps * (1 + radius)
-    assert relative_error(torch.func.vmap(phi1_times)(z, y), dense_phi1(z) @ y) < rounding
+    for radius, actual, expected in zip(radii, phi1_times(z, y), dense_phi1(z) @ y.double(), strict=True):
+        assert relative_error(actual, expected) < 30 * torch.finfo(dtype).eps * (1 + radius)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])

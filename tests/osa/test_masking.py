@@ -21,9 +21,11 @@ def masks():
 @pytest.mark.parametrize("shape", masks())
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_changes_nothing(method, shape):
-    """Values of the tokens that are left, and their gradients but for "qr_literal", whose M loses its rank."""
+    """Whatever stands in it; nor the gradients, but for "qr_literal", whose M loses its rank."""
     inputs = draw(TOKENS, WIDTH)
     shorter = [x[..., :LEFT, :].detach().requires_grad_() for x in inputs]
+    for unread in inputs[:2]:
+        unread.data[..., LEFT:, :] = torch.inf
     actual = orthogonal_attention(*inputs, masks()[shape], scale=0.7, method=method)
     expected = orthogonal_attention(*shorter, scale=0.7, method=method)
     assert relative_error(actual[..., :LEFT, :], expected) < 1e-12
@@ -36,27 +38,16 @@ def test_padding_changes_nothing(method, shape):
         assert not gradients[0][..., LEFT:, :].any() and not gradients[1][..., LEFT:, :].any()
 
 
-def test_what_stands_in_padding_is_not_read_even_if_it_is_infinite():
-    query, key, value = (x.detach() for x in draw(TOKENS, WIDTH))
-    expected = orthogonal_attention(query, key, value, masks()["row"])
-    query[..., LEFT:, :], key[..., LEFT:, :] = torch.inf, torch.nan
-    assert torch.equal(orthogonal_attention(query, key, value, masks()["row"]), expected)
-
-
-def test_a_batch_of_masks_is_one_for_each_sequence():
-    inputs = draw(TOKENS, WIDTH)
-    mask = torch.stack([KEEP, ~KEEP]).view(2, 1, 1, TOKENS)
+def test_a_batch_of_masks_is_one_for_each_sequence_and_is_traced():
+    inputs, mask = draw(TOKENS, WIDTH), torch.stack([KEEP, ~KEEP]).view(2, 1, 1, TOKENS)
     actual = orthogonal_attention(*inputs, mask)
     for i in range(2):
         assert relative_error(actual[i], orthogonal_attention(*(x[i] for x in inputs), mask[i])) < 1e-12
-
-
-def test_a_mask_is_traced():
-    inputs, mask = draw(TOKENS, WIDTH), masks()["square"]
-    compiled = torch.compile(lambda *x: orthogonal_attention(*x, mask), backend="eager", fullgraph=True)
-    assert relative_error(compiled(*inputs), orthogonal_attention(*inputs, mask)) < 1e-12
-    ours = torch.func.vmap(lambda *x: orthogonal_attention(*x, mask[0]))(*inputs)
-    assert relative_error(ours, orthogonal_attention(*inputs, mask[0])) < 1e-12
+    square = mask.expand(2, 1, TOKENS, TOKENS)
+    compiled = torch.compile(orthogonal_attention, backend="eager", fullgraph=True)
+    assert relative_error(compiled(*inputs, square), actual) < 1e-12
+    same = lambda *x: orthogonal_attention(*x, square[0])  # noqa: E731
+    assert relative_error(torch.func.vmap(same)(*inputs), same(*inputs)) < 1e-12
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6])

@@ -1,4 +1,4 @@
-"""The yardstick itself, against hand-worked values, other algorithms and the paper's theorems."""
+"""The yardstick itself, against values worked by hand and other algorithms."""
 
 import math
 
@@ -30,17 +30,6 @@ def test_exponential_matches_the_eigendecomposition(tokens, width, scale):
     assert relative_error(actual, expected.real) < 1e-13 * (1 + eigenvalues.abs().max())
 
 
-@pytest.mark.parametrize("tokens, width", SIZES)
-def test_theorem_2_1(tokens, width):
-    """exp(S) = I + B(exp[S] − I)Bᵀ, with any orthonormal basis B of the columns of Q and K."""
-    query, key, value = draw(tokens, width)
-    basis = reference.qr_basis(torch.cat([query, key], -1))
-    assert basis.shape[-1] == min(tokens, 2 * width)
-    expected = reference.orthogonal_attention_matrix(query, key, 0.3)
-    assert relative_error(reference.low_rank_matrix(query, key, 0.3, basis), expected) < 1e-12
-    assert relative_error(reference.qr_attention(query, key, value, 0.3), expected @ value) < 1e-12
-
-
 @pytest.mark.parametrize("num_iterations", [0, 1, 6])
 def test_newton_schulz_maps_each_singular_value(num_iterations):
     """Eq. 9 keeps the singular vectors of M and sends σ to ½σ(3 − σ²), from σ/(‖M‖_F + ε)."""
@@ -51,32 +40,3 @@ def test_newton_schulz_maps_each_singular_value(num_iterations):
         singular = singular * (3 - singular.square()) / 2
     basis = reference.newton_schulz_basis(torch.cat([query, key], -1), num_iterations=num_iterations, epsilon=0.5)
     torch.testing.assert_close(basis, left * singular.unsqueeze(-2) @ right)
-
-
-def test_heads_add_up_as_concatenation_does():
-    """Σᵢ Hᵢ Wᵢ^O = [H₁, …, H_h] W^O with the blocks of W^O stacked: the form in which the modules compute it."""
-    heads, tokens, width = 3, 5, 6
-    x = torch.randn(2, tokens, width, dtype=torch.float64)
-    query, key, value = torch.randn(3, heads, width, width // heads, dtype=torch.float64)
-    out = torch.randn(heads, width // heads, width, dtype=torch.float64)
-    alphas = torch.tensor([0.1, -0.2, 0.3])
-    parts = [
-        reference.orthogonal_attention(x @ query[i], x @ key[i], x @ value[i], alphas[i] / math.sqrt(2))
-        for i in range(heads)
-    ]
-    actual = reference.multi_head_orthogonal_attention(x, query, key, value, out, alphas)
-    torch.testing.assert_close(actual, torch.cat(parts, dim=-1) @ out.flatten(0, 1))
-
-
-def test_softmax_layer_matches_torch():
-    heads, width = 3, 6
-    layer = torch.nn.MultiheadAttention(width, heads, batch_first=True, dtype=torch.float64)
-    torch.nn.init.normal_(layer.in_proj_bias)
-    torch.nn.init.normal_(layer.out_proj.bias)
-    weights = layer.in_proj_weight.view(3, heads, width // heads, width).mT
-    biases = layer.in_proj_bias.view(3, heads, width // heads)
-    out = layer.out_proj.weight.mT.view(heads, width // heads, width)
-    x = torch.randn(2, 5, width, dtype=torch.float64)
-    expected, _ = layer(x, x, x, need_weights=False)
-    actual = reference.multi_head_softmax_attention(x, *weights, out, *biases, layer.out_proj.bias)
-    torch.testing.assert_close(actual, expected)

@@ -1,6 +1,7 @@
 """Models compute the same numbers after every way of keeping, copying and loading them, and under PyTorch's own tools."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import sys
@@ -9,11 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao.quantization import quantize_dynamic
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, vmap
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import osa
+from osa import MODELS
 from osa.constrained.orthogonal import FRAME_MAPS, MAPS, orthogonal_, orthonormal_
 from tests.osa.helpers import REPRESENTATIVES
 
@@ -60,7 +65,9 @@ def by_ema(module, other):
 
 def by_assignment(module, other):
     with torch.device("meta"):
-        empty = copy.deepcopy(other).to("meta")
+        built = isinstance(other, osa.VisionTransformer)
+        empty = osa.build_vit(**dataclasses.asdict(other.config)) if built else copy.deepcopy(other).to("meta")
+    assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
     empty.load_state_dict(torch.load(saved(module.state_dict()), weights_only=True), assign=True)
     return empty
 
@@ -86,7 +93,8 @@ WAYS = {
 def test_a_model_travels(name, way):
     model = create(name)
     expected = model(IMAGES)
-    assert torch.equal(WAYS[way](model, create(name, seed=1)).eval()(IMAGES), expected)
+    arrived = WAYS[way](model, create(name, seed=1)).eval()
+    assert torch.equal(arrived(IMAGES), expected) and MODELS[name].items() <= dataclasses.asdict(arrived.config).items()
 
 
 @pytest.mark.parametrize("way", list(WAYS)[:5])  # torch pickles no parametrised module
@@ -100,27 +108,12 @@ def test_a_parametrised_weight_travels(map_name, rows, way):
     arrived(x).sum().backward()
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVES)
-def test_a_model_that_is_built_on_the_meta_device_takes_its_weights(name):
-    model = create(name)
-    with torch.device("meta"):
-        empty = osa.create_model(name, **SIZES).eval()
-    assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
-    empty.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(empty(IMAGES), model(IMAGES))
-
-
 def test_a_checkpoint_brings_its_schedule_and_one_of_before_leaves_the_models_own():
     first, second = create("espa"), create("espa", kernel_last=0.8)
-    older = {
-        key: value for key, value in first.state_dict().items() if not key.endswith(("attention.gain", "attention.bias"))
-    }
-    expected = first(IMAGES)
-    other = create("espa", seed=1)
-    other.load_state_dict(older)
-    assert torch.equal(other(IMAGES), expected)
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(second(IMAGES), expected)
+    older = {key: value for key, value in first.state_dict().items() if not key.endswith(("gain", "attention.bias"))}
+    for other, state in ((create("espa", seed=1), older), (second, first.state_dict())):
+        other.load_state_dict(state)
+        assert torch.equal(other(IMAGES), first(IMAGES))
     with torch.device("meta"), pytest.raises(RuntimeError, match="gain"):
         osa.create_model("espa", **SIZES).load_state_dict(older, assign=True)
 
@@ -203,6 +196,36 @@ def test_gradients_of_each_image(name):
     loss = lambda parameters, image: functional_call(model, parameters, (image[None],)).square().mean()  # noqa: E731
     each = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), IMAGES.double())
     assert_close([gradient.mean(0) for gradient in each.values()], gradients(name))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+def test_shards_have_the_gradients_of_the_whole(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        for name in REPRESENTATIVES:
+            model, mesh = create(name).double(), init_device_mesh("cpu", (1,))
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh)
+            model(IMAGES.double()).square().mean().backward()
+            assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], gradients(name))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.parametrize("name", REPRESENTATIVES)
+def test_pruned_and_quantised_layers_are_called(name):
+    pruned, plain = create(name), create(name)
+    linear = pruned.blocks[0].attention.value
+    prune.l1_unstructured(linear, "weight", amount=0.5)
+    plain.blocks[0].attention.value.weight.data.mul_(linear.weight_mask)
+    assert linear.weight_mask.mean() == 0.5 and torch.equal(pruned(IMAGES), plain(IMAGES))
+    quantised = quantize_dynamic(create(name), {nn.Linear}, dtype=torch.qint8)
+    assert quantised(IMAGES).isfinite().all()
+    actual, expected = (
+        torch.stack(model.blocks[0].attention.project(torch.ones(2, 5, 16))) for model in (quantised, create(name))
+    )
+    assert 0 < (actual - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 def in_data_parallel(rank, file):

@@ -9,7 +9,7 @@ from torch import nn
 
 import osa
 from osa import reference
-from tests.osa.helpers import REPRESENTATIVES, relative_error
+from tests.osa.helpers import relative_error
 
 MODELS = {  # and whether they have skip connections and norms
     "osa_qr": (False, False),
@@ -31,28 +31,8 @@ def images(dtype=torch.float32):
     return torch.rand(3, 1, 28, 28, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVES)
-def test_only_the_class_token_of_the_last_block_is_computed(name):
-    """The same logits and gradients as from a last block that computes all of its tokens."""
-    model = build(name).double()
-    batch = images(torch.float64)
-    x = model.tokens(batch)
-    for block in model.blocks:
-        assert block(x, num_outputs=1).shape == (3, 1, 64)
-        x = block(x)
-        assert x.shape == (3, 50, 64)
-    actual, expected = model(batch), model.head(model.norm(x[:, 0]))
-    assert relative_error(actual, expected) < 1e-12
-    cotangent = torch.randn_like(actual)
-    gradients = torch.autograd.grad(actual, list(model.parameters()), cotangent)
-    expected_gradients = torch.autograd.grad(expected, list(model.parameters()), cotangent)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert (gradient - expected_gradient).norm() < 1e-12 * (1 + expected_gradient.norm())
-
-
 def reference_logits(model, name, batch):
-    """Eq. 1 to 5 and Appendix D written out: patches, positions, six blocks, a linear layer on [cls]."""
-
+    """Eq. 1 to 5 and Appendix D written out: patches, positions, six blocks of all tokens, a linear layer on [cls]."""
     has_skip, has_norm = MODELS[name]
 
     def norm(layer, x):
@@ -91,6 +71,7 @@ def reference_logits(model, name, batch):
 def test_models_match_the_reference_end_to_end(name):
     model = build(name).double()
     for key, parameter in model.named_parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)  # away from the structure of the initialisation
         if key.endswith("alpha"):  # as far from the identity as a trained model is
             nn.init.uniform_(parameter, *((0.3, 0.6) if name != "osa_iso" else (0.03, 0.1)))
         elif key.endswith("bias"):
@@ -111,38 +92,27 @@ def test_models_match_the_reference_end_to_end(name):
 
 
 @pytest.mark.parametrize("name", ["osa_qr", "vit", "espa"])
-def test_features_and_head_as_in_timm(name):
-    model, batch = build(name), images()
+def test_features_and_heads_as_in_timm(name):
+    model, batch = build(name).double(), images(torch.float64)
     features = model.forward_features(batch)
     assert features.shape == (3, 50, model.num_features)
-    torch.testing.assert_close(model.forward_head(features), model(batch), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.forward_head(features), model(batch))
     assert torch.equal(model.forward_head(features, pre_logits=True), features[:, 0])
-
-
-def test_another_head():
-    model, batch = build("osa_qr").double(), images(torch.float64)
-    features = model.forward_features(batch)[:, 0]
     model.reset_classifier(3)
     assert (model(batch).shape, model.config.num_classes, model.head.weight.dtype) == ((3, 3), 3, torch.float64)
     model.reset_classifier(0)
-    torch.testing.assert_close(model(batch), features)
-    assert model.config.num_classes == 0
-    assert osa.create_model("osa_qr", num_classes=0)(images()).shape == (3, 64)
+    torch.testing.assert_close(model(batch), features[:, 0])
+    assert model.config.num_classes == 0 and osa.create_model(name, num_classes=0)(images()).shape == (3, 64)
 
 
 @pytest.mark.parametrize("name", ["osa_qr", "vit", "espa"])
 def test_gradients_with_checkpoints_are_those_without_and_keep_less(name):
-    model, batch, kept, gradients = build(name), images(), {}, {}
+    model, batch, kept, gradients = build(name), images(), [], []
     for enable in (False, True):
         model.set_grad_checkpointing(enable)
-        kept[enable] = 0
-
-        def count(tensor, enable=enable):
-            kept[enable] += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x):
             loss = model(batch).square().sum()
-        gradients[enable] = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(map(torch.equal, gradients[True], gradients[False]))
-    assert kept[True] < kept[False] / 3
+        kept.append(sum(sizes))
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *gradients)) and kept[1] < kept[0] / 3

@@ -173,7 +173,12 @@ def speed(first: list[pd.DataFrame], second: list[pd.DataFrame], of_training: fl
     if any(math.isinf(epochs) for epochs in ours):
         limit = factor * float(gmean(reached))
         return judge_share(sum(epochs < limit for epochs in ours), len(ours))
-    verdict = judge([np.log(ours).tolist(), np.log(reached).tolist()], (1, -1), limit=math.log(factor), side="below")
+    return judge_ratio(ours, reached, factor)
+
+
+def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) -> Verdict:
+    """The rule for the ratio of two geometric means to lie below a factor."""
+    verdict = judge([np.log(first).tolist(), np.log(second).tolist()], (1, -1), limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
     return replace(verdict, estimate=estimate, low=low, high=high, limit=factor)
 
@@ -246,17 +251,11 @@ class Measured(Comparison):
     at_most_factor: PositiveFloat
 
     def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        return {
-            f"{first}_vs_{second}_{column}": self.of_column(first, second, column, results)
-            for first, second in self.compare
-            for column in self.columns
-        }
-
-    def of_column(self, first: str, second: str, column: str, results: Results) -> Verdict:
-        samples = [np.log(results.last_watched(name, column)).tolist() for name in (first, second)]
-        verdict = judge(samples, (1, -1), limit=math.log(self.at_most_factor), side="below")
-        estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
-        return replace(verdict, estimate=estimate, low=low, high=high, limit=self.at_most_factor)
+        verdicts = {}
+        for (first, second), column in itertools.product(self.compare, self.columns):
+            samples = (results.last_watched(name, column) for name in (first, second))
+            verdicts[f"{first}_vs_{second}_{column}"] = judge_ratio(*samples, self.at_most_factor)
+        return verdicts
 
 
 AnyClaim = Annotated[

@@ -23,12 +23,12 @@ LAYER_IMAGES = 2  # whose activations enter them
 PRODUCTS = 32  # φ₁ takes 20 to 60 matrix products, which typically err by √n · eps each: 32 n eps bounds the chain
 
 
-def rounding(length: int, dtype: torch.dtype, products: int = PRODUCTS) -> float:
-    """products · n · eps: what a chain of matrix products with inner dimension n may err by, relative to its factors.
+def rounding(length: int, dtype: torch.dtype) -> float:
+    """32 n · eps: what a chain of matrix products with inner dimension n may err by, relative to its factors.
 
     One product errs by at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically by √n · eps.
     """
-    return products * length * torch.finfo(dtype).eps
+    return PRODUCTS * length * torch.finfo(dtype).eps
 
 
 def norm(matrix: Tensor) -> Tensor:
@@ -106,6 +106,12 @@ def weight_condition(w_query: Tensor, w_key: Tensor) -> float:
     """κ(W̃) of a head (Theorem 4.2): the ratio of the largest to the smallest of the 2d_v singular values that are not 0."""
     values = torch.linalg.svdvals(query_key_product(w_query.double(), w_key.double()))
     return condition(values, rank=2 * w_query.shape[-1])
+
+
+def gradient_norm(module: nn.Module, least_dimensions: int = 0) -> float:
+    """‖∂loss/∂θ‖₂ over a module's parameters, or those with so many dimensions at least, after a backward pass."""
+    found = [p.grad.norm() for p in module.parameters() if p.ndim >= least_dimensions and p.grad is not None]
+    return torch.stack(found).norm().item()
 
 
 # Jacobians

@@ -26,10 +26,9 @@ from pipeline import cost
 from pipeline.benchmarks import post, results
 from pipeline.core import record
 from pipeline.core.errors import entry_point
-from pipeline.cost import Call
+from pipeline.cost import BOTH, FORWARD, Call
 
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
-FORWARD, BOTH = "forward", "forward and backward"
 LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
 TRAINING_TOKENS = 6400  # 128 images of 50
 SEED = 0

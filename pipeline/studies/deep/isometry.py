@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -28,7 +27,6 @@ from osa.init import init_isometric_mlp_, init_suo_mlp_
 from osa.modules import MLP
 from pipeline.core.params import Name, PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE
 from pipeline.lab import Lab, default_dtype
 from pipeline.measures import gradient_norm
 from pipeline.statistics import summarise as summary
@@ -151,7 +149,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     return {"width": width, "tails": TAILS, "rows": rows, "slopes": slopes, "gradients": gradients}
 
 
-@matplotlib.rc_context(STYLE)
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """A line for each draw and the three largest widths; dashed, what independent linear MLPs are to have."""
     figure, (axes,) = charts.panels(1, 3.4)

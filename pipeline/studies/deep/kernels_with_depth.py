@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-import matplotlib
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
@@ -30,7 +29,7 @@ from osa.deep.shaped import (
 from osa.init import stiefel_uniform
 from pipeline.core.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE, look
+from pipeline.drawing.looks import look
 from pipeline.lab import Lab
 from pipeline.measures import effective_rank, exponential, skew
 from pipeline.studies import Study, Tables, check
@@ -297,7 +296,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Mean cosine of two tokens, by the number of blocks."""
     kernels = tables["kernels"].groupby(["row", "depth"], sort=False)["cosine"].mean()

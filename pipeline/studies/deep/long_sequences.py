@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from pipeline.core.params import PositiveInt, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE
 from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, head_weights, norm
 from pipeline.statistics import summarise as summary
@@ -116,7 +114,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     return {"slopes": slopes, "rows": there, "not_trained": [row for row in rows if not row["n"]]}
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """‖S‖₂ and ‖J₁‖₂ of the first block, by the number of tokens."""
     figure, panels = charts.panels(2, 3.2)

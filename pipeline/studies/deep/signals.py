@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -26,7 +25,7 @@ from osa.init import stiefel_uniform
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE, look
+from pipeline.drawing.looks import look
 from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, effective_rank, gradient_norm, norm
 from pipeline.statistics import summarise as summary
@@ -261,7 +260,6 @@ def of_alpha(table: pd.DataFrame) -> dict:
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(RATIO)}
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """The gradient, the tokens' mean square and their effective rank, block by block."""
     depth = settings.depths[-2:][0]

@@ -11,7 +11,6 @@ import re
 from functools import partial
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -31,7 +30,7 @@ from pipeline.core.files import DIGITS
 from pipeline.core.params import PositiveFloat, PositiveInt, Section
 from pipeline.cost import BOTH, FORWARD, Call
 from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, STYLE, look
+from pipeline.drawing.looks import PALETTE, look
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables, check
 from pipeline.studies._summaries import log_log_slope
@@ -282,7 +281,6 @@ def crossing(ratio: pd.Series) -> float | None:
     return float(np.exp(x + (following_x - x) * y / (y - following_y)))
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Time and peak memory of a forward and a backward pass over N: OSA, and softmax attention fused and with its matrix."""
     lines = {part: look(part).line(label=lab.label(part)) for part in OSA}

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -24,7 +23,7 @@ from osa.linalg import EPSILON, POLAR_EXPRESS
 from osa.reference import skew
 from pipeline.core.params import PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
+from pipeline.drawing.looks import INK, METHOD_LABELS, PALETTE, look
 from pipeline.lab import Lab
 from pipeline.measures import (
     exponential,
@@ -174,7 +173,6 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
     return errors.assign(**{bound: errors[bound] + slack for bound in BOUNDS})
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Over K: the error for each condition of M at the ‖S‖₂ nearest to 1, and the worst error in units of Eq. 10."""
     errors = _with_rounding(tables["errors"])

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import osa
 from osa import linalg
-from osa.functional import METHODS, orthogonal_attention
+from osa.functional import orthogonal_attention
 from osa.linalg import cholesky_qr_basis
 from pipeline.core.files import ROOT
 from pipeline.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
@@ -27,8 +27,8 @@ def cost_of(call):
     return cost(call, CPU)
 
 
-def inputs(tokens=50, width=3):
-    return torch.randn(3, 1, 1, tokens, width)
+def inputs():
+    return torch.randn(3, 1, 1, 50, 3)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,6 @@ def test_cholesky_takes_what_its_columns_take():
     assert cholesky([2, 3, n, n]) == 6 * cholesky([n, n])
 
 
-def test_the_basis_of_cuda_has_its_operations():
-    """Two rounds, each of a Gram matrix, its decomposition and a triangular solve, here on the CPU."""
-    n, r = 40, 8
-    of = cost_of(lambda: cholesky_qr_basis(torch.randn(3, n, r)))
-    assert of.by_formula == 3 * 2 * n * r * r // 2 + 2 * cholesky([3, r, r])
-    assert of.multiply_adds == of.by_formula + 3 * 2 * n * r * r
-
-
 def test_all_linear_algebra_of_the_library_has_a_count():
     """On whatever device it is called."""
     calls = set()
@@ -113,14 +105,6 @@ def test_a_step_on_cuda_has_a_count(name, routes_of_cuda):
         optimizer.step()
 
     assert cost_of(step).multiply_adds > 3 * cost_of(lambda: model.eval()(images)).multiply_adds / 2 > 0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_products_are_counted_and_routines_stated(method):
-    call = Call(partial(orthogonal_attention, method=method), tuple(inputs()))
-    for each in (call, call.with_backward()):
-        assert (cost_of(each).by_formula > 0) == method.startswith("qr")
-        assert cost_of(each).multiply_adds > cost_of(each).by_formula
 
 
 @pytest.mark.parametrize(
@@ -173,11 +157,6 @@ def test_peak_memory_by_hand():
     assert cost_of(call).peak_bytes == 4 * 1500  # not 4 · 2300: the first is gone when the third comes
 
 
-def test_memory_inside_an_operator_counts():
-    a = torch.randn(30, 30)
-    assert cost_of(lambda: torch.linalg.matrix_exp(a)).peak_bytes > 3 * a.nbytes
-
-
 def test_what_is_kept_from_the_first_call_is_no_cost():
     kept = []
 
@@ -206,8 +185,6 @@ def test_every_round_has_each_call_in_an_order_of_its_own():
 
 def test_seconds_of_a_sleep():
     assert 0.01 <= seconds(lambda: time.sleep(0.01), 2, CPU) < 1
-    slow = sample_seconds({"sleep": lambda: time.sleep(0.004)}, 3, 1e-3, random.Random(0), CPU)["sleep"]
-    assert len(slow) == 3 and min(slow) >= 0.004
 
 
 @torch.library.custom_op("osa::of_a_test", mutates_args=())

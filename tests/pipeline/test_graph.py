@@ -32,11 +32,6 @@ def upstream() -> dict[str, set[str]]:
     return {name: all_before(name) for name in {name for edge in edges for name in edge}}
 
 
-def stage_of(study: str) -> str:
-    (name,) = (name for name in dvc("stage", "list", "--all", "--name-only").split() if re.search(rf"[@:]{study}$", name))
-    return name
-
-
 def test_every_study_that_measures_has_one_stage_in_its_wing():
     listed = dvc("stage", "list", "--all", "--name-only").split()
     for study in studies.names():

@@ -124,11 +124,9 @@ def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({"penalty": "VAR-I"}, ["penalty_weight"]),
         ({"keep_by": "cayley"}, ["keep", "keep_by"]),
         ({"keep": "value_out", "keep_by": "givens"}, ["keep_by", "retraction"]),
         ({"keep": "whole_value_out", "keep_by": "givens", "keep_rate": 0.1}, ["keep_rate", "retraction"]),
-        ({"penalty": "VAR-IV", "penalty_weight": 1.0}, ["penalty", "VAR-III"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(values, words):

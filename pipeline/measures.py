@@ -141,6 +141,24 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return rows.mT.flatten(1)
 
 
+def power_iteration(
+    function: Callable[[Tensor], Tensor], x: Tensor, start: Tensor, num_iterations: int
+) -> tuple[Tensor, Tensor]:
+    """J v/‖v‖ and JᵀJ v/‖v‖ of the last of so many steps v ← JᵀJ v/‖v‖ from `start`, whose norms tend to ‖J‖₂ and ‖J‖₂².
+
+    Matrix-free: Jᵀu is a backward pass through f at X, and J v one through that.
+    """
+    x = x.detach().requires_grad_()
+    y = function(x)
+    u = torch.zeros_like(y, requires_grad=True)
+    (pullback,) = torch.autograd.grad(y, x, u, create_graph=True)  # Jᵀu, linear in u
+    v = start
+    for _ in range(num_iterations):
+        (pushed,) = torch.autograd.grad(pullback, u, v / v.norm(), retain_graph=True)  # J v
+        (v,) = torch.autograd.grad(y, x, pushed, retain_graph=True)
+    return pushed, v
+
+
 def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dict[str, float]:
     """κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from J Jᵀ.
 

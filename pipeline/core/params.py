@@ -300,13 +300,6 @@ class Params(Shared):
         """What a reader calls a variant; one that is not listed goes by its own name."""
         return self.labels.get(variant, variant)
 
-    def value(self, key: str) -> Any:
-        """What stands under a key that is written with dots, as in train.epochs."""
-        content = self.model_dump()
-        for part in key.split("."):
-            content = content[part]
-        return content
-
     @model_validator(mode="after")
     def _names_exist(self):
         for place, names in {"run.variants": self.run.variants, "labels": self.labels}.items():
@@ -354,11 +347,14 @@ def load(path: str | Path = "params.yaml") -> Params:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
     written = read(path)
-    check_blocks(written, str(path))
     raw = with_library(written)
     if isinstance(raw, dict):
         raw = {key: value for key, value in raw.items() if key not in paper_studies()}
     params = validate(Params, raw, str(path))
+    for name in params.run.variants:
+        if name not in written["variants"]:  # where DVC looks for the block of each stage
+            block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in osa.models.MODELS[name].items())
+            raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # a model of the library that has no block is checked where it is used
         resolve(params, name)
     return params
@@ -367,19 +363,6 @@ def load(path: str | Path = "params.yaml") -> Params:
 def paper_studies() -> set[str]:
     """The names of the paper's studies, by their files: no study is imported here."""
     return {path.stem for path in (ROOT / "pipeline/studies/paper").glob("[a-z]*.py")}
-
-
-def check_blocks(raw: Any, path: str) -> None:
-    """Raises UserError if a model of the library is to be a stage of DVC, which looks for its block, and has none."""
-    match raw:
-        case {"run": {"variants": [*names]}, "variants": dict(blocks)}:
-            without = [name for name in names if isinstance(name, str) and name not in blocks]
-        case _:
-            return  # which the schema refuses
-    for name in without:
-        if block := osa.models.MODELS.get(name):
-            written = ", ".join(f"{key}: {json.dumps(value)}" for key, value in block.items())
-            raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{written}}}.")
 
 
 def with_library(raw: Any) -> Any:

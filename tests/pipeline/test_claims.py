@@ -44,9 +44,8 @@ def test_accuracy_with_its_margin_and_the_papers_effect(tmp_path):
 
 def test_a_diverged_run_is_as_good_as_a_guess(tmp_path):
     results = runs(a=[0.97, None], b=[0.5, 0.51])
-    assert results.accuracies("a") == pytest.approx([97.0, 10.0]) and results.losses("a") == pytest.approx(
-        [0.03, GUESS_LOSS]
-    )
+    assert results.accuracies("a") == pytest.approx([97.0, 10.0])
+    assert results.losses("a") == pytest.approx([0.03, GUESS_LOSS])
     assert results.counts("a") == {"finished": 1, "diverged": 1, "missing": 0}
     trains = claim(tmp_path, kind="trains", models=["a"]).judge(results)["a"]
     assert (trains.estimate, trains.n) == (0.5, 2)
@@ -84,17 +83,11 @@ def test_epochs_are_log_linear_between_points():
 
 
 def test_measured_compares_what_was_seen_at_the_end(tmp_path):
-    results = runs(a=[0.9, 0.91], b=[0.9, 0.91])
-    seen = [
-        {"name": n, "seed": s, "epoch": e, "size": v * (1 + 0.01 * s)}
-        for n, v in (("a", 1.0), ("b", 2.0))
-        for s in (0, 1)
-        for e in (0, 1)
-    ]
-    results.watched = pd.DataFrame(seen)
-    verdict = claim(tmp_path, kind="measured", compare=[["a", "b"]], columns=["size"], at_most_factor=0.9).judge(results)[
-        "a_vs_b_size"
-    ]
+    results, sizes = runs(a=[0.9, 0.91], b=[0.9, 0.91]), {"a": 1.0, "b": 2.0}
+    seen = [(n, s, e, size * (1 + 0.01 * s) + 9 * (e == 0)) for n, size in sizes.items() for s in (0, 1) for e in (0, 1)]
+    results.watched = pd.DataFrame(seen, columns=["name", "seed", "epoch", "size"])
+    smaller = claim(tmp_path, kind="measured", compare=[["a", "b"]], columns=["size"], at_most_factor=0.9)
+    verdict = smaller.judge(results)["a_vs_b_size"]
     assert verdict.estimate == pytest.approx(0.5) and verdict.word == REPRODUCED
 
 
@@ -102,6 +95,7 @@ def test_measured_compares_what_was_seen_at_the_end(tmp_path):
     "fields, key",
     [
         ({"kind": "speed", "compare": [["a", "b"]], "of_training": 0.5, "at_most_factor": 2}, "at_most_factor"),
+        ({"kind": "drops", "models": ["a", "b"]}, "models"),
         ({"kind": "guess"}, "kind"),
     ],
 )

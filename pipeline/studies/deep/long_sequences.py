@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.core.params import PositiveInt, Seeds
 from pipeline.drawing import charts
 from pipeline.lab import Lab
-from pipeline.measures import attention_inputs, head_weights, norm
+from pipeline.measures import attention_inputs, head_weights, norm, power_iteration
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Tables, comparison
 from pipeline.studies._summaries import log_log_slope
@@ -85,15 +85,7 @@ def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor,
         phi_y = torch.linalg.matrix_exp(block)[: len(z), len(z) :]  # φ₁(Z) Y
         return (value + scale * m @ phi_y) @ w_out
 
-    x = x.detach().requires_grad_()
-    output = attend(x)
-    cotangent = torch.zeros_like(output, requires_grad=True)
-    (pulled,) = torch.autograd.grad(output, x, cotangent, create_graph=True)  # J₁ᵀ of it, whose derivative is J₁ᵀ
-    direction = start
-    for _ in range(iterations + 1):
-        direction = direction / direction.norm()
-        (pushed,) = torch.autograd.grad(pulled, cotangent, direction, retain_graph=True)
-        (direction,) = torch.autograd.grad(output, x, pushed, retain_graph=True)
+    pushed, _ = power_iteration(attend, x, start, iterations + 1)
     return pushed.norm().item()
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy.stats import gmean
 
-from pipeline.claims import Claim, Results, epochs_to_reach, read_claims, target_loss
+from pipeline.claims import WEIGHTS, Claim, Results, epochs_to_reach, read_claims, target_loss
 from pipeline.core import files
 from pipeline.core.params import AnySeeds, Section
 from pipeline.drawing import charts, looks
@@ -66,7 +66,7 @@ def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str,
         claim, judged[name] = claims[name], {}
         models = [claim.models] if claim.kind == "drops" else claim.compare
         for own, (key, verdict) in zip(models, claim.judge(results, theirs).items(), strict=True):
-            weights = {"drops": (-1, 2, -1), "accuracy": (1, -1)}.get(claim.kind)
+            weights = (1, -1) if claim.kind == "accuracy" else WEIGHTS.get(claim.kind)
             paper = sum(w * theirs[model] for w, model in zip(weights, own, strict=True)) if weights else None
             judged[name][key] = {"models": own, "kind": claim.kind, "paper": paper, "verdict": verdict}
     return judged

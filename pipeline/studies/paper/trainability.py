@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.lab import Lab
-from pipeline.measures import condition, gradient_norm, jacobian
+from pipeline.measures import condition, gradient_norm, jacobian, power_iteration
 from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Depths
 
@@ -89,27 +89,10 @@ def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, 
         return x  # (batch, N, d)
 
     with sdpa_kernel(SDPBackend.MATH):  # the one whose gradient has a gradient
-        spectral = spectral_norm(attend, x, num_iterations=settings.power_iterations, generator=generator)
+        start = torch.randn(1, *x.shape, generator=generator, dtype=x.dtype)
+        _, squared = power_iteration(attend, x[None], start, settings.power_iterations)
     frobenius = frobenius_norm(attend, x, num_samples=settings.samples, generator=generator)
-    return {"spectral": spectral, "gain": frobenius / math.sqrt(x.numel())}
-
-
-def spectral_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_iterations: int, generator: Generator) -> float:
-    """‖∂f/∂X‖₂ from below by power iteration on JᵀJ, matrix-free: Jᵀu is a backward pass, and J v one through that.
-
-    Args:
-        function: (1, N, d) → any shape.
-        x: (N, d).
-    """
-    x = x[None].detach().requires_grad_()
-    y = function(x)
-    u = torch.zeros_like(y, requires_grad=True)
-    (pullback,) = torch.autograd.grad(y, x, u, create_graph=True)  # Jᵀu, linear in u
-    v = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-    for _ in range(num_iterations):
-        (pushed,) = torch.autograd.grad(pullback, u, v / v.norm(), retain_graph=True)  # J v
-        (v,) = torch.autograd.grad(y, x, pushed, retain_graph=True)
-    return v.norm().sqrt().item()
+    return {"spectral": squared.norm().sqrt().item(), "gain": frobenius / math.sqrt(x.numel())}
 
 
 def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_samples: int, generator: Generator) -> float:

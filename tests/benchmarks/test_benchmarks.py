@@ -90,13 +90,6 @@ def test_straightforward_models_compute_the_same(project, variant, shared_alpha)
     assert not torch.allclose(theirs(images), ours(images), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("literal, ours", [({}, {"method": "qr"}), ({"num_iterations": 3}, {"method": "newton_schulz"})])
-def test_literal_formulas_are_the_methods(literal, ours):
-    query, key, value = torch.randn(3, 2, 20, 4, dtype=torch.float64)
-    expected = orthogonal_attention(query, key, value, scale=0.2, **ours, **literal)
-    torch.testing.assert_close(straightforward.orthogonal_attention(query, key, value, scale=0.2, **literal), expected)
-
-
 def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     made = []
     monkeypatch.setattr(step, "Training", lambda *arguments: made.append(Training(*arguments)) or made[-1])

@@ -17,16 +17,12 @@ from osa.constrained.penalties import PENALTIES, with_penalty
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.training.loop import Training
-from tests.pipeline.trainings import config, finished, trained, training, write_data, write_params
+from tests.pipeline.trainings import config, finished, trained, training, write_params
 
 FLOAT32 = 12**1.5 * torch.finfo(torch.float32).eps  # d · eps for ‖·‖₂ of a product, and √d times that for ‖·‖_F; d = 12
 
 
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_params()
-    write_data()
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def options(variant: str, train: dict | None = None, **values) -> str:

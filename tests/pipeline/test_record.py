@@ -17,11 +17,7 @@ CHANGES = (
 )
 
 
-def test_the_key_of_a_run_depends_on_what_can_change_its_numbers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_params()
-    write_data()
-
+def test_the_key_of_a_run_depends_on_what_can_change_its_numbers(project, monkeypatch):
     def key(variant="osa_exact", seed=0):
         return Recorder(Run(variant, seed), training(variant, seed)).run_key
 

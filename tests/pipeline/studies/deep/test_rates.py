@@ -1,7 +1,6 @@
 """The grid of short trainings, and what is best of it."""
 
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -10,16 +9,9 @@ import torch
 from pipeline.studies.deep import rates
 from pipeline.studies.deep.rates import Settings
 from pipeline.training.loop import Training
-from tests.pipeline.mnist_files import write_mnist
 
 SEARCH = {"depth": 6, "rates": [1e-4, 1e-3], "steps": 3, "last": 2}
 SETTINGS = Settings.model_validate({"seed": 9, "models": ["osa_shaped", "vit"], "alphas": [0.1, 0.36], "searches": [SEARCH]})
-
-
-@pytest.fixture
-def lab(lab):
-    write_mnist(Path("data/mnist"), train=40, test=7)
-    return lab
 
 
 def test_the_loss_is_the_mean_of_the_last_steps(lab):

@@ -1,4 +1,4 @@
-"""Theorems 2.1 to 3.1 and 4.2 to 4.4: the checks hold of the code, and fail of code that is wrong on purpose."""
+"""Theorems 2.1 to 4.4: the checks hold of the code, and fail of code that is wrong on purpose."""
 
 import math
 from contextlib import nullcontext
@@ -22,6 +22,7 @@ SETTINGS = {
     theorem_2_1: {"sizes": [[7, 2]], "norms": [0.01, 1, 20], "conditions": [1, 1e3]},
     theorem_2_2: {"depths": [0, 1, 4], "alphas": [0.5]},
     theorem_3_1: {"sizes": [[7, 2]], "iterations": 7, "norms": [0.1, 3], "conditions": [1, 10]},
+    theorem_4_1: {},
     theorem_4_2: {},
     theorems_4_3_4_4: {},
 }
@@ -42,7 +43,12 @@ def measured(study, lab):
 
 
 def summary(study, lab):
-    return study.summarise(settings_of(study), measured(study, lab), lab)
+    """The summary; that of Theorem 4.1 by method."""
+    settings, tables = settings_of(study), measured(study, lab)
+    if study is not theorem_4_1:
+        return study.summarise(settings, tables, lab)
+    by_method = tables["errors"].groupby("method")
+    return {method: study.summarise(settings, {"errors": own}, lab)["float64"] for method, own in by_method}
 
 
 def failing(numbers):
@@ -88,6 +94,8 @@ def halves(right):
 
 MATRIX = (theorem_2_1, theorem_2_1, "orthogonal_attention_matrix")
 SPECTRUM = (theorem_2_2, theorem_2_2, "orthogonal_attention")
+METHODS = set(measures.METHODS)
+HEAD = (theorem_4_1, measures, "orthogonal_attention")
 WEIGHTS = (theorem_4_2, osa.init, "stiefel_uniform")
 WRONG = {  # study, what is replaced by what, and the checks that fail
     "2.1 scale of qr": (*MATRIX, by_one_method("qr", 1 + 1e-9), {"float64"}),
@@ -101,6 +109,14 @@ WRONG = {  # study, what is replaced by what, and the checks that fail
         *(theorem_3_1, theorem_3_1, "iterates"),
         lambda right: lambda *given: [1.4 * basis for basis in right(*given)],
         {"eq_10", "eq_11"},
+    ),
+    "4.1 scale": (*HEAD, lambda right: lambda *qkv, scale, **rest: right(*qkv, scale=1.001 * scale, **rest), METHODS),
+    "4.1 transpose": (*HEAD, lambda right: lambda q, k, v, **rest: right(k, q, v, **rest), METHODS),
+    "4.1 half a gradient": (*HEAD, lambda right: lambda q, k, v, **rest: right(q.detach(), k, v, **rest), METHODS),
+    "4.1 derivative": (
+        *(theorem_4_1, theorem_4_1, "exponential_jacobian"),
+        lambda right: lambda x, q, k, scale: right(x, q, q, scale),
+        METHODS - {"newton_schulz"},  # whose derivative is automatic
     ),
     "4.2 Gaussian": (*WEIGHTS, gaussian, {"float32", "float64"}),
     "4.2 halves": (*WEIGHTS, halves, {"float32", "float64"}),
@@ -195,6 +211,35 @@ def test_newton_schulz_uses_its_bounds_and_polar_express_breaks_one(lab):
     express = numbers["polar_express"]
     assert min(numbers["eq_10"]["share"], numbers["eq_11"]["share"]) > 0.1 and 0 < numbers["initial"] < 1
     assert 0 < express["above_10"] < express["cases"] and express["most_above_10"] > 1 and express["general"]["holds"]
+
+
+# Theorem 4.1
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_derivative_of_the_exponential_is_the_limit_of_differences():
+    x, change, w_query, w_key = normal(5, 4), normal(5, 4, seed=1), normal(4, 2, seed=2), normal(4, 2, seed=3)
+
+    def matrix(step):
+        moved = x + step * change
+        return measures.exponential(reference.skew(moved @ w_query, moved @ w_key, 0.7))
+
+    expected = (matrix(1e-5) - matrix(-1e-5)) / 2e-5
+    actual = theorem_4_1.exponential_jacobian(x, w_query, w_key, 0.7) @ change.mT.flatten()  # vec is column by column
+    torch.testing.assert_close(actual.unflatten(0, (5, 5)).mT, expected, rtol=1e-7, atol=1e-8)
+
+
+def test_terms_of_a_constant_and_of_a_linear_attention():
+    x, a, w = normal(3, 4), normal(3, 3, seed=1), normal(4, 4, seed=2)
+    first, second = theorem_4_1.jacobian_terms(x, a, torch.zeros(9, 12, dtype=torch.float64), w)
+    assert not first.any()
+    torch.testing.assert_close(second, measures.jacobian(lambda x: a @ x @ w, x))
+    gram = measures.jacobian(lambda x: x @ x.mT, x)
+    terms = theorem_4_1.jacobian_terms(x, x @ x.mT, gram, w)
+    torch.testing.assert_close(sum(terms), measures.jacobian(lambda x: x @ x.mT @ x @ w, x))
 
 
 # Theorems 4.3 and 4.4

@@ -116,7 +116,7 @@ def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[
 
 def _orthogonality(s: Tensor, basis: Tensor) -> dict[str, Tensor]:
     skew_norm = norm(s)
-    bounds = zip(("bound_10", "bound_11", "bound_general"), orthogonality_bounds(basis, skew_norm), strict=True)
+    bounds = zip(BOUNDS, orthogonality_bounds(basis, skew_norm), strict=True)
     error = orthogonality_error(low_rank_exponential(basis, s))
     return {"norm": skew_norm, "sigma_max": norm(basis), "error": error} | dict(bounds)
 

@@ -21,6 +21,7 @@ from pipeline.core.params import Fraction, Name, NonNegativeFloat, PositiveFloat
 from pipeline.verdicts import NOT_TRAINED, Verdict, judge, judge_share, judge_within
 
 GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of ten classes that are equally likely; per cent
+WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of mean accuracies
 TRAINS = 0.5  # of a guess's loss, which the last train loss of a run that trains is below
 
 
@@ -173,35 +174,37 @@ def speed(first: list[pd.DataFrame], second: list[pd.DataFrame], of_training: fl
     if any(math.isinf(epochs) for epochs in ours):
         limit = factor * float(gmean(reached))
         return judge_share(sum(epochs < limit for epochs in ours), len(ours))
-    verdict = judge([np.log(ours).tolist(), np.log(reached).tolist()], (1, -1), limit=math.log(factor), side="below")
+    return judge_ratio(ours, reached, factor)
+
+
+def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) -> Verdict:
+    """The rule for the ratio of two geometric means to lie below a factor."""
+    verdict = judge([np.log(first).tolist(), np.log(second).tolist()], (1, -1), limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
     return replace(verdict, estimate=estimate, low=low, high=high, limit=factor)
 
 
-class Drops(Claim):
-    """Along a chain of three models, the second step costs more accuracy than the first."""
+class Contrast(Claim):
+    """A contrast of mean test accuracies lies above 0.
 
-    kind: Literal["drops"]
-    models: Annotated[list[Name], Field(min_length=3, max_length=3)]
+    drops: along a chain of three models the second step costs more than the first.
+    gap: two models differ by more in one setting, the first pair of runs, than in another, the second pair.
+    """
+
+    kind: Literal["drops", "gap"]
+    models: list[Name]
+
+    @model_validator(mode="after")
+    def _models_fit(self):
+        if len(self.models) != len(WEIGHTS[self.kind]):
+            raise ValueError(f"models should be {len(WEIGHTS[self.kind])} for {self.kind}, not {len(self.models)}")
+        return self
 
     def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        weights, paper = (-1, 2, -1), paper or {}
-        effect = None
-        if set(self.models) <= paper.keys():
+        weights, samples, effect = WEIGHTS[self.kind], [results.accuracies(model) for model in self.models], None
+        if paper and set(self.models) <= paper.keys():
             effect = sum(w * paper[model] for w, model in zip(weights, self.models, strict=True))
-        samples = [results.accuracies(model) for model in self.models]
-        return {"drops": judge(samples, weights, limit=0.0, side="above", effect=effect)}
-
-
-class Gap(Claim):
-    """Two models differ by more points in one setting, the first pair of runs, than in another, the second pair."""
-
-    kind: Literal["gap"]
-    models: Annotated[list[Name], Field(min_length=4, max_length=4)]
-
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        samples = [results.accuracies(model) for model in self.models]
-        return {"gap": judge(samples, (1, -1, -1, 1), limit=0.0, side="above")}
+        return {self.kind: judge(samples, weights, limit=0.0, side="above", effect=effect)}
 
 
 class Stability(Claim):
@@ -246,21 +249,15 @@ class Measured(Comparison):
     at_most_factor: PositiveFloat
 
     def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        return {
-            f"{first}_vs_{second}_{column}": self.of_column(first, second, column, results)
-            for first, second in self.compare
-            for column in self.columns
-        }
-
-    def of_column(self, first: str, second: str, column: str, results: Results) -> Verdict:
-        samples = [np.log(results.last_watched(name, column)).tolist() for name in (first, second)]
-        verdict = judge(samples, (1, -1), limit=math.log(self.at_most_factor), side="below")
-        estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
-        return replace(verdict, estimate=estimate, low=low, high=high, limit=self.at_most_factor)
+        verdicts = {}
+        for (first, second), column in itertools.product(self.compare, self.columns):
+            samples = (results.last_watched(name, column) for name in (first, second))
+            verdicts[f"{first}_vs_{second}_{column}"] = judge_ratio(*samples, self.at_most_factor)
+        return verdicts
 
 
 AnyClaim = Annotated[
-    Accuracy | Within | Loss | Speed | Drops | Gap | Stability | Trains | Measured, Field(discriminator="kind")
+    Accuracy | Within | Loss | Speed | Contrast | Stability | Trains | Measured, Field(discriminator="kind")
 ]
 
 

@@ -23,6 +23,7 @@ from osa import linalg
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on stderr that it found no CUDA device
 
+FORWARD, BOTH = "forward", "forward and backward"  # what is timed or counted of a call, as tables name it
 Shapes = list[list[int]]
 
 

@@ -32,9 +32,10 @@ class Lab:
         """The recipe's configuration of a variant, with `overrides` in place."""
         return params.resolve_recipe(self.params, self.paper, variant, overrides)
 
-    def model(self, config: RunConfig, seed: int) -> VisionTransformer:
-        """The model as a training with this seed begins, in torch's default dtype."""
-        return build_model(config, seed)
+    def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:
+        """The model as a training with this seed begins; of another dtype as drawn in it, and not rounded to float32."""
+        with default_dtype(dtype):
+            return build_model(config, seed)
 
     def generator(self, seed: int, name: str) -> Generator:
         """A random stream of its own for each name."""
@@ -61,10 +62,10 @@ class Lab:
 
 
 @contextmanager
-def float64():
-    """Modules made inside are float64, and initialised without a rounding to float32."""
+def default_dtype(dtype: torch.dtype):
+    """Modules made inside have this dtype."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

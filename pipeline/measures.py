@@ -23,12 +23,12 @@ LAYER_IMAGES = 2  # whose activations enter them
 PRODUCTS = 32  # φ₁ takes 20 to 60 matrix products, which typically err by √n · eps each: 32 n eps bounds the chain
 
 
-def rounding(length: int, dtype: torch.dtype, products: int = PRODUCTS) -> float:
-    """products · n · eps: what a chain of matrix products with inner dimension n may err by, relative to its factors.
+def rounding(length: int, dtype: torch.dtype) -> float:
+    """32 n · eps: what a chain of matrix products with inner dimension n may err by, relative to its factors.
 
     One product errs by at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically by √n · eps.
     """
-    return products * length * torch.finfo(dtype).eps
+    return PRODUCTS * length * torch.finfo(dtype).eps
 
 
 def norm(matrix: Tensor) -> Tensor:
@@ -108,6 +108,12 @@ def weight_condition(w_query: Tensor, w_key: Tensor) -> float:
     return condition(values, rank=2 * w_query.shape[-1])
 
 
+def gradient_norm(module: nn.Module, least_dimensions: int = 0) -> float:
+    """‖∂loss/∂θ‖₂ over a module's parameters, or those with so many dimensions at least, after a backward pass."""
+    found = [p.grad.norm() for p in module.parameters() if p.ndim >= least_dimensions and p.grad is not None]
+    return torch.stack(found).norm().item()
+
+
 # Jacobians
 
 
@@ -133,6 +139,24 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         basis = basis.unflatten(1, shape[::-1]).mT  # output (i, j) is row j·n + i
     (rows,) = torch.autograd.grad(function(copies), copies, basis)
     return rows.mT.flatten(1)
+
+
+def power_iteration(
+    function: Callable[[Tensor], Tensor], x: Tensor, start: Tensor, num_iterations: int
+) -> tuple[Tensor, Tensor]:
+    """J v/‖v‖ and JᵀJ v/‖v‖ of the last of so many steps v ← JᵀJ v/‖v‖ from `start`, whose norms tend to ‖J‖₂ and ‖J‖₂².
+
+    Matrix-free: Jᵀu is a backward pass through f at X, and J v one through that.
+    """
+    x = x.detach().requires_grad_()
+    y = function(x)
+    u = torch.zeros_like(y, requires_grad=True)
+    (pullback,) = torch.autograd.grad(y, x, u, create_graph=True)  # Jᵀu, linear in u
+    v = start
+    for _ in range(num_iterations):
+        (pushed,) = torch.autograd.grad(pullback, u, v / v.norm(), retain_graph=True)  # J v
+        (v,) = torch.autograd.grad(y, x, pushed, retain_graph=True)
+    return pushed, v
 
 
 def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dict[str, float]:

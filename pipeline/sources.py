@@ -129,10 +129,7 @@ def _tree(path: str) -> ast.Module:
     """A file as Python reads it, without docstrings."""
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-            and ast.get_docstring(node, clean=False) is not None
-        ):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return tree
 
@@ -140,11 +137,8 @@ def _tree(path: str) -> ast.Module:
 def _file_of(module: str) -> str | None:
     """The file of a module of the project; None for anything else."""
     base = module.replace(".", "/")
-    if module.split(".")[0] in ("osa", "pipeline"):
-        for path in (f"{base}.py", f"{base}/__init__.py"):
-            if (ROOT / path).is_file():
-                return path
-    return None
+    paths = (f"{base}.py", f"{base}/__init__.py") if base.startswith(("osa", "pipeline")) else ()
+    return next((path for path in paths if (ROOT / path).is_file()), None)
 
 
 if __name__ == "__main__":

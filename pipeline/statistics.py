@@ -88,13 +88,9 @@ def interval(samples: Samples, weights: Sequence[float], confidence: float = CON
     return estimate.value - half, estimate.value + half
 
 
-def one_more_run(values: Sequence[float], others: Samples = (), confidence: float = CONFIDENCE) -> Interval:
-    """Where the next run is expected, as far as runs are normal: mean ± t s √(1 + 1/n).
-
-    The `others` have the same spread and help to estimate it. (NaN, NaN) where nothing does.
-    """
-    others = [sample for sample in others if len(sample)]
-    low, high = interval([[0.0], values, *others], [1, -1, *[0] * len(others)], confidence, equal_spread=True)
+def one_more_run(values: Sequence[float]) -> Interval:
+    """Where the next run is expected, as far as runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) of a single value."""
+    low, high = interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 
 

@@ -17,9 +17,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from scipy.special import nctdtr, stdtr
-from scipy.stats import binom, binomtest
+from scipy.stats import binomtest
 
 from pipeline.statistics import Estimate, Samples, contrast, quantile
 
@@ -82,14 +81,13 @@ def judge(samples: Samples, weights: Sequence[float], *, limit: float, side: str
     return _verdict(estimate.value, (estimate.value - half, estimate.value + half), p, n, limit, side, power)
 
 
-def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "above", effect: float | None = None) -> Verdict:
+def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "above") -> Verdict:
     """The rule for the probability of success, given so many of n independent runs, by Clopper and Pearson's bounds."""
     if n == 0:
         return Verdict(NOT_TRAINED, math.nan, math.nan, math.nan, math.nan, 0, limit, side)
     test = binomtest(successes, n, limit, "greater" if side == "above" else "less")
     ends = binomtest(successes, n).proportion_ci(BOTH, "exact")
-    power = math.nan if effect is None else power_of_share(n, effect, limit, side)
-    return _verdict(successes / n, (float(ends.low), float(ends.high)), float(test.pvalue), n, limit, side, power)
+    return _verdict(successes / n, (float(ends.low), float(ends.high)), float(test.pvalue), n, limit, side)
 
 
 def judge_within(samples: Samples, weights: Sequence[float], *, margin: float) -> Verdict:
@@ -99,9 +97,10 @@ def judge_within(samples: Samples, weights: Sequence[float], *, margin: float) -
     return Verdict(word, above.estimate, above.low, above.high, max(above.p, below.p), above.n, margin, "within")
 
 
-def _verdict(value: float, ends: tuple[float, float], p: float, n: int, limit: float, side: str, power: float) -> Verdict:
-    low, high = ends
-    is_above = side == "above"
+def _verdict(
+    value: float, ends: tuple[float, float], p: float, n: int, limit: float, side: str, power: float = math.nan
+) -> Verdict:
+    (low, high), is_above = ends, side == "above"
     if n == 0:
         word = NOT_TRAINED
     elif power < LEAST_POWER:
@@ -122,12 +121,6 @@ def power_of_mean(estimate: Estimate, distance: float) -> float:
         return math.nan
     t = quantile(BOTH, estimate.freedom)
     return float(1 - nctdtr(estimate.freedom, distance / estimate.error, t))
-
-
-def power_of_share(n: int, share: float, limit: float, side: str) -> float:
-    """How likely `judge_share` is to say "reproduced" of n runs that succeed with this probability."""
-    decides = [judge_share(k, n, limit=limit, side=side).word == REPRODUCED for k in range(n + 1)]
-    return float(np.dot(binom.pmf(range(n + 1), n, share), decides))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

@@ -28,12 +28,12 @@ from tqdm import tqdm
 from osa.functional import ITERATIONS, METHODS, orthogonal_attention
 from pipeline import cost
 from pipeline.benchmarks import results, straightforward
+from pipeline.benchmarks.inputs import DECAY, NORM, SEED, Inputs, exponential_dense
 from pipeline.benchmarks.results import BEST, SDPA, with_best
 from pipeline.core import record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import rounded
-from pipeline.cost import Call
-from pipeline.studies.paper.complexity import BOTH, DECAY, FORWARD, NORM, SEED, Inputs, exponential_dense
+from pipeline.cost import BOTH, FORWARD, Call
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …

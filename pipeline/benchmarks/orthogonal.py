@@ -22,14 +22,13 @@ from tqdm import tqdm
 
 from osa.constrained.orthogonal import MAPS, orthogonal_
 from osa.init import stiefel_uniform
-from pipeline import cost
+from pipeline import cost, measures
 from pipeline.benchmarks import post, results
 from pipeline.core import record
 from pipeline.core.errors import entry_point
-from pipeline.cost import Call
+from pipeline.cost import BOTH, FORWARD, Call
 
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
-FORWARD, BOTH = "forward", "forward and backward"
 LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
 TRAINING_TOKENS = 6400  # 128 images of 50
 SEED = 0
@@ -129,7 +128,7 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
 def describe(layer: Layer, n: int) -> dict[str, float]:
     """The numbers of a layer itself: parameters, and ‖WᵀW − I‖₂ of the matrix that it applies, in float32."""
     w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
-    error = torch.linalg.matrix_norm(w.mT @ w - torch.eye(n, device=w.device, dtype=w.dtype), 2).item()
+    error = measures.orthogonality_error(w).item()
     return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}
 
 

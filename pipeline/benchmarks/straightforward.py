@@ -97,7 +97,7 @@ def build(config: RunConfig) -> VisionTransformer:
     model, variant = config.model, config.variant
     hidden_dim = int(model.embed_dim * model.mlp_ratio)
     vit = VisionTransformer(
-        image_size=config.data.image_size,
+        image_size=config.data.images.size,
         patch_size=model.patch_size,
         num_layers=model.depth,
         num_heads=model.num_heads,
@@ -106,7 +106,7 @@ def build(config: RunConfig) -> VisionTransformer:
         num_classes=model.num_classes,
     )
     patches = dict(kernel_size=model.patch_size, stride=model.patch_size)
-    vit.conv_proj = nn.Conv2d(config.data.in_channels, model.embed_dim, **patches)
+    vit.conv_proj = nn.Conv2d(config.data.images.channels, model.embed_dim, **patches)
     if variant.attention == "softmax" and variant.skip and variant.norm:
         return vit
     for i in range(model.depth):

@@ -8,6 +8,7 @@ open.
 import argparse
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import reprlib
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML, YAMLError
 
 import osa.models
@@ -72,28 +74,6 @@ IMAGES = {  # of the data sets that are published
     "cifar10": Images(3, 32, 10),
 }
 FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and what describes them, beside them
-LABELS = {  # of the models made for depth, which stand in the library
-    "osa_shaped": "OSA (shaped)",
-    "softmax_shaped": "Softmax (shaped)",
-    "softmax_shaped_norm": "Softmax (shaped, LN)",
-    "vskipinit": "V-SkipInit",
-    "uspa": "U-SPA",
-    "espa": "E-SPA",
-    "uspa_causal": "U-SPA (causal)",
-    "espa_causal": "E-SPA (causal)",
-    "espa_skip": "E-SPA (normalised skip)",
-    "softmax_skip": "Softmax (normalised skip, LN)",
-    "softmax_skip_nonorm": "Softmax (normalised skip)",
-    "osa_iso": "OSA (isometric)",
-    "softmax_iso": "Softmax (isometric)",
-    "espa_iso": "E-SPA (isometric)",
-    "uspa_iso": "U-SPA (isometric)",
-    "vskipinit_iso": "V-SkipInit (isometric)",
-    "vit_section_4": "ViT (no skip, no LN, Section 4)",
-    "osa_xavier": "OSA (Xavier)",
-    "vit_noskip_ji": "ViT (no skip, Ji et al.)",
-    "vit_noskip_ji_nonorm": "ViT (no skip, no LN, Ji et al.)",
-}
 SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
 SHARED = get_args(SharedSection)
 Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
@@ -103,6 +83,15 @@ class Section(BaseModel):
     """A block of params.yaml: unknown keys and numbers written as text are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, raw: Any) -> Any:
+        """Before anything else, as a misspelt key leaves another one missing."""
+        if isinstance(raw, dict) and cls.model_config["extra"] == "forbid":
+            for key in itertools.filterfalse(cls.model_fields.__contains__, raw):
+                raise PydanticCustomError("unknown_key", "{key}", {"key": key, "hint": hint(key, cls.model_fields)})
+        return raw
 
 
 class Run(Section):
@@ -154,15 +143,6 @@ class Data(Section):
                 f"{path.parent} does not hold the images of data.path {self.path}: run `python -m pipeline.fetch`."
             )
         return stored
-
-    @property
-    def in_channels(self) -> int:
-        return self.images.channels
-
-    @property
-    def image_size(self) -> int:
-        """Height and width."""
-        return self.images.size
 
 
 def options(
@@ -338,14 +318,7 @@ class Params(Shared):
 
     def label(self, variant: str) -> str:
         """What a reader calls a variant; one that is not listed goes by its own name."""
-        return (LABELS | self.labels).get(variant, variant)
-
-    def value(self, key: str) -> Any:
-        """What stands under a key that is written with dots, as in train.epochs."""
-        content = self.model_dump()
-        for part in key.split("."):
-            content = content[part]
-        return content
+        return self.labels.get(variant, variant)
 
     @model_validator(mode="after")
     def _names_exist(self):
@@ -394,11 +367,14 @@ def load(path: str | Path = "params.yaml") -> Params:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
     written = read(path)
-    check_blocks(written, str(path))
     raw = with_library(written)
     if isinstance(raw, dict):
         raw = {key: value for key, value in raw.items() if key not in paper_studies()}
     params = validate(Params, raw, str(path))
+    for name in params.run.variants:
+        if name not in written["variants"]:  # where DVC looks for the block of each stage
+            block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in osa.models.MODELS[name].items())
+            raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # a model of the library that has no block is checked where it is used
         resolve(params, name)
     return params
@@ -407,19 +383,6 @@ def load(path: str | Path = "params.yaml") -> Params:
 def paper_studies() -> set[str]:
     """The names of the paper's studies, by their files: no study is imported here."""
     return {path.stem for path in (ROOT / "pipeline/studies/paper").glob("[a-z]*.py")}
-
-
-def check_blocks(raw: Any, path: str) -> None:
-    """Raises UserError if a model of the library is to be a stage of DVC, which looks for its block, and has none."""
-    match raw:
-        case {"run": {"variants": [*names]}, "variants": dict(blocks)}:
-            without = [name for name in names if isinstance(name, str) and name not in blocks]
-        case _:
-            return  # which the schema refuses
-    for name in without:
-        if block := osa.models.MODELS.get(name):
-            written = ", ".join(f"{key}: {json.dumps(value)}" for key, value in block.items())
-            raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{written}}}.")
 
 
 def with_library(raw: Any) -> Any:
@@ -546,9 +509,7 @@ def validate(schema: type[Section], raw: Any, where: str):
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
-        # A mistyped key is unknown and leaves another one missing: the first of the two says what happened.
-        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise UserError(ended(f"{where}: {_sentence(first, schema, raw)}")) from None
+        raise UserError(ended(f"{where}: {_sentence(error.errors()[0], raw)}")) from None
 
 
 EXPECTATIONS = {  # where pydantic speaks of Python
@@ -561,18 +522,15 @@ EXPECTATIONS = {  # where pydantic speaks of Python
     "model_type": "should be a block of keys",
     "too_short": "should have {min_length} or more entries",
     "too_long": "should have at most {max_length} entries",
-    "string_too_short": "should be text",
     "missing": "is missing",
-    "union_tag_not_found": "has no {discriminator}",
-    "union_tag_invalid": "has the unknown {discriminator} {tag!r}: write one of {expected_tags}",
 }
 
 
-def _sentence(error: dict, schema: type[Section], raw: Any) -> str:
+def _sentence(error: dict, raw: Any) -> str:
     """An error of a validation: the key, what is expected there, and what was found."""
     key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
-    if kind == "extra_forbidden":
-        return f"{key} is not a known key{hint(error['loc'][-1], _siblings(error['loc'], schema))}"
+    if kind == "unknown_key":
+        return "{}{key} is not a known key{hint}".format(f"{key}." if key else "", **error["ctx"])
     if kind == "value_error":
         message = str(error["ctx"]["error"])
         return f"{key}: {message}" if key else message
@@ -597,26 +555,6 @@ def _key(location: tuple, raw: Any) -> str:
             parts.append(str(part))
             raw = raw.get(part) if isinstance(raw, dict) else raw[part] if isinstance(raw, list) else None
     return ".".join(parts)
-
-
-def _siblings(location: tuple, schema: type[Section]) -> list[str]:
-    """The keys that the schema knows beside the last part of `location`."""
-    schemas = [schema]
-    for part in location[:-1]:
-        fields = [each.model_fields[part].annotation for each in schemas if part in each.model_fields]
-        inner = [each for field in fields for each in _schemas(field)]
-        schemas = inner or [each for each in schemas if part in _kind(each)] or schemas
-    return [key for each in schemas for key in each.model_fields]
-
-
-def _kind(schema: type[Section]) -> tuple[str, ...]:
-    return get_args(schema.model_fields["kind"].annotation) if "kind" in schema.model_fields else ()
-
-
-def _schemas(annotation: Any) -> list[type[Section]]:
-    if isinstance(annotation, type):
-        return [annotation] if issubclass(annotation, Section) else []
-    return [schema for argument in get_args(annotation) for schema in _schemas(argument)]
 
 
 def plain(value: Any) -> str:

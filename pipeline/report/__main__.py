@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import matplotlib
 from markupsafe import Markup
 
 from pipeline import studies, study
 from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.drawing.looks import look
+from pipeline.drawing.looks import STYLE, look
 from pipeline.lab import Lab
 from pipeline.report import chain, figures, page, results
 from pipeline.report.results import FOLDER, TABLE_2
@@ -116,7 +117,8 @@ def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str
         return {}
     sources = sources_of(name) if one.measure else [*TABLE_2_TABLES, *commits]
     for figure, draw in one.figures.items():
-        drawing = draw(settings, tables, lab)
+        with matplotlib.rc_context(STYLE):
+            drawing = draw(settings, tables, lab)
         if drawing is not None:
             files.write_text(folder / f"{figure}.svg", figures.svg(drawing, sources=sources))
     return page.plain(one.summarise(settings, tables, lab))

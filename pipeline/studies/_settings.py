@@ -14,6 +14,13 @@ def _has_full_rank(size: list[int]) -> list[int]:
     return size
 
 
+def _rise(depths: list[int]) -> list[int]:
+    if len(depths) < 2 or depths != sorted(set(depths)):
+        raise ValueError("should be two or more that rise")
+    return depths
+
+
+Depths = Annotated[list[PositiveInt], AfterValidator(_rise)]
 HeadSize = Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_has_full_rank)]  # N, d_v
 HeadSizes = Annotated[list[HeadSize], Field(min_length=1)]
 Condition = Annotated[float, Field(ge=1)]

@@ -43,9 +43,9 @@ class Settings(Section):
                 yield name, (training.variant, training.set, seed)
 
 
-def study(*, settings: type[Settings] = Settings, **parts) -> Study:
-    """A `Study` that trains and measures what its section lists."""
-    return Study(settings=settings, measure=measure, trainings=trainings, **parts)
+def study(**parts) -> Study:
+    """A `Study` that trains and measures what its section lists, or measures more."""
+    return Study(**{"settings": Settings, "measure": measure, "trainings": trainings} | parts)
 
 
 def trainings(settings: Settings, lab: Lab) -> list[Request]:

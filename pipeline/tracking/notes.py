@@ -2,7 +2,7 @@
 
 import re
 
-from pipeline.core.params import LABELS, Paper
+from pipeline.core.params import Paper
 from pipeline.runs import TABLE_2
 
 EXPERIMENT = """\
@@ -16,7 +16,7 @@ are named as in `params.yaml`; `run` names the folder under `paper_outputs/runs`
 
 def title(run: dict, settings: dict) -> str:
     """OSA (QR), or ViT, init.head=zeros where a value is replaced, or ViT, depth as a study trained it."""
-    label = (LABELS | (settings.get("labels") or {})).get(run["variant"], run["variant"])
+    label = (settings.get("labels") or {}).get(run["variant"], run["variant"])
     return ", ".join([label, *(_replaced(run) or [run["study"]] * (run["study"] != TABLE_2))])
 
 

@@ -12,7 +12,6 @@ from osa.functional import orthogonal_attention
 from pipeline import cost
 from pipeline.benchmarks import attention, depth, results, step, straightforward
 from pipeline.core import files, params, record
-from pipeline.core.errors import UserError
 from pipeline.runs import Run
 from pipeline.training.loop import Training, build_model
 from tests.pipeline.mnist_files import write_mnist
@@ -89,13 +88,6 @@ def test_straightforward_models_compute_the_same(project, variant, shared_alpha)
     assert sizes[0] == sizes[1] or shared_alpha  # of which the script has one for each head
     ours.blocks[0].attention.value.weight.data *= 1.5
     assert not torch.allclose(theirs(images), ours(images), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("literal, ours", [({}, {"method": "qr"}), ({"num_iterations": 3}, {"method": "newton_schulz"})])
-def test_literal_formulas_are_the_methods(literal, ours):
-    query, key, value = torch.randn(3, 2, 20, 4, dtype=torch.float64)
-    expected = orthogonal_attention(query, key, value, scale=0.2, **ours, **literal)
-    torch.testing.assert_close(straightforward.orthogonal_attention(query, key, value, scale=0.2, **literal), expected)
 
 
 def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
@@ -186,14 +178,6 @@ def test_a_clock_that_is_wrong_is_caught(project, monkeypatch, capsys):
     assert not Path("paper_outputs").exists()
 
 
-def test_the_peak_may_be_reached_and_not_passed():
-    row = {"method": "qr", "pass": "forward", "tokens": 50, "width": 16}
-    peak = 2e12 / attention.ALLOWANCE
-    attention.check(row | {"tflops": 1.99}, peak)
-    with pytest.raises(UserError, match=r"qr \(forward\) at N = 50, d_v = 16 is measured at 2.01"):
-        attention.check(row | {"tflops": 2.01}, peak)
-
-
 def test_what_is_too_slow_or_too_large_is_left_out():
     query = torch.empty(1, 1, 400, 4)
     quadratic = attention.Route(orthogonal_attention, 2)
@@ -206,13 +190,6 @@ def test_what_is_too_slow_or_too_large_is_left_out():
     assert not attention.fits("literal_qr", linear, "forward and backward", query[..., :7, :], None)
 
 
-@pytest.mark.parametrize(
-    "name, threads, expected",
-    [
-        ("AMD EPYC", 2, "amd-epyc-2-threads"),
-        ("Intel(R) Xeon(R) CPU @ 2.10GHz", 1, "intel-r-xeon-r-cpu-2-10ghz-1-thread"),
-        ("NVIDIA H100 80GB HBM3", 16, "nvidia-h100-80gb-hbm3-16-threads"),
-    ],
-)
-def test_a_machine_has_a_folder(name, threads, expected):
-    assert results.slug({"device_name": name, "num_threads": threads}) == expected
+def test_a_machine_has_a_folder():
+    environment = {"device_name": "Intel(R) Xeon(R) CPU @ 2.10GHz", "num_threads": 1}
+    assert results.slug(environment) == "intel-r-xeon-r-cpu-2-10ghz-1-thread"

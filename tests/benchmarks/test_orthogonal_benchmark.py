@@ -1,6 +1,5 @@
 """Layers that are compared compute the same function; and what is made of their times."""
 
-import itertools
 from pathlib import Path
 
 import pandas as pd
@@ -44,25 +43,6 @@ def test_rotors_are_givens_rotations(n):
     """By the geometric product: R x R̃ turns x by the matrix of the same angles."""
     x, angles = numbers(3, n), numbers(n * (n - 1) // 2)
     torch.testing.assert_close(post.rotors(x, angles), x @ MAPS["givens"](-lower(angles, n)).mT)
-
-
-def blade(n, *indices):
-    result = torch.zeros(1 << n, dtype=torch.float64)
-    result[sum(1 << i for i in indices)] = 1
-    return result
-
-
-def test_the_geometric_product():
-    e = [blade(3, i) for i in range(3)]
-    for i, j in itertools.product(range(3), repeat=2):
-        product = post.geometric_product(e[i], e[j])
-        assert torch.equal(product, blade(3) if i == j else -post.geometric_product(e[j], e[i]))
-    a, b, c = numbers(3, 8)
-    left = post.geometric_product(post.geometric_product(a, b), c)
-    torch.testing.assert_close(left, post.geometric_product(a, post.geometric_product(b, c)))
-    torch.testing.assert_close(
-        post.reverse(post.geometric_product(a, b)), post.geometric_product(post.reverse(b), post.reverse(a))
-    )
 
 
 # The script

@@ -20,11 +20,6 @@ from pipeline.benchmarks import post
 from pipeline.cost import cost
 
 N = 6  # of matrices whose size does not matter
-TABLE_4 = {  # Zhang et al.: the Transformer, VAR-I, II and III
-    "PersonaChat VecE": (49.0, 48.2, 49.0, 48.6),
-    "DailyDialog CIDEr": (79.3, 79.2, 79.6, 82.1),
-    "DailyDialog EmbA": (84.9, 85.7, 85.6, 85.5),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -112,13 +107,6 @@ def test_uniform_attention_is_a_stationary_point_of_its_penalty():
     assert gradient(torch.softmax(torch.randn(1, 1, 50, 50), -1)).abs().max() > 1e-3
 
 
-def test_tables():
-    assert 14.74 / 13.96 - 1 > 0.055
-    assert sum(each < before for before, *variants in TABLE_4.values() for each in variants) == 3
-    _, *variants = TABLE_4["DailyDialog EmbA"]
-    assert max(variants) == variants[0]
-
-
 # The post: Givens rotations and rotors
 
 
@@ -165,15 +153,12 @@ def test_costs_of_rotations_and_reflections():
     assert math.log2(rotations[1] / rotations[0]) > 2.9
     reflected = [entries_multiplied(lambda n=n: reflections(torch.ones(n, n))) for n in (16, 32)]
     assert math.log2(reflected[1] / reflected[0]) > 2.9
-    assert 6 * math.comb(64, 2) / (2 * 64**2) == pytest.approx(1.477, abs=1e-3)
-    assert math.comb(64, 2) / 64**2 == pytest.approx(0.492, abs=1e-3)
     x, weight = torch.ones(128, N), torch.eye(N)
     many, one = (cost(lambda x=x: nn.functional.linear(x, weight), x.device) for x in (x, x[:1]))
     assert many.multiply_adds == 128 * one.multiply_adds
 
 
 def test_definitions():
-    assert 2**N - (1 + N + math.comb(N, 2)) == 42
     shear = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
     assert torch.linalg.det(shear) == 1 and norm(shear) > 1.6
     inversion = -torch.eye(3)
@@ -245,7 +230,6 @@ def test_reflections():
     assert torch.linalg.det(reflections(torch.randn(5, 5))) == pytest.approx(-1)
     derivative = torch.func.jacrev(reflections)(torch.randn(N // 2, N)).flatten(2).flatten(0, 1)
     assert torch.linalg.matrix_rank(derivative, rtol=1e-10) == 12 < math.comb(N, 2)
-    assert torch.ones(N, N).numel() - N * (N - 1) == N
     assert reflections(torch.zeros(1, N)).isnan().all()
 
 

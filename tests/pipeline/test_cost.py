@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import osa
 from osa import linalg
-from osa.functional import METHODS, orthogonal_attention
+from osa.functional import orthogonal_attention
 from osa.linalg import cholesky_qr_basis
 from pipeline.core.files import ROOT
 from pipeline.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
@@ -27,8 +27,8 @@ def cost_of(call):
     return cost(call, CPU)
 
 
-def inputs(tokens=50, width=3):
-    return torch.randn(3, 1, 1, tokens, width)
+def inputs():
+    return torch.randn(3, 1, 1, 50, 3)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,8 @@ def householder(n, r):
 def test_qr_takes_what_its_reflections_take(n, r):
     assert qr([n, r]) == pytest.approx(householder(n, r), rel=0.02)
     assert qr([2, 3, n, r]) == pytest.approx(6 * qr([n, r]), rel=1e-6)
-    assert cost_of(lambda: torch.linalg.qr(torch.randn(40, 8))).multiply_adds == qr([40, 8])
+    found = cost_of(lambda: torch.linalg.qr(torch.randn(40, 8)))
+    assert found.multiply_adds == found.by_formula == qr([40, 8])
 
 
 def test_cholesky_takes_what_its_columns_take():
@@ -72,14 +73,6 @@ def test_cholesky_takes_what_its_columns_take():
     columns = sum((n - j) * (n - j + 1) // 2 for j in range(1, n))  # of each outer product the half that is stored
     assert cholesky([n, n]) == pytest.approx(columns, rel=0.01)
     assert cholesky([2, 3, n, n]) == 6 * cholesky([n, n])
-
-
-def test_the_basis_of_cuda_has_its_operations():
-    """Two rounds, each of a Gram matrix, its decomposition and a triangular solve, here on the CPU."""
-    n, r = 40, 8
-    of = cost_of(lambda: cholesky_qr_basis(torch.randn(3, n, r)))
-    assert of.by_formula == 3 * 2 * n * r * r // 2 + 2 * cholesky([3, r, r])
-    assert of.multiply_adds == of.by_formula + 3 * 2 * n * r * r
 
 
 def test_all_linear_algebra_of_the_library_has_a_count():
@@ -115,14 +108,6 @@ def test_a_step_on_cuda_has_a_count(name, routes_of_cuda):
     assert cost_of(step).multiply_adds > 3 * cost_of(lambda: model.eval()(images)).multiply_adds / 2 > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_products_are_counted_and_routines_stated(method):
-    call = Call(partial(orthogonal_attention, method=method), tuple(inputs()))
-    for each in (call, call.with_backward()):
-        assert (cost_of(each).by_formula > 0) == method.startswith("qr")
-        assert cost_of(each).multiply_adds > cost_of(each).by_formula
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -138,7 +123,8 @@ def test_products_are_those_of_torchs_counter(function):
     for call in (forward, forward.with_backward()):
         with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
             call()
-        assert cost_of(call).multiply_adds == counter.get_total_flops() / 2 > 0
+        found = cost_of(call)
+        assert found.multiply_adds == counter.get_total_flops() / 2 > found.by_formula == 0
 
 
 def test_the_products_inside_an_exponential_are_seen():
@@ -173,11 +159,6 @@ def test_peak_memory_by_hand():
     assert cost_of(call).peak_bytes == 4 * 1500  # not 4 · 2300: the first is gone when the third comes
 
 
-def test_memory_inside_an_operator_counts():
-    a = torch.randn(30, 30)
-    assert cost_of(lambda: torch.linalg.matrix_exp(a)).peak_bytes > 3 * a.nbytes
-
-
 def test_what_is_kept_from_the_first_call_is_no_cost():
     kept = []
 
@@ -206,8 +187,6 @@ def test_every_round_has_each_call_in_an_order_of_its_own():
 
 def test_seconds_of_a_sleep():
     assert 0.01 <= seconds(lambda: time.sleep(0.01), 2, CPU) < 1
-    slow = sample_seconds({"sleep": lambda: time.sleep(0.004)}, 3, 1e-3, random.Random(0), CPU)["sleep"]
-    assert len(slow) == 3 and min(slow) >= 0.004
 
 
 @torch.library.custom_op("osa::of_a_test", mutates_args=())

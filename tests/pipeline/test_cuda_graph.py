@@ -52,34 +52,27 @@ def assert_same(actual: tuple[str, list], expected: tuple[str, list]) -> None:
     assert all(map(torch.equal, actual[1], expected[1]))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_training_with_a_graph_gives_the_same_bits(variant):
+DESCENT = {"keep": "value_out", "keep_by": "retraction", "keep_rate": 0.1}
+SCHEDULE = {"warmup_steps": 3, "schedule": "cosine"}
+PENALTY = {"penalty": "VAR-III", "penalty_weight": 0.01}
+
+
+@pytest.mark.parametrize(
+    "variant, options, train",
+    [
+        *((variant, {}, {}) for variant in VARIANTS),
+        ("osa_exact", PENALTY | {"keep": "attention", "keep_by": "retraction"}, {}),
+        ("vit", {"keep": "whole_key_value", "keep_by": "householder"}, {}),
+        *(("osa_exact", DESCENT, SCHEDULE | {"optimizer": optimizer}) for optimizer in ("adamw", "muon")),
+    ],
+)
+def test_a_training_with_a_graph_gives_the_same_bits(variant, options, train):
     """The last batch of an epoch is smaller, and so no batch of the graph."""
+    write_params(variants={variant: options}, train=train)
     graphed = training(variant)
     actual = result(graphed)
     assert graphed.graphed is not None and graphed.graphed.images.shape[0] == 13
     assert_same(actual, result(training(variant, with_graph=False)))
-
-
-def test_penalties_and_weights_that_stay_orthogonal_are_recorded_with_the_step():
-    orthogonal = {"keep": "attention", "keep_by": "retraction", "penalty": "VAR-III", "penalty_weight": 0.01}
-    write_params(variants={"osa_exact": orthogonal, "vit": {"keep": "whole_key_value", "keep_by": "householder"}})
-    for variant in ("osa_exact", "vit"):
-        graphed = training(variant)
-        actual = result(graphed)
-        assert graphed.graphed is not None
-        assert_same(actual, result(training(variant, with_graph=False)))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_schedule_goes_on_in_the_graph(optimizer):
-    descent = {"keep": "value_out", "keep_by": "retraction", "keep_rate": 0.1}
-    schedule = {"optimizer": optimizer, "warmup_steps": 3, "schedule": "cosine"}
-    write_params(train=schedule, variants={"osa_exact": descent})
-    graphed = training()
-    actual = result(graphed)
-    assert graphed.graphed is not None
-    assert_same(actual, result(training(with_graph=False)))
 
 
 def test_a_graph_recorded_in_the_middle_of_a_training_leaves_it_as_it_was():

@@ -37,27 +37,20 @@ def test_shapes_and_types(folder):
     assert loaded.test_labels.tolist() == [i % 10 for i in range(17)]
 
 
-def test_unit_scaling_is_division_by_255(folder):
-    loaded = data.load(folder, "unit")
-    for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
-        expected = torch.tensor(raw_pixels(folder / name) / 255, dtype=torch.float32)
-        assert torch.equal(images.flatten(), expected)
+SCALINGS = {
+    "unit": lambda pixels, train: pixels / 255,
+    "half": lambda pixels, train: pixels / 127.5 - 1,
+    "standard": lambda pixels, train: (pixels - train.mean()) / train.std(),  # of the training pixels, for both splits
+}
 
 
-def test_standard_scaling_uses_the_training_pixels_for_both_splits(folder):
-    loaded = data.load(folder, "standard")
-    train = raw_pixels(folder / TRAIN_IMAGES)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_pixels_are_scaled(folder, scaling):
+    loaded, train = data.load(folder, scaling), raw_pixels(folder / TRAIN_IMAGES)
     for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
-        expected = torch.tensor((raw_pixels(folder / name) - train.mean()) / train.std(), dtype=torch.float32)
+        expected = torch.tensor(SCALINGS[scaling](raw_pixels(folder / name), train), dtype=torch.float32)
         torch.testing.assert_close(images.flatten(), expected, rtol=1e-6, atol=1e-6)
-    assert abs(loaded.train_images.double().mean()) < 1e-6
-    assert abs(loaded.train_images.double().std(correction=0) - 1) < 1e-6
-
-
-def test_half_scaling_takes_the_levels_to_minus_one_and_one(folder):
-    loaded, unit = data.load(folder, "half"), data.load(folder, "unit")
-    torch.testing.assert_close(loaded.test_images, 2 * unit.test_images - 1, rtol=0, atol=1e-6)
-    assert loaded.train_images.min() == -1 and loaded.train_images.max() == 1
+        assert scaling != "unit" or torch.equal(images.flatten(), expected)
 
 
 def test_unknown_scaling_is_named(folder):
@@ -81,7 +74,7 @@ def test_digest_sees_one_changed_pixel_but_not_the_compression(folder):
     assert data.digest(folder) != before
 
 
-@pytest.mark.parametrize("name", [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS])
+@pytest.mark.parametrize("name", [TRAIN_IMAGES, TEST_LABELS])
 @pytest.mark.parametrize(
     ("corrupt", "problem"),
     [
@@ -103,25 +96,17 @@ def test_corrupted_file_is_named_with_the_remedy(folder, name, corrupt, problem)
             read(folder)
 
 
-def test_images_of_another_size_are_refused(folder):
-    write_idx(folder / TRAIN_IMAGES, np.zeros((31, 14, 56)))
-    with pytest.raises(UserError, match=rf"{TRAIN_IMAGES} .*14, 56"):
-        data.load(folder)
-
-
-def test_images_in_place_of_labels_are_refused(folder):
-    (folder / TEST_LABELS).write_bytes((folder / TEST_IMAGES).read_bytes())
-    with pytest.raises(UserError, match=f"{TEST_LABELS} .*IDX"):
-        data.load(folder)
-
-
-def test_labels_of_another_split_are_refused(folder):
-    (folder / TEST_LABELS).write_bytes((folder / TRAIN_LABELS).read_bytes())
-    with pytest.raises(UserError, match=f"{TEST_LABELS} .*31 .*17"):
-        data.load(folder)
-
-
-def test_labels_must_be_digits(folder):
-    write_idx(folder / TRAIN_LABELS, np.arange(31) % 11)
-    with pytest.raises(UserError, match=f"{TRAIN_LABELS} .*label 10"):
+@pytest.mark.parametrize(
+    ("name", "write", "word"),
+    [
+        (TRAIN_IMAGES, lambda path: write_idx(path, np.zeros((31, 14, 56))), "14, 56"),
+        (TEST_LABELS, lambda path: path.write_bytes(path.with_name(TEST_IMAGES).read_bytes()), "IDX"),
+        (TEST_LABELS, lambda path: path.write_bytes(path.with_name(TRAIN_LABELS).read_bytes()), "31 .*17"),
+        (TRAIN_LABELS, lambda path: write_idx(path, np.arange(31) % 11), "label 10"),
+    ],
+    ids=["size", "images as labels", "another split", "label"],
+)
+def test_a_file_that_does_not_fit_is_named(folder, name, write, word):
+    write(folder / name)
+    with pytest.raises(UserError, match=f"{name} .*{word}"):
         data.load(folder)

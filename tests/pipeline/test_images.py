@@ -102,7 +102,7 @@ def test_one_image_in_colour_makes_all_colour(capsys):
     assert "17 of 18 images are grey" in capsys.readouterr().out
     assert (loaded.train_images[1, :, 0, 0] * 255).tolist() == pytest.approx([10, 20, 30])
     assert loaded.train_images[0].equal(loaded.train_images[0, :1].expand(3, -1, -1))
-    assert params.load().data.in_channels == 3
+    assert params.load().data.images.channels == 3
 
 
 def test_images_of_another_size_take_the_most_common_one_or_that_of_the_parameters(capsys):
@@ -111,7 +111,7 @@ def test_images_of_another_size_take_the_most_common_one_or_that_of_the_paramete
     assert "1 of 18 images are resized to 12 x 12" in capsys.readouterr().out
     assert loaded.train_images[1].unique().tolist() == pytest.approx([0.2])
     write_params(resize=8)
-    assert stored().train_images.shape[-1] == params.load().data.image_size == 8
+    assert stored().train_images.shape[-1] == params.load().data.images.size == 8
 
 
 @pytest.mark.parametrize("variant", ["osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"])

@@ -17,16 +17,12 @@ from osa.constrained.penalties import PENALTIES, with_penalty
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.training.loop import Training
-from tests.pipeline.trainings import config, finished, trained, training, write_data, write_params
+from tests.pipeline.trainings import config, finished, trained, training, write_params
 
 FLOAT32 = 12**1.5 * torch.finfo(torch.float32).eps  # d · eps for ‖·‖₂ of a product, and √d times that for ‖·‖_F; d = 12
 
 
-@pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_params()
-    write_data()
+pytestmark = pytest.mark.usefixtures("project")
 
 
 def options(variant: str, train: dict | None = None, **values) -> str:
@@ -124,11 +120,9 @@ def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({"penalty": "VAR-I"}, ["penalty_weight"]),
         ({"keep_by": "cayley"}, ["keep", "keep_by"]),
         ({"keep": "value_out", "keep_by": "givens"}, ["keep_by", "retraction"]),
         ({"keep": "whole_value_out", "keep_by": "givens", "keep_rate": 0.1}, ["keep_rate", "retraction"]),
-        ({"penalty": "VAR-IV", "penalty_weight": 1.0}, ["penalty", "VAR-III"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(values, words):

@@ -79,12 +79,6 @@ def test_the_committed_parameters_are_the_papers_recipe(section):
         assert [RAW[section][key] for key in sorted(added)] == ["adamw", "constant", 0]
 
 
-def test_a_model_of_the_library_need_not_fit_before_it_is_asked_for():
-    settings = load(edited(("model", "depth"), 1, WRITTEN))
-    with pytest.raises(UserError, match=r"espa_skip.*normalised_skip"):
-        params.resolve(settings, "espa_skip")
-
-
 def test_a_model_of_the_library_needs_its_block_to_be_a_stage_and_the_message_holds_it():
     raw = edited(("run", "variants"), ["osa_shaped"], WRITTEN)
     message = refusal(load, raw)
@@ -99,12 +93,9 @@ MISTAKES = [  # path, value, words of the message besides the path
     ("trian", {}, ["train"]),
     ("train.epochz", 3, ["not a known key", "epochs"]),
     ("variants.vit.skips", True, ["not a known key", "skip"]),
-    ("theorem_22", {}, ["not a known key"]),
     ("train.epochs", ABSENT, ["missing"]),
-    ("model", ABSENT, ["missing"]),
     # types
     ("train.learning_rate", "1e-3", ["text", "without quotes"]),
-    ("train.learning_rate", "fast", ["number", "fast"]),
     ("train.learning_rate", True, ["number"]),
     ("train.epochs", 1.5, ["whole number"]),
     ("train.epochs", None, ["whole number", "empty"]),
@@ -119,25 +110,20 @@ MISTAKES = [  # path, value, words of the message besides the path
     ("model.patch_size", 5, ["28"]),
     ("model.embed_dim", 10**400, ["16384"]),
     ("model.num_classes", 7, ["10"]),
-    ("init.alpha", 1e308, []),
     ("run.seeds", [], ["1 or more"]),
     ("run.seeds", [2, 3, 5, 3], ["3", "twice"]),
     ("run.seeds", ["0; touch X #"], ["whole number"]),
     ("run.variants", ["osa_rq"], ["variants", "osa_qr"]),
     ("run.variants", ["vit; touch X #"], ["pattern"]),
-    ("labels.osa_rq", "OSA", ["osa_qr"]),
     ("labels.osa_qr", "a $\\foo$", ["$"]),
     # variants
-    ("variants.osa_qr.method", "rq", ["newton_schulz"]),
     ("variants.osa_qr.method", ABSENT, ["missing"]),
     ("variants.osa_ns.epsilon", ABSENT, ["missing"]),
     ("variants.osa_qr.num_iterations", 6, ["newton_schulz"]),
     ("variants.vit.method", "qr", ["orthogonal"]),
-    ("variants.vit.kernel", "uniform", ["signal_preserving"]),
     ("variants.vit.penalty", "VAR-I", ["penalty_weight"]),
     # overrides
     (NESTED, {"trian": {}}, ["train"]),
-    (NESTED, {"train": {"epoch": 1}}, ["epochs"]),
     (NESTED, {"model": {"patch_size": 3}}, ["28"]),
     (NESTED, {"data": {"source": "sample"}}, ["cannot"]),
 ]
@@ -152,27 +138,18 @@ def test_a_mistake_is_one_sentence_with_key_and_cause(path, value, words):
         assert word in message, message
 
 
-@pytest.mark.parametrize(
-    "path, value, word", [("seed", [0], "seeds"), ("depths", ABSENT, "missing"), ("depths", [0, "1"], "text")]
-)
-def test_a_mistake_in_the_section_of_a_study_is_named_when_it_runs(path, value, word):
-    raw = edited(("theorem_2_2", path), value)
+def test_a_mistake_in_the_section_of_a_study_is_named_when_it_runs():
+    raw = edited(("theorem_2_2", "depths"), [0, "1"])
     load(raw)
     message = refusal(load_study, raw)
-    assert "theorem_2_2" in message and path in message and word in message
+    assert all(word in message for word in ("theorem_2_2", "depths", "text"))
 
 
 @pytest.mark.parametrize(
-    "path, value, word",
-    [
-        ("recipe.train.epoch", 3, "epochs"),
-        ("table_2.vit", "97.2", "quotes"),
-        ("left_open.0.key", "train.dcay_all", "decay_all"),
-        ("title", ABSENT, "missing"),
-    ],
+    "keys, value, word",
+    [(("recipe", "train", "epoch"), 3, "epochs"), (("left_open", 0, "key"), "train.dcay_all", "decay_all")],
 )
-def test_a_mistake_in_the_papers_file_is_one_sentence_too(path, value, word):
-    keys = tuple(int(part) if part.isdigit() else part for part in path.split("."))
+def test_a_mistake_in_the_papers_file_is_one_sentence_too(keys, value, word):
     message = refusal(load_paper, edited(keys, value, PAPER))
     assert message.startswith("pipeline/paper.yaml") and word in message and "\n" not in message
 
@@ -214,13 +191,6 @@ def test_overrides_replace_values_of_one_variant_alone():
         assert params.resolve(after, variant).model_dump() == expected
 
 
-def test_an_override_may_replace_an_option_of_the_variant():
-    settings = load(RAW)
-    default, changed = (params.resolve(settings, "osa_ns", each) for each in (None, {"variant": {"epsilon": 0.01}}))
-    assert changed.variant.epsilon == 0.01 != default.variant.epsilon
-    assert changed.variant.model_copy(update={"epsilon": default.variant.epsilon}) == default.variant
-
-
 def test_a_model_of_the_library_that_does_not_fit_is_refused_where_it_is_used():
     settings = load(edited(("model", "depth"), 1, WRITTEN))
     assert "normalised_skip" in refusal(params.resolve, settings, "espa_skip")
@@ -248,23 +218,16 @@ def test_a_merge_replaces_leaves_and_keeps_their_neighbours():
     assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
 
 
-@pytest.mark.parametrize(
-    "content, word",
-    [
-        (b"", "empty"),
-        (b"hello", "block"),
-        (b"run: 1\ntrain: 2\nrun: 3\n", "line 3"),
-        (b"run: 2026-02-30\n", "YAML"),
-        (b"run: " + b"[" * 1500, "YAML"),
-        (b"run: \xff\xfe", "YAML"),
-        (None, "missing"),
-    ],
-)
-def test_a_file_that_is_no_block_of_keys_is_named(content, word):
-    if content is not None:
+NO_BLOCKS = {b"": "empty", b"hello": "block", b"run: 1\ntrain: 2\nrun: 3\n": "line 3", b"run: 2026-02-30\n": "YAML"}
+NO_BLOCKS |= {b"run: " + b"[" * 1500: "YAML", b"run: \xff\xfe": "YAML"}
+
+
+def test_a_file_that_is_no_block_of_keys_is_named():
+    assert "missing" in refusal(params.load)
+    for content, word in NO_BLOCKS.items():
         Path("params.yaml").write_bytes(content)
-    message = refusal(params.load)
-    assert message.startswith("params.yaml") and word in message and "\n" not in message
+        message = refusal(params.load)
+        assert message.startswith("params.yaml") and word in message and "\n" not in message
 
 
 @pytest.mark.parametrize("text", ["1e-3", "+1E-3", ".001", "0.1e-2"])
@@ -287,27 +250,29 @@ def places(raw: object, path: tuple = ()) -> list[tuple]:
     return [path] * bool(path) + [place for key, value in items for place in places(value, (*path, key))]
 
 
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["1e-3", "vit", "{"])
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["1e-3", "vit"])
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    LEAVES, lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=8), each, max_size=3)
 )
 
 
-@given(place=st.sampled_from(places(WRITTEN)), value=VALUES)
-@example(place=("train", "learning_rate"), value=10**400)
-@example(place=("variants",), value={"1": 1})
-@example(place=("theorem_2_2", "depths"), value=[0, {}])
-def test_any_value_anywhere_is_taken_or_refused_in_one_sentence(place, value):
+@pytest.mark.parametrize(
+    "path, raw, read", [("params.yaml", WRITTEN, load_study), ("pipeline/paper.yaml", PAPER, load_paper)]
+)
+@given(data=st.data(), value=VALUES)
+def test_any_value_anywhere_is_taken_or_refused_in_one_sentence(path, raw, read, data, value):
+    message = refusal(read, edited(data.draw(st.sampled_from(places(raw))), value, raw))
+    assert not message or (message.startswith(path) and "\n" not in message)
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [(("train", "learning_rate"), 10**400), (("variants",), {"1": 1}), (("theorem_2_2", "depths"), [0, {}])],
+    ids=str,
+)
+def test_values_that_libraries_stumble_over_are_refused_in_one_sentence(place, value):
     message = refusal(load_study, edited(place, value, WRITTEN))
-    assert not message or (message.startswith("params.yaml") and "\n" not in message)
-
-
-@given(place=st.sampled_from(places(PAPER)), value=VALUES)
-def test_any_value_in_the_papers_file_is_taken_or_refused_in_one_sentence(place, value):
-    message = refusal(load_paper, edited(place, value, PAPER))
-    assert not message or (message.startswith("pipeline/paper.yaml") and "\n" not in message)
+    assert message.startswith("params.yaml") and "\n" not in message
 
 
 KEYS = ("train.epochs", "train.betas", "model.depth", "variant.skip", "init.head", "data", "train.x", "")

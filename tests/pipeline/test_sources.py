@@ -49,48 +49,32 @@ def forget() -> None:
     sources._tree.cache_clear(), sources._digest.cache_clear()
 
 
-def code_after(tree, path: str, old: str, new: str) -> str:
-    text = (tree / path).read_text(encoding="utf-8")
-    assert text.count(old) == 1, old
+@pytest.mark.parametrize(
+    "is_seen, path, old, new",
+    [
+        (False, PATH, '"""How large is A?"""', '"""Another question."""'),
+        (False, PATH, 'LABEL = "norm of A"', 'LABEL = "size of A"'),
+        (False, PATH, "    return LABEL", "    return LABEL + LABEL"),
+        (False, PATH, "    return colour", "    return None"),
+        (False, PATH, "    # any Q and K would do\n", ""),
+        (False, PATH, '    """The norm of A."""\n', '    """Its norm.\n\n    For each seed.\n    """\n'),
+        (False, PATH, "SIZE = 3", "SIZE   =  3  # tokens\n"),
+        (False, "osa/tiny.py", '"""A of n tokens."""', '"""A."""'),
+        (False, "pipeline/report/tiny.py", "red", "blue"),
+        (False, "pipeline/studies/__init__.py", "...", "pass"),
+        (False, "osa/kernels/tiny.py", "TILE = 1", "TILE = 2"),
+        (True, PATH, "SIZE = 3", "SIZE = 4"),
+        (True, PATH, "seeds = [0]", "seeds = [1]"),
+        (True, PATH, "scale=1.0", "scale=1.5"),
+        (True, PATH, "import attention, other", "import other as attention"),
+        (True, PATH, "def norm(", "@staticmethod\ndef norm("),
+        (True, "osa/tiny.py", "return n", "return 2 * n"),
+        (True, "osa/deeper.py", "1.0", "2.0"),
+    ],
+)
+def test_an_edit_is_seen_if_it_can_change_a_number(tree, is_seen, path, old, new):
+    before, text = sources.code(PATH), (tree / path).read_text(encoding="utf-8")
+    assert text.count(old) == 1
     files.write_text(tree / path, text.replace(old, new))
     forget()
-    return sources.code(PATH)
-
-
-@pytest.mark.parametrize(
-    "path, old, new",
-    [
-        (PATH, '"""How large is A?"""', '"""Another question."""'),
-        (PATH, 'LABEL = "norm of A"', 'LABEL = "size of A"'),
-        (PATH, "    return LABEL", "    return LABEL + LABEL"),
-        (PATH, "    return colour", "    return None"),
-        (PATH, "    # any Q and K would do\n", ""),
-        (PATH, '    """The norm of A."""\n', '    """Its norm.\n\n    For each seed.\n    """\n'),
-        (PATH, "SIZE = 3", "SIZE   =  3  # tokens\n"),
-        ("osa/tiny.py", '"""A of n tokens."""', '"""A."""'),
-        ("pipeline/report/tiny.py", "red", "blue"),
-        ("pipeline/studies/__init__.py", "...", "pass"),
-        ("osa/kernels/tiny.py", "TILE = 1", "TILE = 2"),
-    ],
-)
-def test_an_edit_that_changes_no_number_is_not_seen(tree, path, old, new):
-    before = sources.code(PATH)
-    assert code_after(tree, path, old, new) == before
-
-
-@pytest.mark.parametrize(
-    "path, old, new",
-    [
-        (PATH, "SIZE = 3", "SIZE = 4"),
-        (PATH, "seeds = [0]", "seeds = [1]"),
-        (PATH, "scale=1.0", "scale=1.5"),
-        (PATH, "attention(SIZE) * scale", "attention(SIZE)"),
-        (PATH, "import attention, other", "import other as attention"),
-        (PATH, "def norm(", "@staticmethod\ndef norm("),
-        ("osa/tiny.py", "return n", "return 2 * n"),
-        ("osa/deeper.py", "1.0", "2.0"),
-    ],
-)
-def test_an_edit_that_can_change_a_number_is_seen(tree, path, old, new):
-    before = sources.code(PATH)
-    assert code_after(tree, path, old, new) != before
+    assert (sources.code(PATH) != before) is is_seen

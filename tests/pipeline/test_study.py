@@ -16,42 +16,34 @@ from pipeline.studies import check, comparison
 from pipeline.training.recorder import train
 from tests.pipeline.trainings import config
 
-TRAINING = [name for name in studies.names() if studies.get(name).trainings]
+NAN = float("nan")
 
 
 @pytest.mark.parametrize("name", studies.names())
-def test_every_study_has_the_parts_that_its_kind_needs(name):
-    one = studies.get(name)
-    assert one.settings is not None or one.measure is None
-    assert one.settings is None or studies.settings(name) is not None
-    assert one.watch is None or one.trainings is not None
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_what_a_study_trains_can_be_trained(name):
-    lab = Lab(name, params.load(), params.load_paper())
-    requests = studies.get(name).trainings(studies.settings(name), lab)
-    assert requests
-    for variant, overrides, _ in requests:
-        lab.config(variant, overrides)  # raises UserError where it cannot
+def test_every_study_has_its_section_and_what_it_trains_can_be_trained(name):
+    one, settings = studies.get(name), studies.settings(name)
+    assert settings is not None or one.measure is None
+    if one.trainings:
+        lab = Lab(name, params.load(), params.load_paper())
+        requests = one.trainings(settings, lab)
+        assert requests and all(lab.config(variant, overrides) for variant, overrides, _ in requests)
+    else:
+        assert one.watch is None
 
 
 @pytest.mark.parametrize(
-    "value, limit, side, holds",
+    "value, limit, side, holds, share",
     [
-        (1, 2, "below", True),
-        (2, 2, "below", False),
-        (3, 2, "above", True),
-        (float("nan"), 2, "above", False),
-        (0, 0, "below", False),
+        (1, 4, "below", True, 0.25),
+        (2, 2, "below", False, 1),
+        (8, 4, "above", True, 0.5),
+        (NAN, 2, "above", False, NAN),
+        (0, 0, "below", False, NAN),
     ],
 )
-def test_a_check_is_on_its_side_or_fails(value, limit, side, holds):
-    assert check(value, limit, side)["holds"] is holds
-
-
-def test_a_check_says_what_share_of_its_limit_is_used():
-    assert check(1, 4)["share"] == 0.25 and check(8, 4, "above")["share"] == 0.5
+def test_a_check_is_on_its_side_or_fails(value, limit, side, holds, share):
+    found = check(value, limit, side)
+    assert found["holds"] is holds and found["share"] == pytest.approx(share, nan_ok=True)
 
 
 def test_an_unknown_study_and_a_missing_section_are_named(tmp_path, monkeypatch):
@@ -117,17 +109,13 @@ def test_a_broken_study_stops_no_training_and_no_other_study(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
-FLOORS = ("pipeline/core", "pipeline/training", "pipeline/runs.py", "pipeline/statistics.py", "pipeline/verdicts.py")
+GROUND = ("core/*.py", "training/*.py", "runs.py", "statistics.py", "verdicts.py", "cost.py")
+ROOF = ("studies", "report", "tracking", "tools", "benchmarks")
 
 
-def test_the_ground_floors_import_no_study_no_report_and_no_tracking():
-    for floor in FLOORS:
-        paths = [ROOT / floor] if floor.endswith(".py") else sorted((ROOT / floor).glob("*.py"))
-        for path in paths:
-            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-            assert not [
-                name
-                for name in modules
-                if name.startswith(("pipeline.studies", "pipeline.report", "pipeline.tracking", "pipeline.tools"))
-            ], path
+@pytest.mark.parametrize("floor, above", [*((each, ROOF) for each in GROUND), ("benchmarks/*.py", ROOF[:-1])])
+def test_no_floor_imports_what_stands_on_it(floor, above):
+    for path in (ROOT / "pipeline").glob(floor):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in modules if name.startswith(tuple(f"pipeline.{room}" for room in above))], path

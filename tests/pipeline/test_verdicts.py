@@ -17,7 +17,6 @@ from pipeline.verdicts import (
     judge,
     judge_share,
     judge_within,
-    power_of_share,
 )
 
 BASE = [97.0, 97.1, 97.2]
@@ -69,24 +68,11 @@ def test_what_cannot_be_seen_is_not_testable_whatever_comes_out():
 
 def test_power_is_how_often_the_rule_says_reproduced():
     rng, spread, effect = np.random.default_rng(0), 0.5, 1.0
-    words = [
-        judge(
-            [effect + spread * rng.standard_normal(5), spread * rng.standard_normal(5)], (1, -1), limit=0.0, side="above"
-        ).word
-        for _ in range(2000)
-    ]
-    sample = [0.5 * value for value in (-1.2, -0.6, 0.0, 0.6, 1.2)]
-    sample = [value * spread / np.std(sample, ddof=1) for value in sample]
+    draws = rng.standard_normal((2000, 2, 5)) * spread + [[effect], [0]]
+    words = [judge(draw, (1, -1), limit=0.0, side="above").word for draw in draws]
+    sample = spread * np.array((-2, -1, 0, 1, 2)) / np.sqrt(2.5)
     power = judge([sample, sample], (1, -1), limit=0.0, side="above", effect=effect).power
     assert words.count(REPRODUCED) / 2000 == pytest.approx(power, abs=0.04)
-
-
-def test_the_rule_errs_in_one_case_of_twenty_at_its_limit():
-    rng = np.random.default_rng(1)
-    words = [judge(rng.standard_normal((2, 5)).tolist(), (1, -1), limit=0.0, side="above").word for _ in range(4000)]
-    for word in (REPRODUCED, CONTRADICTED):
-        assert 0.03 < words.count(word) / 4000 < 0.06
-    assert set(words) == {REPRODUCED, CONTRADICTED, SAME, OTHER}
 
 
 @pytest.mark.parametrize(
@@ -101,11 +87,6 @@ def test_a_share_by_exact_bounds(successes, n, word):
 def test_a_share_may_have_to_lie_below():
     assert judge_share(0, 5, side="below").word == REPRODUCED and judge_share(5, 5, side="below").word == CONTRADICTED
     assert judge_share(0, 0).word == NOT_TRAINED
-
-
-def test_three_runs_cannot_show_a_share_and_five_can():
-    assert power_of_share(3, 1.0, 0.5, "above") == 0 and power_of_share(5, 1.0, 0.5, "above") == 1
-    assert judge_share(3, 3, effect=1.0).word == NOT_TESTABLE
 
 
 @pytest.mark.parametrize(

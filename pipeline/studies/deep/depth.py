@@ -5,7 +5,6 @@ The runs are listed in params.yaml beside this file. All models of one depth hav
 that the study `rates` found for its kind.
 """
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -13,7 +12,7 @@ from matplotlib.figure import Figure
 
 from pipeline.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
 from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, STYLE
+from pipeline.drawing.looks import PALETTE
 from pipeline.lab import Lab
 from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
@@ -64,7 +63,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """Train loss of OSA: a line for each list of runs, and one of its own for seeds that fail."""
     figure, (axes,) = charts.panels(1, 3.6)

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -28,8 +27,8 @@ from osa.init import init_isometric_mlp_, init_suo_mlp_
 from osa.modules import MLP
 from pipeline.core.params import Name, PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE
-from pipeline.lab import Lab, float64
+from pipeline.lab import Lab, default_dtype
+from pipeline.measures import gradient_norm
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import log_log_slope
@@ -72,7 +71,7 @@ def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
 def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequential:
     """`depth` MLPs of d = `width`, with DKS's GELU for as many."""
     activation = dks_gelu(depth)
-    with float64():
+    with default_dtype(torch.float64):
         blocks = [MLP(width, RATIO * width, activation) for _ in range(depth)]
     for mlp in blocks:
         if draw == "suo":
@@ -97,19 +96,15 @@ def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
 
 def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
     """‖∂loss/∂θ‖₂ of models as initialised, and the mean squares of [cls] and of the largest token after the last block."""
-    cells = itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds)
-    for model, depth, seed in cells:
+    for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
         network = lab.model(config, seed).double()  # the weights with which a training begins
-        x = network.tokens(images)
-        for block in network.blocks:
-            x = block(x)  # (images, N, d)
+        x = nn.Sequential(*network.blocks)(network.tokens(images))  # (images, N, d)
         cross_entropy(network.head(network.norm(x[:, 0])), labels).backward()
-        norms = [parameter.grad.norm() for parameter in network.parameters() if parameter.grad is not None]
         q = x.detach().square().mean(-1)  # (images, N)
         sizes = {"cls": q[:, 0].mean().item(), "largest": q.max().item()}
-        yield {"model": model, "depth": depth, "seed": seed, "gradient": torch.stack(norms).norm().item()} | sizes
+        yield {"model": model, "depth": depth, "seed": seed, "gradient": gradient_norm(network)} | sizes
 
 
 def spreads(table: pd.DataFrame) -> pd.Series:
@@ -140,24 +135,20 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         for draw, depth in itertools.product(DRAWS, settings.gradient_depths)
     ]
     slopes = {
-        draw: {"depth": summary([log_log_slope(own.index, own) for own in (sd[draw, d] for d in settings.widths)])}
-        | {
-            "width": summary(
-                [log_log_slope(own.index, own) for own in (sd[draw].xs(L, level="depth") for L in settings.depths)]
-            )
+        draw: {
+            over: summary([log_log_slope(own.index.get_level_values(over), own) for _, own in sd[draw].groupby(level=fixed)])
+            for over, fixed in (("depth", "width"), ("width", "depth"))
         }
         for draw in DRAWS
     }
-    starts = tables["gradients"].groupby(["model", "depth"], sort=False)
     gradients = [
         {"model": model, "depth": depth, "gradient": own["gradient"].tolist()}
         | {"cls": own["cls"].tolist(), "largest": own["largest"].max()}
-        for (model, depth), own in starts
+        for (model, depth), own in tables["gradients"].groupby(["model", "depth"], sort=False)
     ]
     return {"width": width, "tails": TAILS, "rows": rows, "slopes": slopes, "gradients": gradients}
 
 
-@matplotlib.rc_context(STYLE)
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """A line for each draw and the three largest widths; dashed, what independent linear MLPs are to have."""
     figure, (axes,) = charts.panels(1, 3.4)

@@ -10,11 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-import matplotlib
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Generator, Tensor
 
 from osa.deep.shaped import (
@@ -30,10 +29,11 @@ from osa.deep.shaped import (
 from osa.init import stiefel_uniform
 from pipeline.core.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE, look
-from pipeline.lab import Lab, float64
+from pipeline.drawing.looks import look
+from pipeline.lab import Lab
 from pipeline.measures import effective_rank, exponential, skew
 from pipeline.studies import Study, Tables, check
+from pipeline.studies._settings import Depths
 
 ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # of Figure 7, in its order
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
@@ -62,7 +62,7 @@ Step = Callable[[Tensor], Tensor]  # what a block makes of Σ
 
 class Settings(Section):
     seeds: Seeds
-    depths: list[PositiveInt] = Field(min_length=2)  # the last one is L
+    depths: Depths  # the last one is L
     tokens: PositiveInt = 100
     types: PositiveInt = 50  # of tokens, drawn at random: two are the same with the probability r = 1/types
     heads: PositiveInt = 8  # of ALiBi
@@ -72,12 +72,6 @@ class Settings(Section):
     alpha: PositiveFloat = 0.1
     layer_depths: list[PositiveInt] = Field([6, 12, 36], min_length=1)
     images: PositiveInt = 8
-
-    @model_validator(mode="after")
-    def _depths_rise(self):
-        if self.depths != sorted(set(self.depths)):
-            raise ValueError("depths must rise")
-        return self
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -268,8 +262,7 @@ def layers(settings: Settings, lab: Lab) -> Iterator[dict]:
     """By how much the layers of orthogonal attention, one after the other, change the trace of X Xᵀ of an image."""
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
-        with float64():
-            model = lab.model(config, settings.seeds[0])
+        model = lab.model(config, settings.seeds[0], torch.float64)
         x = first = model.tokens(lab.images()[0][: settings.images])  # (images, N, d)
         for block in model.blocks:
             x = block.attention(x)
@@ -292,7 +285,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         ],
         "schedule": check(schedules["error"].max(), TOLERANCE),
         "not_negative": check(schedules.loc[schedules["causal"], "least"].min(), 0.0, "above"),
-        "condition": {f"{kernel}": own["kappa"].max() for kernel, own in schedules.groupby("kernel", sort=False)},
+        "condition": schedules.groupby("kernel", sort=False)["kappa"].max().to_dict(),
         "skips": check((skips[26] - 1).abs().max(), NORM_TOLERANCE),
         "skips_printed": (skips[25] - 1).abs().max(),  # by Eq. 25
         "corrected": check((repeated.get_group(True) - 1).abs().max(), CORRECTED),
@@ -303,7 +296,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Mean cosine of two tokens, by the number of blocks."""
     kernels = tables["kernels"].groupby(["row", "depth"], sort=False)["cosine"].mean()

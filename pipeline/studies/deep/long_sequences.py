@@ -13,20 +13,18 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.core.params import PositiveInt, RunConfig, Seeds
+from pipeline.core.params import PositiveInt, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE
-from pipeline.lab import Lab, float64
-from pipeline.measures import attention_inputs, head_weights, norm
+from pipeline.lab import Lab
+from pipeline.measures import attention_inputs, head_weights, norm, power_iteration
 from pipeline.statistics import summarise as summary
-from pipeline.studies import Study, Tables, comparison
+from pipeline.studies import Tables, comparison
 from pipeline.studies._summaries import log_log_slope
 
 OSA = "osa_exact"
@@ -41,10 +39,6 @@ class Settings(comparison.Settings):
     power_iterations: PositiveInt = 20  # which leave an error of 1 %
 
 
-def tokens_of(config: RunConfig) -> int:
-    return (config.data.image_size // config.model.patch_size) ** 2 + 1
-
-
 def measure(settings: Settings, lab: Lab) -> Tables:
     return comparison.measure(settings, lab) | {"initial": pd.DataFrame(initial(settings, lab))}
 
@@ -55,10 +49,9 @@ def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
         changes = {"variant": {"normalise_tokens": case != "paper"}}
         config = lab.config(OSA, changes | {"model": {"patch_size": patch}})
         images = lab.images(config.data.pixel_scaling)[0][: settings.images]
-        with float64():
-            layer, x = next(attention_inputs(lab.model(config, seed), images))
-        x, tokens = x.detach(), tokens_of(config)
-        alpha = config.init.alpha * (tokens_of(lab.config(OSA)) / tokens if case == "following" else 1)
+        layer, x = next(attention_inputs(lab.model(config, seed, torch.float64), images))
+        x, tokens = x.detach(), config.options().num_tokens
+        alpha = config.init.alpha * (lab.config(OSA).options().num_tokens / tokens if case == "following" else 1)
         scale, sizes = alpha / math.sqrt(layer.embed_dim / layer.num_heads), []
         start = lab.normal(seed, "long_sequences/direction", *x.shape[1:])
         for each, weights in itertools.product(x, head_weights(layer)):
@@ -92,15 +85,7 @@ def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor,
         phi_y = torch.linalg.matrix_exp(block)[: len(z), len(z) :]  # φ₁(Z) Y
         return (value + scale * m @ phi_y) @ w_out
 
-    x = x.detach().requires_grad_()
-    output = attend(x)
-    cotangent = torch.zeros_like(output, requires_grad=True)
-    (pulled,) = torch.autograd.grad(output, x, cotangent, create_graph=True)  # J₁ᵀ of it, whose derivative is J₁ᵀ
-    direction = start
-    for _ in range(iterations + 1):
-        direction = direction / direction.norm()
-        (pushed,) = torch.autograd.grad(pulled, cotangent, direction, retain_graph=True)
-        (direction,) = torch.autograd.grad(output, x, pushed, retain_graph=True)
+    pushed, _ = power_iteration(attend, x, start, iterations + 1)
     return pushed.norm().item()
 
 
@@ -114,14 +99,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     for name, training in settings.runs.items():
         config = lab.config(training.variant, training.set)
         own = runs[(runs["name"] == name) & (runs["status"] == "finished")]
-        row = {"variant": training.variant, "tokens": tokens_of(config), "n": len(own)}
+        row = {"variant": training.variant, "tokens": config.options().num_tokens, "n": len(own)}
         row["accuracy"] = 100 * own["test_accuracy"].mean()
         rows.append(row | {"seconds": (config.train.batch_size / own["images_per_second"]).mean()})
     there = [row for row in rows if row["n"]]
     return {"slopes": slopes, "rows": there, "not_trained": [row for row in rows if not row["n"]]}
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """‖S‖₂ and ‖J₁‖₂ of the first block, by the number of tokens."""
     figure, panels = charts.panels(2, 3.2)
@@ -137,10 +121,4 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     return figure
 
 
-STUDY = Study(
-    settings=Settings,
-    measure=measure,
-    summarise=summarise,
-    figures={"long_sequences": draw},
-    trainings=comparison.trainings,
-)
+STUDY = comparison.study(settings=Settings, measure=measure, summarise=summarise, figures={"long_sequences": draw})

@@ -9,6 +9,7 @@ from typing import Annotated
 import pandas as pd
 from pydantic import Field
 
+from pipeline.claims import GUESS_LOSS
 from pipeline.core import record
 from pipeline.core.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed
 from pipeline.lab import Lab
@@ -18,7 +19,6 @@ from pipeline.training.loop import Training
 OSA = "osa_shaped"  # whose α L is sought at its best rate
 ALPHA = 0.36  # α L until then
 LEARNS = 0.01  # below the loss of a guess, or there is nothing to tell rates apart by
-GUESS = math.log(10)
 
 
 class Search(Section):
@@ -79,9 +79,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         for model, rows in own.sort_values("loss").groupby("model", sort=False):
             columns = ["learning_rate", "alpha_times_depth", "loss"]
             tried = rows[columns].rename(columns={"learning_rate": "rate", "alpha_times_depth": "alpha"})
-            models.append(
-                {"model": model, "learns": tried["loss"].iloc[0] < GUESS - LEARNS, "tried": tried.to_dict("records")}
-            )
+            learns = tried["loss"].iloc[0] < GUESS_LOSS - LEARNS
+            models.append({"model": model, "learns": learns, "tried": tried.to_dict("records")})
         searches.append({"depth": search.depth, "steps": search.steps, "last": search.last, "models": models})
     return {"searches": searches}
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from osa.constrained.penalties import attention_matrix
 from osa.deep.shaped import exponential_kernel, uniform_kernel
@@ -26,9 +25,9 @@ from osa.init import stiefel_uniform
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE, look
-from pipeline.lab import Lab, float64
-from pipeline.measures import attention_inputs, effective_rank, norm
+from pipeline.drawing.looks import look
+from pipeline.lab import Lab
+from pipeline.measures import attention_inputs, effective_rank, gradient_norm, norm
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Study, Tables, check
 from pipeline.studies._summaries import log_log_slope
@@ -69,8 +68,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         changes = {"model": {"depth": depth}} | ({"variant": SHAPED[name]} if name in SHAPED else {})
         config = lab.config("osa_shaped" if name in SHAPED else name, changes)
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
-        with float64():
-            model = lab.model(config, seed)
+        model = lab.model(config, seed, torch.float64)
         identity = {"model": name, "depth": depth, "seed": seed}
         rows, whole = signals(model, images, labels)
         blocks += [identity | row for row in rows]
@@ -99,11 +97,10 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
         outputs.append(x.detach())
     loss = F.cross_entropy(model.head(model.norm(x[:, 0])), labels)
     loss.backward()
-    rows = []
-    for i, (block, output) in enumerate(zip(model.blocks, outputs, strict=True), 1):
-        gradients = [p.grad.norm() for p in block.parameters() if p.ndim > 1 and p.grad is not None]
-        gradient = torch.stack(gradients).norm().item()
-        rows.append({"block": i} | of_tokens(output) | {"gradient": gradient})
+    rows = [
+        {"block": i} | of_tokens(output) | {"gradient": gradient_norm(block, least_dimensions=2)}
+        for i, (block, output) in enumerate(zip(model.blocks, outputs, strict=True), 1)
+    ]
     cls = outputs[-1][:, 0]  # (images, d)
     share = (cls - cls.mean(0)).square().sum() / cls.square().sum()
     return rows, {"loss": loss.item(), "image_share": share.item(), "kappa": attention_condition(model, images)}
@@ -148,12 +145,11 @@ def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
     """
     for variant, depth in itertools.product(KEPT, settings.depths[:2]):
         config = lab.config(variant)
-        recipe, n = config.model, (config.data.image_size // config.model.patch_size) ** 2 + 1
-        width = recipe.num_heads * math.ceil(n / recipe.num_heads)
+        n, heads = config.options().num_tokens, config.model.num_heads
+        width = heads * math.ceil(n / heads)
         changes = {"variant": {"repeated": 0.0}} if "spa" in variant else {}
         config = lab.config(variant, changes | {"model": {"depth": depth, "embed_dim": width}})
-        with float64():
-            model = lab.model(config, settings.seeds[0])
+        model = lab.model(config, settings.seeds[0], torch.float64)
         generator = lab.generator(settings.seeds[0], "signals/tokens")
         x = math.sqrt(width) * stiefel_uniform(width, n, generator=generator, dtype=torch.float64).mT[None]
         for block in model.blocks:
@@ -187,8 +183,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
         changes = {"depth": depth} | ({"patch_size": patch} if patch else {})
         config = lab.config("osa_shaped", {"model": changes})
-        with float64():
-            model = lab.model(config, seed)
+        model = lab.model(config, seed, torch.float64)
         images = lab.images(config.data.pixel_scaling)[0][: settings.alpha_images]
         with torch.no_grad():
             x = model.tokens(images)
@@ -223,10 +218,7 @@ def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
     with torch.no_grad():
         for block in model.blocks:
             block.attention.alpha.fill_(alpha)
-    x = model.tokens(images)
-    for block in model.blocks:
-        x = block(x)
-    (x * cotangent).sum().backward()
+    (nn.Sequential(*model.blocks)(model.tokens(images)) * cotangent).sum().backward()
     first = model.blocks[0]
     layers = (first.attention.value, first.attention.out, first.mlp.fc1, first.mlp.fc2)
     return torch.stack([layer.weight.grad.norm() for layer in layers]).norm().item()
@@ -250,10 +242,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
 
 
-def over_seeds(table: pd.DataFrame, logarithmic: tuple[str, ...] = ("q", "q_low", "q_high", "gradient")) -> pd.DataFrame:
+def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds by model, depth and block, geometric where a number spans orders of magnitude."""
     keys = [key for key in ("model", "depth", "block") if key in table]
-    logs = {name: np.log(table[name]) for name in logarithmic if name in table}
+    logs = {name: np.log(table[name]) for name in ("q", "q_low", "q_high", "gradient") if name in table}
     means = table.assign(**logs).drop(columns="seed").groupby(keys, sort=False).mean()
     return means.assign(**{name: np.exp(means[name]) for name in logs})
 
@@ -268,7 +260,6 @@ def of_alpha(table: pd.DataFrame) -> dict:
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(RATIO)}
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """The gradient, the tokens' mean square and their effective rank, block by block."""
     depth = settings.depths[-2:][0]

@@ -4,7 +4,6 @@ manifold, by a parametrisation, or softly; heads whose W^V and W^O are drawn tog
 
 import math
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -15,7 +14,7 @@ from osa.constrained.orthogonal import StiefelConstraint
 from pipeline import measures
 from pipeline.claims import Results, epochs_to_reach, read_claims, target_loss
 from pipeline.drawing import charts
-from pipeline.drawing.looks import LINE_WIDTH, PALETTE, STYLE
+from pipeline.drawing.looks import LINE_WIDTH, PALETTE
 from pipeline.lab import Lab
 from pipeline.statistics import summarise as mean_of
 from pipeline.studies import Tables, check, comparison
@@ -83,7 +82,6 @@ def row(name: str, loss: float, results: Results) -> dict:
     return {"n": accuracy.n, "accuracy": accuracy, "epochs": epochs if math.isfinite(epochs) else None} | kappas
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """κ of each layer's Σ W^V W^O along training, thin, and their geometric mean; the first seed of four models."""
     if "watched" not in tables:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -20,7 +19,7 @@ from pydantic import Field
 from osa.constrained.orthogonal import MAPS
 from pipeline.core.params import Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, STYLE
+from pipeline.drawing.looks import PALETTE
 from pipeline.lab import Lab
 from pipeline.measures import norm
 from pipeline.studies import Study, Tables, check
@@ -95,7 +94,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     return {"maps": rows}
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """The angle in the plane, and the distance from the exponential in the most dimensions."""
     plane, apart = tables["plane"], tables["apart"]

@@ -112,11 +112,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 def begins_orthogonal(exact: pd.DataFrame, lab: Lab) -> dict:
     """What is 0 by construction is 0, and SUO is where it has to be; each over what rounding allows."""
-    recipe = lab.paper.recipe
-    model = recipe.model
+    model = lab.paper.recipe.model
     d, hidden = model.embed_dim, round(model.embed_dim * model.mlp_ratio)
     suo = d * (max(1.0, hidden / d) - 1) ** 2 + min(d, hidden) * (max(1.0, d / hidden) - 1) ** 2
-    tokens = (recipe.data.image_size // model.patch_size) ** 2 + 1
+    tokens = lab.config("osa_exact").options().num_tokens
     rounding = {"attention": (d * tokens * FLOAT64) ** 2, "heads": (d * FLOAT32) ** 2, "mlp": d * suo * FLOAT32}
     errors = {"attention": exact["penalty"], "heads": exact["heads"], "mlp": (exact["mlp"] - suo).abs()}
     return {name: check(float(error.max()) / rounding[name], 1.0) for name, error in errors.items()}

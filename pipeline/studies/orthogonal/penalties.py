@@ -6,7 +6,6 @@ VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cros
 
 import copy
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.figure import Figure
@@ -16,7 +15,7 @@ from torch import nn
 from osa.constrained.penalties import attention_matrix
 from pipeline.claims import Results, read_claims
 from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, STYLE, look
+from pipeline.drawing.looks import PALETTE, look
 from pipeline.lab import Lab
 from pipeline.measures import attention_inputs, condition, effective_rank, norm
 from pipeline.statistics import summarise as mean_of
@@ -99,7 +98,6 @@ def row(name: str, settings: Settings, results: Results) -> dict:
     }
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """Test accuracy and orthogonality of attention over λ, a colour for each penalty; dashed, without a penalty."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]

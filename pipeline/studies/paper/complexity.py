@@ -8,11 +8,9 @@ import itertools
 import math
 import random
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -26,27 +24,23 @@ from osa.functional import orthogonal_attention
 from osa.linalg import EPSILON, newton_schulz_gram, phi1_times
 from osa.reference import newton_schulz_basis, qr_basis
 from pipeline import cost
+from pipeline.benchmarks.inputs import NORM, SEED, Inputs, exponential_dense, skew
 from pipeline.core import record
 from pipeline.core.files import DIGITS
 from pipeline.core.params import PositiveFloat, PositiveInt, Section
-from pipeline.cost import Call
+from pipeline.cost import BOTH, FORWARD, Call
 from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, STYLE, look
+from pipeline.drawing.looks import PALETTE, look
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables, check
 from pipeline.studies._summaries import log_log_slope
 
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
-FORWARD, BOTH = "forward", "forward and backward"
 KEYS = ["sweep", "part", "pass"]
 TIMED = ("tokens", "widths")  # the sweeps whose times are taken
 METHODS = {"osa_qr": "qr", "osa_ns": "newton_schulz", "osa_exact": "exact", "osa_qr_literal": "qr_literal"}
 SMALLEST = 64  # tokens; N = 50 in the paper, from which 16,384 is 8 doublings
-SEED = 0
-NORM = 2.0  # ‖S‖₂ of the inputs, and ‖[S]‖₁ where exp[S] is measured alone, whose number of products it sets; a trained
-# head has a median of 0.2 to 1.6 by block, and at most 4.3
 NORMS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # ‖S‖₂ at which the products that exp[S] takes are counted
-DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY: few directions carry S, as in a trained head
 NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
@@ -76,12 +70,8 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: it is not used, and no number depends on its file
-    device = record.default_device()
-    return {
-        "counts": count(settings, device),
-        "exponential": count_products(settings, device),
-        "times": measure_times(settings, device),
-    }
+    made = {"counts": count, "exponential": count_products, "times": measure_times}
+    return {name: table(settings, record.default_device()) for name, table in made.items()}
 
 
 def count(settings: Settings, device: torch.device) -> pd.DataFrame:
@@ -137,42 +127,20 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
     return forward | {(name, BOTH): call.with_backward() for (name, _), call in forward.items()}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Query, key and value of one head, (1, 1, N, d), and the scale that gives S a norm.
-
-    Column k of query and key has standard deviation k^−DECAY.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-
-    @classmethod
-    def draw(cls, tokens: int, width: int, norm: float, device: torch.device) -> "Inputs":
-        draws = torch.randn(3, 1, 1, tokens, width, generator=torch.Generator().manual_seed(SEED))
-        query, key = draws[:2] * torch.arange(1, width + 1) ** -DECAY
-        r = torch.linalg.qr(torch.cat([query, key], dim=-1).double(), mode="r").R  # S without its N×N matrix
-        scale = norm / torch.linalg.matrix_norm(skew(1.0, *r.chunk(2, dim=-1)), 2).item()
-        return cls(query.to(device), key.to(device), draws[2].to(device), scale)
-
-
 def parts(x: Inputs) -> dict[str, Call]:
     """The rows of Table 1, each on the results of the rows before it, two of them also as they are written; then attention:
     ours by every method, torch's, and both with their N×N matrix."""
     qkv = (x.query, x.key, x.value)
     m = torch.cat(qkv[:2], dim=-1)  # (1, 1, N, 2d)
-    basis = qr_basis(m, dtype=m.dtype)  # (1, 1, N, 2d)
+    qr, newton_schulz = partial(qr_basis, dtype=m.dtype), partial(newton_schulz_basis, epsilon=EPSILON, dtype=m.dtype)
+    basis = qr(m)  # (1, 1, N, 2d)
     small = small_skew(x.scale, basis, m)  # (1, 1, 2d, 2d)
-    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # ‖[S]‖₁ sets how often matrix_exp squares
+    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # ‖[S]‖₁ sets how many products matrix_exp takes
     factors = (basis, torch.linalg.matrix_exp(small), x.value)
     osa = {name: partial(orthogonal_attention, scale=x.scale, method=method) for name, method in METHODS.items()}
     return {
-        "qr": Call(partial(qr_basis, dtype=m.dtype), (m,)),
-        "newton_schulz": Call(
-            partial(newton_schulz_basis, num_iterations=NUM_ITERATIONS, epsilon=EPSILON, dtype=m.dtype), (m,)
-        ),
+        "qr": Call(qr, (m,)),
+        "newton_schulz": Call(partial(newton_schulz, num_iterations=NUM_ITERATIONS), (m,)),
         "newton_schulz_gram": Call(partial(gram_of_basis, NUM_ITERATIONS), (m,)),
         "small": Call(partial(small_skew, x.scale), (basis, m)),
         "exponential": Call(torch.linalg.matrix_exp, (scaled,)),
@@ -194,12 +162,6 @@ def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
     """BᵀB, all that `orthogonal_attention` needs of that basis: the iteration runs on 2d×2d matrices (end of Section 3)."""
     inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     return newton_schulz_gram(inverse_norm.square() * (m.mT @ m), num_iterations)
-
-
-def skew(scale: float, query: Tensor, key: Tensor) -> Tensor:
-    """scale · (QKᵀ − KQᵀ) in the inputs' precision: S of Eq. 5, or [S] where BᵀQ and BᵀK are given."""
-    half = scale * (query @ key.mT)
-    return half - half.mT
 
 
 def small_skew(scale: float, basis: Tensor, m: Tensor) -> Tensor:
@@ -235,11 +197,6 @@ def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
-def exponential_dense(scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """exp(S) V (Eq. 5) with the N×N exponential: the naive implementation of Section 2.1."""
-    return torch.linalg.matrix_exp(skew(scale, query, key)) @ value
-
-
 # What follows from the tables alone
 
 ORDERS = {  # the entry of each part in paper.yaml's orders
@@ -262,8 +219,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components = [
-        {"part": part, "order": order, "slopes": slopes(counts, part, FORWARD)}
-        for part, order in ((part, orders[name]) for part, name in ORDERS.items())
+        {"part": part, "order": orders[name], "slopes": slopes(counts, part, FORWARD)} for part, name in ORDERS.items()
     ]
     whole = [(slopes(counts, part, direction), orders["osa"]) for part, direction in itertools.product(OSA, (FORWARD, BOTH))]
     largest = int(counts.loc[counts["sweep"] == "tokens", "tokens"].max())
@@ -300,15 +256,8 @@ def degree(order: str, symbols: str) -> int:
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
     """The most by which a slope exceeds the exponent of its order; NaN where one of them is."""
-    return float(
-        np.max(
-            [
-                each[name][sweep] - degree(order[name], symbols)
-                for each, order in measured
-                for name, (sweep, symbols) in itertools.product(QUANTITIES.values(), JUDGED.items())
-            ]
-        )
-    )
+    places = list(itertools.product(QUANTITIES.values(), JUDGED.items()))
+    return float(np.max([own[name][s] - degree(order[name], n) for own, order in measured for name, (s, n) in places]))
 
 
 def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
@@ -332,7 +281,6 @@ def crossing(ratio: pd.Series) -> float | None:
     return float(np.exp(x + (following_x - x) * y / (y - following_y)))
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Time and peak memory of a forward and a backward pass over N: OSA, and softmax attention fused and with its matrix."""
     lines = {part: look(part).line(label=lab.label(part)) for part in OSA}
@@ -342,7 +290,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     figure, panels = charts.panels(2, 3.2)
     titles = {"seconds": ("Time", "Seconds"), "bytes": ("Peak memory", "Bytes")}
     for axes, (quantity, (title, unit)) in zip(panels, titles.items(), strict=True):
-        values = along_n(tables["times" if quantity == "seconds" else "counts"], quantity)
+        values = along_n(tables["counts" if quantity == "bytes" else "times"], quantity)
         for part, style in lines.items():
             axes.plot(values[part], **style)
         axes.set(title=title, xlabel="Tokens N", ylabel=unit)

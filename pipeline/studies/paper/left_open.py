@@ -1,6 +1,5 @@
 """What the paper leaves open: the recipe with one other value at a time, beside the runs of Table 2."""
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from pipeline.claims import Results
@@ -60,7 +59,6 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
     return rows
 
 
-@matplotlib.rc_context(looks.STYLE)
 def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Figure | None:
     """The change of each choice with its interval."""
     rows = [row for row in changes(settings, tables, lab) if row["ours"].n]

@@ -6,13 +6,12 @@ It measures nothing: the stage `tables` gathered the runs.
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from scipy.stats import gmean
 
-from pipeline.claims import Claim, Results, epochs_to_reach, read_claims, target_loss
+from pipeline.claims import WEIGHTS, Claim, Results, epochs_to_reach, read_claims, target_loss
 from pipeline.core import files
 from pipeline.core.params import AnySeeds, Section
 from pipeline.drawing import charts, looks
@@ -67,7 +66,7 @@ def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str,
         claim, judged[name] = claims[name], {}
         models = [claim.models] if claim.kind == "drops" else claim.compare
         for own, (key, verdict) in zip(models, claim.judge(results, theirs).items(), strict=True):
-            weights = {"drops": (-1, 2, -1), "accuracy": (1, -1)}.get(claim.kind)
+            weights = (1, -1) if claim.kind == "accuracy" else WEIGHTS.get(claim.kind)
             paper = sum(w * theirs[model] for w, model in zip(weights, own, strict=True)) if weights else None
             judged[name][key] = {"models": own, "kind": claim.kind, "paper": paper, "verdict": verdict}
     return judged
@@ -114,7 +113,6 @@ def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
     return float(table["epoch"].iloc[since]) if since < len(table) else None
 
 
-@matplotlib.rc_context(looks.STYLE)
 def draw_comparisons(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """A forest plot: each comparison of OSA with its interval, its limit and the paper's value."""
     judged = judge_all(read_claims(CLAIMS), results_of(lab, settings.judged_seeds), lab)
@@ -137,7 +135,6 @@ def draw_comparisons(settings: Settings, tables: Tables, lab: Lab) -> Figure | N
     return figure
 
 
-@matplotlib.rc_context(looks.STYLE)
 def draw_seeds(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """A dot for each run of Table 2 and a tick for the paper's number; models far below have a panel of their own."""
     results, models = results_of(lab), list(lab.params.run.variants)
@@ -158,7 +155,6 @@ def draw_seeds(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     return figure
 
 
-@matplotlib.rc_context(looks.STYLE)
 def draw_speed(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """The ratio of epochs against the train loss that both models reach, and where the claims are judged."""
     results, claims = results_of(lab, settings.judged_seeds), read_claims(CLAIMS)

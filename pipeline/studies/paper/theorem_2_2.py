@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated
 
-import matplotlib
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
 from pipeline.core.params import PositiveFloat, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import STYLE
 from pipeline.lab import Lab
 from pipeline.measures import METHODS, ORTHOGONAL, effective_rank
 from pipeline.studies import Study, Tables
@@ -146,7 +144,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Every eigenvalue of one image's tokens through depth: orthogonal attention, softmax with a skip, softmax."""
     floor, deepest, spectra = 1e-16, settings.depths[-1], tables["spectra"]

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -24,7 +23,7 @@ from osa.linalg import EPSILON, POLAR_EXPRESS
 from osa.reference import skew
 from pipeline.core.params import PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import INK, METHOD_LABELS, PALETTE, STYLE, look
+from pipeline.drawing.looks import INK, METHOD_LABELS, PALETTE, look
 from pipeline.lab import Lab
 from pipeline.measures import (
     exponential,
@@ -117,7 +116,7 @@ def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[
 
 def _orthogonality(s: Tensor, basis: Tensor) -> dict[str, Tensor]:
     skew_norm = norm(s)
-    bounds = zip(("bound_10", "bound_11", "bound_general"), orthogonality_bounds(basis, skew_norm), strict=True)
+    bounds = zip(BOUNDS, orthogonality_bounds(basis, skew_norm), strict=True)
     error = orthogonality_error(low_rank_exponential(basis, s))
     return {"norm": skew_norm, "sigma_max": norm(basis), "error": error} | dict(bounds)
 
@@ -174,7 +173,6 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
     return errors.assign(**{bound: errors[bound] + slack for bound in BOUNDS})
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Over K: the error for each condition of M at the ‖S‖₂ nearest to 1, and the worst error in units of Eq. 10."""
     errors = _with_rounding(tables["errors"])

@@ -11,7 +11,7 @@ import torch
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.modules import OrthogonalSelfAttention, SoftmaxSelfAttention
 from pipeline.core.params import Section, Seeds
-from pipeline.lab import Lab, float64
+from pipeline.lab import Lab, default_dtype
 from pipeline.measures import condition, query_key_product, rounding
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import worst_case
@@ -32,7 +32,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():
             generator = lab.generator(seed, f"theory/weights/{d}x{heads}")
-            with float64():
+            with default_dtype(torch.float64):
                 ours, xavier = OrthogonalSelfAttention(d, heads), SoftmaxSelfAttention(d, heads)
                 init_orthogonal_attention_(ours, generator=generator)
                 init_softmax_attention_(xavier, generator=generator)

@@ -7,7 +7,6 @@ of a head of each layer, as initialised and trained, and κ(Σᵢ W^Vᵢ W^Oᵢ)
 import itertools
 import math
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import torch
@@ -18,7 +17,7 @@ from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.reference import skew
 from pipeline.core.params import Section, Seeds
 from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, STYLE
+from pipeline.drawing.looks import PALETTE
 from pipeline.lab import Lab
 from pipeline.measures import METHODS, condition, head, head_condition, initialised_layers, jacobian, norm, random_head
 from pipeline.studies import Study, Tables
@@ -139,7 +138,6 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
     return layers.drop_duplicates(["seed", "layer"])
 
 
-@matplotlib.rc_context(STYLE)
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """κ(J) − 1 of one head over α, beside its bound; and κ of one head and of the whole layer, by layer."""
     figure, (left, right) = charts.panels(2, 3.2)

@@ -9,36 +9,29 @@ models differ in attention and MLPs at once.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
-from pipeline.lab import Lab, float64
-from pipeline.measures import condition, jacobian
+from pipeline.lab import Lab
+from pipeline.measures import condition, gradient_norm, jacobian, power_iteration
 from pipeline.studies import Study, Tables
+from pipeline.studies._settings import Depths
 
 OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
 MLPS = ("suo", "xavier")  # of a variant's `mlp_init`: SUO, and Xavier
 MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_noskip", "xavier")]
 
 
-def _rising(depths: list[int]) -> list[int]:
-    if len(depths) < 2 or depths != sorted(set(depths)):
-        raise ValueError("should be two or more that rise")
-    return depths
-
-
 class Settings(Section):
     seeds: Seeds
-    depths: Annotated[list[PositiveInt], AfterValidator(_rising)]
+    depths: Depths
     gradient_images: PositiveInt = 16  # test images of the loss whose gradient is measured
     samples: PositiveInt = 8  # of Hutchinson's estimate of a Frobenius norm, which is then good to a few per cent
     power_iterations: PositiveInt = 10  # enough where the largest singular value stands out, as it does in deep products
@@ -54,8 +47,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"mlp_init": mlp}})
         images, labels = lab.images(config.data.pixel_scaling)
         few = torch.arange(seed * settings.gradient_images, (seed + 1) * settings.gradient_images) % len(images)
-        with float64():
-            model = lab.model(config, seed)
+        model = lab.model(config, seed, torch.float64)
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
@@ -70,9 +62,7 @@ def logits_jacobian(model: VisionTransformer, x: Tensor) -> dict[str, float]:
     """‖·‖₂, ‖·‖_F and κ of ∂logits/∂X₀, (classes, N·d), dense."""
 
     def logits(x: Tensor) -> Tensor:
-        for block in model.blocks:
-            x = block(x)
-        return model.head(model.norm(x[:, 0]))  # (batch, classes)
+        return model.head(model.norm(nn.Sequential(*model.blocks)(x)[:, 0]))  # (batch, classes)
 
     values = torch.linalg.svdvals(jacobian(logits, x))
     return {
@@ -86,11 +76,7 @@ def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> 
     """‖∂loss/∂θ‖₂ over the parameters of the first and of the last block."""
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
-    first, last = (
-        torch.stack([p.grad.norm() for p in model.blocks[i].parameters() if p.grad is not None]).norm().item()
-        for i in (0, -1)
-    )
-    return {"first_gradient": first, "last_gradient": last}
+    return {"first_gradient": gradient_norm(model.blocks[0]), "last_gradient": gradient_norm(model.blocks[-1])}
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
@@ -103,27 +89,10 @@ def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, 
         return x  # (batch, N, d)
 
     with sdpa_kernel(SDPBackend.MATH):  # the one whose gradient has a gradient
-        spectral = spectral_norm(attend, x, num_iterations=settings.power_iterations, generator=generator)
+        start = torch.randn(1, *x.shape, generator=generator, dtype=x.dtype)
+        _, squared = power_iteration(attend, x[None], start, settings.power_iterations)
     frobenius = frobenius_norm(attend, x, num_samples=settings.samples, generator=generator)
-    return {"spectral": spectral, "gain": frobenius / math.sqrt(x.numel())}
-
-
-def spectral_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_iterations: int, generator: Generator) -> float:
-    """‖∂f/∂X‖₂ from below by power iteration on JᵀJ, matrix-free: Jᵀu is a backward pass, and J v one through that.
-
-    Args:
-        function: (1, N, d) → any shape.
-        x: (N, d).
-    """
-    x = x[None].detach().requires_grad_()
-    y = function(x)
-    u = torch.zeros_like(y, requires_grad=True)
-    (pullback,) = torch.autograd.grad(y, x, u, create_graph=True)  # Jᵀu, linear in u
-    v = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-    for _ in range(num_iterations):
-        (pushed,) = torch.autograd.grad(pullback, u, v / v.norm(), retain_graph=True)  # J v
-        (v,) = torch.autograd.grad(y, x, pushed, retain_graph=True)
-    return v.norm().sqrt().item()
+    return {"spectral": squared.norm().sqrt().item(), "gain": frobenius / math.sqrt(x.numel())}
 
 
 def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_samples: int, generator: Generator) -> float:

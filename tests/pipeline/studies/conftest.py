@@ -15,7 +15,7 @@ def small_project(tmp_path_factory):
     """A folder with parameters and data, and what is read of it: made once, and copied for each test."""
     folder = tmp_path_factory.mktemp("small_project")
     write_params(folder)
-    write_mnist(folder / "data/mnist", train=5, test=7)
+    write_mnist(folder / "data/mnist", train=40, test=7)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return folder, params.load(), params.load_paper()

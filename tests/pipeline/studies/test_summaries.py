@@ -11,27 +11,18 @@ from pipeline import measures
 from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case, worst_of_seeds
 from tests.pipeline.synthetic import SMALL
 
-DEPTH = SMALL["model"]["depth"]
 
-
-def test_every_layer_of_every_orthogonal_model_is_there(lab):
-    layers = measures.initialised_layers(lab, 0)
-    names = [{"source": variant, "layer": layer + 1} for variant in measures.ORTHOGONAL for layer in range(DEPTH)]
-    assert [name for name, *_ in layers] == names
-    assert [layer.options["method"] for _, layer, _ in layers[::DEPTH]] == ["qr", "newton_schulz", "exact"]
-
-
-def test_layers_see_what_the_model_passes_them(lab):
-    config = lab.config("osa_qr")
-    model = lab.model(config, 0).double()
-    images = lab.images()[0][: measures.LAYER_IMAGES]
-    seen = []
-    for block in model.blocks:
-        block.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-    model(images)
-    for (_, _, x), expected in zip(measures.initialised_layers(lab, 0), seen, strict=False):
+def test_every_layer_of_every_orthogonal_model_sees_what_the_model_passes_it(lab):
+    layers, seen = measures.initialised_layers(lab, 0), []
+    for variant in measures.ORTHOGONAL:
+        model = lab.model(lab.config(variant), 0).double()
+        for number, block in enumerate(model.blocks, 1):
+            identity = {"source": variant, "layer": number}
+            block.attention.register_forward_pre_hook(lambda _, x, identity=identity: seen.append((identity, x[0])))
+        model(lab.images()[0][: measures.LAYER_IMAGES])
+    assert [name for name, *_ in layers] == [name for name, _ in seen] and len(seen) == 3 * SMALL["model"]["depth"]
+    for (_, _, x), (_, expected) in zip(layers, seen, strict=True):
         torch.testing.assert_close(x, expected)
-    assert len(seen) == DEPTH
 
 
 def test_trained_layers_are_summarised_over_seeds(lab):
@@ -41,19 +32,11 @@ def test_trained_layers_are_summarised_over_seeds(lab):
     assert (worst["osa_ns"].mean, worst["osa_ns"].n) == (0.4, 2) and worst["osa_qr"].mean == 0.2
 
 
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {},
-        {"layers": pd.DataFrame()},
-        {"layers": pd.DataFrame({"variant": ["osa_ns"], "seed": [0]})},
-        {"layers": pd.DataFrame({"variant": ["osa_ns"], "seed": [0], "error_max": [np.nan]})},
-    ],
-    ids=["no table", "empty table", "no column", "empty column"],
-)
-def test_layers_that_are_not_evaluated_are_left_out(tables, lab):
-    lab.tables = tables
+def test_layers_that_are_not_evaluated_are_left_out(lab):
     assert trained_layers(lab, "error_max").empty
+    for table in ({}, {"variant": ["osa_ns"], "seed": [0]}, {"variant": ["osa_ns"], "seed": [0], "error_max": [np.nan]}):
+        lab.tables = {"layers": pd.DataFrame(table)}
+        assert trained_layers(lab, "error_max").empty
 
 
 def test_the_worst_case_uses_up_most_of_its_limit():

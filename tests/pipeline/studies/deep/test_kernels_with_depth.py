@@ -12,11 +12,9 @@ from pipeline.studies.deep import kernels_with_depth
 from pipeline.studies.deep.kernels_with_depth import (
     Settings,
     alibi,
-    cosines,
     eq_25,
     mean_cosine,
     measure,
-    repeated_tokens,
     softmax_rows,
     through,
 )
@@ -92,9 +90,3 @@ def test_a_row_is_what_a_wide_layer_does():
     expected = softmax_rows(matrices, 0.98)["vanilla"](x @ x.mT / width)
     assert ((y @ y.mT / width - expected).abs() < 0.2 * expected.abs().max()).all()
     assert (y @ y.mT / width - expected).norm() < 0.05 * expected.norm()
-
-
-def test_tokens_repeat_as_often_as_asked(lab):
-    kernel = repeated_tokens(200, 20, lab, 0)
-    assert torch.equal(kernel, cosines(kernel))
-    assert mean_cosine(kernel) == pytest.approx(1 / 20, abs=0.01)

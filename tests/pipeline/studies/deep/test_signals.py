@@ -9,7 +9,6 @@ from torch import nn
 import osa
 import osa.models
 from osa.deep.shaped import signal_preserving_attention
-from pipeline.lab import float64
 from pipeline.studies.deep import signals
 from pipeline.studies.deep.signals import Settings, kept, measure, of_tokens
 
@@ -73,8 +72,7 @@ def test_tokens_by_hand():
 
 
 def test_gradients_and_the_share_of_the_image_are_the_model_s(lab):
-    with float64():
-        model = lab.model(lab.config("espa", {"model": {"depth": 6}}), 0)
+    model = lab.model(lab.config("espa", {"model": {"depth": 6}}), 0, torch.float64)
     images, labels = (part[:3] for part in lab.images())
     rows, whole = signals.signals(model, images, labels)
     loss = nn.functional.cross_entropy(model(images), labels)
@@ -95,8 +93,7 @@ def test_gradients_and_the_share_of_the_image_are_the_model_s(lab):
     [("vskipinit", 1.0), ("osa_shaped", 1.0), ("osa_ns", 1.06), ("vit_noskip", math.inf), ("espa_skip", math.nan)],
 )
 def test_condition_of_the_attention_matrices_multiplied(name, kappa, lab):
-    with float64():
-        model = lab.model(lab.config(name, {"model": {"depth": 6}}), 0)
+    model = lab.model(lab.config(name, {"model": {"depth": 6}}), 0, torch.float64)
     assert signals.attention_condition(model, lab.images()[0][:2]) == pytest.approx(kappa, rel=0.05, nan_ok=True)
 
 

@@ -12,7 +12,6 @@ from pipeline.claims import read_claims
 from pipeline.core.files import ROOT
 from pipeline.studies.orthogonal import keeping, penalties
 from pipeline.training.loop import Training
-from tests.pipeline.mnist_files import write_mnist
 
 EPOCHS = (0, 1)
 
@@ -76,7 +75,6 @@ def test_without_runs_there_are_no_rows(study, lab):
 
 @pytest.fixture
 def training(lab):
-    write_mnist("data/mnist", train=13, test=7)
     return lambda **variant: Training(lab.config("osa_exact", {"variant": variant}), 0, torch.device("cpu"))
 
 

@@ -111,7 +111,7 @@ class Section(BaseModel):
 class Run(Section):
     variants: Annotated[list[Name], Field(min_length=1), AfterValidator(_distinct)]
     seeds: Seeds
-    exploratory_seeds: AnySeeds = []
+    exploratory_seeds: AnySeeds
 
     @model_validator(mode="after")
     def _is_trained_or_recorded(self):

@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).parents[2]
 COMMITTED = ("paper_outputs/benchmarks/", "paper_outputs/studies/")  # of the results: the clone makes the others itself
 BEYOND = ("pipeline/studies/deep/", "pipeline/studies/orthogonal/", "pipeline/report/dvc.")
-RUN = Path("paper_outputs/runs/table_2/vit/0")
+RUN, WEIGHTS = Path("paper_outputs/runs/table_2/vit/0"), "paper_outputs/weights/table_2/vit/0.safetensors"
 FORKS = """
 import gc, importlib, json, os, runpy, sys
 for name in ("matplotlib.figure", "pandas", "pydantic", "ruamel.yaml", "scipy.stats", "torch._dynamo"):
@@ -64,7 +64,7 @@ def edit(path: Path, change) -> None:
 
 
 def make_small(raw: dict) -> None:
-    raw["run"] |= {"variants": ["vit"], "seeds": [0]}
+    raw["run"] |= {"variants": ["vit"], "seeds": [0], "exploratory_seeds": []}
     raw["data"]["source"] = "sample"
     raw["model"] |= {"patch_size": 14, "embed_dim": 8, "depth": 2, "num_heads": 2}
     raw["train"] |= {"epochs": 1, "batch_size": 500}
@@ -166,6 +166,9 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     assert (stages[0], stages[-1]) == ("check", "report paper")
     changed = subprocess.check_output(["git", "status", "--porcelain", "-uall", RUN], text=True).split()[1::2]
     assert {Path(name).name for name in changed} == {"evaluation.json", "history.csv", "metrics.json", "record.json"}
+    assert subprocess.check_output(["git", "ls-files", "-o", "--exclude-standard", WEIGHTS], text=True).splitlines() == [
+        WEIGHTS
+    ]
     first = results()
     assert b"Theorem 4.2" in first["paper_outputs/report.html"]
     assert dvc.stale() == set() and dvc("repro") == []

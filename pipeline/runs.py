@@ -197,8 +197,13 @@ def of_table_2(settings: Params) -> list[Run]:
 
 
 def exploratory(settings: Params, variant: str) -> list[Run]:
-    """The exploratory runs of a model as it is configured now. Raises UserError if one is not whole."""
-    config, candidates = params.resolve(settings, variant), (Run(variant, seed) for seed in settings.run.exploratory_seeds)
+    """The exploratory runs of a model as it is configured now, but for seeds that are trained.
+
+    Raises:
+        UserError: one is not whole.
+    """
+    seeds = [seed for seed in settings.run.exploratory_seeds if seed not in settings.run.seeds]
+    config, candidates = params.resolve(settings, variant), (Run(variant, seed) for seed in seeds)
     return [run for run in candidates if (made := run.record()) and is_of(made, config)]
 
 

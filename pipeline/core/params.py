@@ -111,14 +111,7 @@ class Section(BaseModel):
 class Run(Section):
     variants: Annotated[list[Name], Field(min_length=1), AfterValidator(_distinct)]
     seeds: Seeds
-    exploratory_seeds: AnySeeds
-
-    @model_validator(mode="after")
-    def _is_trained_or_recorded(self):
-        for each in self.seeds:
-            if each in self.exploratory_seeds:
-                raise ValueError(f"seeds and exploratory_seeds both list {each}; take it out of one of them")
-        return self
+    exploratory_seeds: Seeds
 
 
 class Data(Section):

@@ -122,7 +122,6 @@ MISTAKES = [  # path, value, words of the message besides the path
     ("init.alpha", 1e308, []),
     ("run.seeds", [], ["1 or more"]),
     ("run.seeds", [2, 3, 5, 3], ["3", "twice"]),
-    ("run.exploratory_seeds", [4, 5], ["exploratory_seeds", "5"]),
     ("run.seeds", ["0; touch X #"], ["whole number"]),
     ("run.variants", ["osa_rq"], ["variants", "osa_qr"]),
     ("run.variants", ["vit; touch X #"], ["pattern"]),

@@ -6,6 +6,7 @@ many, and importing torch takes longer than most of them.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def edit(path: Path, change) -> None:
 
 
 def make_small(raw: dict) -> None:
-    raw["run"] |= {"variants": ["vit"], "seeds": [0], "exploratory_seeds": []}
+    raw["run"] |= {"variants": ["vit"], "seeds": [0]}
     raw["data"]["source"] = "sample"
     raw["model"] |= {"patch_size": 14, "embed_dim": 8, "depth": 2, "num_heads": 2}
     raw["train"] |= {"epochs": 1, "batch_size": 500}
@@ -151,10 +152,19 @@ def replace(path: str, before: str, after: str) -> None:
     Path(path).write_text(text.replace(before, after), encoding="utf-8")
 
 
+def habits() -> list[str]:
+    """The commands that docs/exploring.md has for who knows DVC."""
+    page = (ROOT / "docs/exploring.md").read_text(encoding="utf-8")
+    lines = re.search(r"^## DVC by habit\n\n```sh\n(.*?)```", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    assert len(lines) == 5
+    return lines
+
+
 def commit() -> None:
     subprocess.run("git add --all && git commit --quiet --message results", shell=True, check=True)
 
 
+PLOTS = ("Figure 1, train loss", "Figure 1, test loss", "Runs by seed", "Confusion matrix", "paper_outputs/figure_1.png")
 CHECKED = {"check", "sources"}  # after any edit of params.yaml, and then what depends on that edit
 MEASURED = {"evaluate vit 0", "tables", "report paper"}
 
@@ -177,6 +187,13 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     assert set(dvc("repro")) == CHECKED | {"report paper"}
     assert "The baseline" in Path("paper_outputs/report.html").read_text(encoding="utf-8")
     commit()
+    for line in habits():
+        assert dvc(*line.split()[1:]) == [], line
+    page = Path("dvc_plots/index.html").read_text(encoding="utf-8")
+    places = [page.index(f">{name}<") if "." in name else page.index(f'"{name}"') for name in PLOTS]
+    assert places == sorted(places)
+    for image in re.findall(r'<img src="([^"]+)"', page):
+        assert Path("dvc_plots", image).is_file(), image
 
     with open("pipeline/training/loop.py", "a", encoding="utf-8") as file:
         file.write("# A comment.\n")
@@ -201,6 +218,13 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     replace("pipeline/tables.py", "params = load()", "raise SystemExit(1)")
     assert dvc("repro", "tables", status=255) == ["tables"]
     assert results() == before
+
+
+def test_a_clone_has_the_same_bytes_whatever_the_line_ends(tmp_path):
+    folder = tmp_path / "a %41? #é"
+    subprocess.run(["git", "clone", "--quiet", "--config", "core.autocrlf=true", ROOT, folder], check=True)
+    files = subprocess.check_output(["git", "ls-files", "--eol"], cwd=folder, text=True).splitlines()
+    assert files and not [line for line in files if len({end.partition("/")[2] for end in line.split()[:2]}) > 1]
 
 
 @pytest.mark.slow

@@ -195,6 +195,11 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     for image in re.findall(r'<img src="([^"]+)"', page):
         assert Path("dvc_plots", image).is_file(), image
 
+    assert "train vit 0" in dvc("repro", "--force", "train@vit-0")
+    assert set(dvc("repro")) == {"tables", "report paper"}  # the weights have the same bits
+    assert "trained again here" in Path("paper_outputs/report.md").read_text(encoding="utf-8")
+    commit()
+
     with open("pipeline/training/loop.py", "a", encoding="utf-8") as file:
         file.write("# A comment.\n")
     assert dvc("repro") == ["sources"] and dvc.stale() == set()

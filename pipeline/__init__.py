@@ -6,6 +6,6 @@ A stage is a module of this package with a `main` of its own, a question a file 
 import importlib.util
 import sys
 
-for _package in ("torch", "numpy", "pandas", "scipy", "matplotlib", "pydantic", "ruamel", "tqdm"):
+for _package in ("torch", "numpy", "pandas", "scipy", "matplotlib", "pydantic", "ruamel", "safetensors", "tqdm"):
     if importlib.util.find_spec(_package) is None and "pipeline.tools.doctor" not in sys.orig_argv:  # which says more
         sys.exit(f"error: {sys.executable} has no {_package}: run `make setup` and put .venv/bin first on PATH.")

@@ -1,4 +1,5 @@
-"""The fetch stage: one data set as four gzipped IDX files in data/SOURCE, each of them whole and verified.
+"""The fetch stage: one data set as four gzipped IDX files in data/SOURCE, each of them whole and verified, and their
+digest, which records have too, in paper_outputs/data/SOURCE.txt.
 
 `data.source` says which one, or the command does: `python -m pipeline.fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
 CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others;
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 from pipeline.core import params
 from pipeline.core.errors import UserError, command_parser, entry_point, without_password
-from pipeline.core.files import write_bytes
+from pipeline.core.files import write_bytes, write_text
 from pipeline.training import data
 
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_sample(data.folder(source))
     else:
         fetch(source)
+    write_text(Path("paper_outputs", f"{data.folder(source)}.txt"), f"{data.digest(data.folder(source))}\n")
 
 
 def fetch(source: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from osa import NUMERICS
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
-from pipeline.core.params import Overrides, RunConfig
+from pipeline.core.params import Overrides, Params, RunConfig
 from pipeline.core.schemas import Evaluation, Metrics, Record
 from pipeline.training.loop import build_model
 
@@ -154,7 +154,8 @@ class Run:
                 raise ValueError("not the weights of the record")
             model.load_state_dict(safetensors.torch.load(content))
         except FileNotFoundError:
-            raise UserError(f"{self.weights} is missing: train it with `{self.command}`, or `dvc pull` it.") from None
+            there = f"`git checkout {shlex.quote(str(self.weights))}` where git has it"
+            raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.") from None
         except (OSError, RuntimeError, ValueError, safetensors.SafetensorError):
             raise UserError(
                 f"{self.weights} is damaged, or of another training than {self.folder}/record.json: run `{self.command}`."
@@ -186,6 +187,32 @@ def same_config(recorded: dict, config: RunConfig) -> bool:
     return params.written_config(recorded) == params.written_config(config.model_dump(mode="json"))
 
 
+def of_table_2(settings: Params) -> list[Run]:
+    """The runs that Table 2, Figure 1 and the verdicts are of: of each model whichever are more, those of `run.seeds` or the
+    exploratory ones."""
+    result = []
+    for variant in settings.run.variants:
+        trained, known = [Run(variant, seed) for seed in settings.run.seeds], exploratory(settings, variant)
+        result += known if len(known) > len(trained) else trained
+    return result
+
+
+def exploratory(settings: Params, variant: str) -> list[Run]:
+    """The exploratory runs of a model as it is configured now, but for seeds that are trained.
+
+    Raises:
+        UserError: one is not whole.
+    """
+    seeds = [seed for seed in settings.run.exploratory_seeds if seed not in settings.run.seeds]
+    config, candidates = params.resolve(settings, variant), (Run(variant, seed) for seed in seeds)
+    return [run for run in candidates if (made := run.record()) and is_of(made, config)]
+
+
+def is_of(record: dict, config: RunConfig) -> bool:
+    """Whether a record is of this configuration and of today's numerics."""
+    return same_config(record["config"], config) and record["numerics"] == NUMERICS
+
+
 def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
     """`is_recorded`, and its weights are there."""
     return run.weights.exists() and is_recorded(run, config, data_sha256)
@@ -195,8 +222,7 @@ def is_recorded(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
     """Whether the run is there, and of this configuration, of this data if any is given, and of today's numerics."""
     if (made := run.record_if_there()) is None:
         return False
-    same_data = data_sha256 is None or made["data_sha256"] == data_sha256
-    return same_data and same_config(made["config"], config) and made["numerics"] == NUMERICS
+    return is_of(made, config) and data_sha256 in (None, made["data_sha256"])
 
 
 def finished() -> list[dict]:

@@ -1,11 +1,15 @@
-"""The tables stage: every run that params.yaml lists, side by side and summarised over seeds: `python -m pipeline.tables`.
+"""The tables stage: the runs of Table 2 side by side and summarised over seeds: `python -m pipeline.tables`.
 
 Which runs there should be is read from params.yaml, never from the folder: one that is not there yet is listed as missing,
-a diverged one is counted, and one that is not listed is left out.
+a diverged one is counted, and one that is not listed is left out. Exploratory runs that Table 2 does not have go into
+tables of their own, exploratory_runs.csv and so on, and runs that were trained again since the last commit into again.csv.
 """
 
 import itertools
+import json
+import math
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,13 +17,13 @@ import numpy as np
 import pandas as pd
 
 from pipeline import runs as results
-from pipeline.core import files
+from pipeline.core import files, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.params import Params, load
 from pipeline.runs import Run
 from pipeline.statistics import summarise
 
-FOLDER = Path("paper_outputs/tables")
+FOLDER, METRICS = Path("paper_outputs/tables"), "test_accuracy"
 CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
 RUN = ["variant", "seed"]
@@ -39,28 +43,40 @@ MEASURED = {
 def main() -> None:
     params = load()
     runs = find_runs(params)
-    tables = {name: measured(runs, name) for name in MEASURED}
-    tables["runs"] = runs_table(runs)
-    tables["histories"] = read_histories(tables["runs"])
+    tables = {name: measured(runs, name) for name in MEASURED} | tables_of(runs, params)
     tables["curves"] = summarise_curves(tables["histories"])
     for curve in ("train_loss", "test_loss"):
         tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
-    tables["summary"] = summarise_runs(tables["runs"], params)
+    tables["accuracy_by_seed"] = accuracy_by_seed(tables["runs"], params.run.variants)
+    known = [run for variant in params.run.variants for run in results.exploratory(params, variant)]
+    if others := [run for run in known if run not in results.of_table_2(params)]:
+        tables |= {f"exploratory_{name}": table for name, table in tables_of(map(read_run, others), params).items()}
+    tables["again"] = trained_again(params)
     for name, table in tables.items():
         write_csv(FOLDER / f"{name}.csv", table)
-    files.write_json(FOLDER / "summary.json", accuracies(tables["summary"]))
+    written = {FOLDER / f"{name}.csv" for name in tables}
+    for variant, metrics in accuracies(tables["summary"]).items():
+        written.add(path := FOLDER / METRICS / f"{variant}.json")
+        files.write_json(path, metrics)
+    for stale in {*FOLDER.rglob("*.csv"), *FOLDER.rglob("*.json")} - written:
+        stale.unlink()
+
+
+def tables_of(runs: Iterable[dict], params: Params) -> dict[str, pd.DataFrame]:
+    """Runs, their curves, and statistics over them."""
+    table = runs_table(runs)
+    return {"runs": table, "histories": read_histories(table), "summary": summarise_runs(table, params)}
 
 
 def find_runs(params: Params) -> list[dict]:
-    """For each run that params.yaml lists: variant, seed, status, and what training and evaluate wrote of it.
+    """For each run of Table 2: variant, seed, status, and what training and evaluate wrote of it.
 
     `status` is finished, diverged or missing. Warns of runs that are missing, or there without being listed.
 
     Raises:
         UserError: there is no run at all, or the evaluation of one is not of its training.
     """
-    listed = list(itertools.product(params.run.variants, params.run.seeds))
-    runs = [read_run(variant, seed) for variant, seed in listed]
+    runs = [read_run(run) for run in results.of_table_2(params)]
     missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
     if len(missing) == len(runs):
         folder = results.FOLDER / results.TABLE_2
@@ -68,16 +84,16 @@ def find_runs(params: Params) -> list[dict]:
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
     strays = {path.parent for path in Path(results.FOLDER, results.TABLE_2).glob("*/*/metrics.json")}
-    strays -= {Run(*run).folder for run in listed}
+    seeds = params.run.seeds + params.run.exploratory_seeds
+    strays -= {Run(*run).folder for run in itertools.product(params.run.variants, seeds)}
     if strays:
         warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")
     return runs
 
 
-def read_run(variant: str, seed: int) -> dict:
+def read_run(run: Run) -> dict:
     """The identity, the status, the metrics and the evaluation of one run."""
-    run = Run(variant, seed)
-    identity, path = {"variant": variant, "seed": seed}, run.folder / "evaluation.json"
+    identity, path = {"variant": run.variant, "seed": run.seed}, run.folder / "evaluation.json"
     if run.record() is None or not path.exists():
         return identity | {"status": "missing"}
     metrics, evaluation = run.read("metrics"), run.evaluation()
@@ -105,7 +121,7 @@ def long_form(confusion: np.ndarray) -> pd.DataFrame:
     return pd.DataFrame({"label": label.ravel(), "prediction": prediction.ravel(), "count": confusion.ravel()})
 
 
-def runs_table(runs: list[dict]) -> pd.DataFrame:
+def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
     """One row for each run, with test loss and accuracy as evaluate measured them. A diverged run has no final losses."""
     table = pd.DataFrame(runs).reindex(columns=RUN + COLUMNS)
     finals = ["train_loss", "test_loss", "test_accuracy"]
@@ -151,9 +167,38 @@ def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]
     return wide.reindex(columns=variants).reset_index()
 
 
-def accuracies(summary: pd.DataFrame) -> dict[str, float]:
-    """What `dvc metrics` and `dvc exp show` list: the mean test accuracy of each variant, in per cent as in Table 2."""
-    return (100 * summary.set_index("variant")["test_accuracy_mean"]).round(2).to_dict()
+def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
+    """Test accuracy in per cent, for `dvc plots` too: seed, then a column per variant."""
+    wide = (100 * runs.set_index(["seed", "variant"])["test_accuracy"]).unstack()
+    return wide.reindex(columns=variants).reset_index()
+
+
+def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """What `dvc metrics` lists: of each variant the test accuracy in per cent, mean and standard deviation over n runs."""
+    return {
+        row["variant"]: {"mean": round(100 * row["test_accuracy_mean"], 2), "sd": round(100 * row["test_accuracy_std"], 2)}
+        | {"n": row["n_finished"]}
+        for row in summary.to_dict("records")
+    }
+
+
+def trained_again(params: Params) -> pd.DataFrame:
+    """A row for each run that another training has replaced since the last commit: both accuracies in per cent, and whether
+    the weights have the same bits. Of a run that diverged the accuracy is blank."""
+    rows = []
+    for run in itertools.starmap(Run, itertools.product(params.run.variants, params.run.seeds)):
+        made = run.record()
+        before, metrics = (record.committed(run.folder / name) for name in ("record.json", "metrics.json"))
+        if made and before and metrics and (before := json.loads(before))["started_at"] != made["started_at"]:
+            row = {
+                "variant": run.variant,
+                "seed": run.seed,
+                "same_weights": before["weights_sha256"] == made["weights_sha256"],
+            }
+            for name, each in (("committed", json.loads(metrics)), ("here", run.read("metrics"))):
+                row[name] = math.nan if each["diverged"] else 100 * each["test_accuracy"]
+            rows.append(row)
+    return pd.DataFrame(rows, columns=[*RUN, "committed", "here", "same_weights"])
 
 
 def write_csv(path: Path, table: pd.DataFrame) -> None:

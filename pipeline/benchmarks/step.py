@@ -36,7 +36,7 @@ from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import Training, make_deterministic
 
-SEED = 0
+SEED = 5  # one of those whose weights git keeps
 SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long
 EXACT = "osa_exact"  # ours, not in the paper
 COMPILABLE = ("vit", EXACT)

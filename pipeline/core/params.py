@@ -97,6 +97,7 @@ class Section(BaseModel):
 class Run(Section):
     variants: Annotated[list[Name], Field(min_length=1), AfterValidator(_distinct)]
     seeds: Seeds
+    exploratory_seeds: Seeds
 
 
 class Description(Section):

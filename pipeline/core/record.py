@@ -49,6 +49,12 @@ def describe_commit() -> dict:
     return {"git_commit": _git("rev-parse", "HEAD"), "git_dirty": bool(_git("status", "--porcelain", "--", *MAKES_NUMBERS))}
 
 
+def committed(path: Path) -> str | None:
+    """A text file as the last commit has it; None where that has none, without git, and outside this repository."""
+    path = path.resolve()
+    return _git("show", f"HEAD:./{path.relative_to(ROOT).as_posix()}") if path.is_relative_to(ROOT) else None
+
+
 def now() -> str:
     """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

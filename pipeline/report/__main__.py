@@ -101,6 +101,7 @@ def common(lab: Lab) -> dict[str, Any]:
     content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
     content |= {
         "provenance": results.provenance(records),
+        "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),

@@ -30,7 +30,7 @@ def read(lab: Lab) -> dict[tuple[str, int], dict]:
         raise UserError(f"{TABLES / 'runs.csv'} is missing: run `dvc repro tables`.")
     listed = lab.tables["runs"]
     identities = list(listed[["variant", "seed"]].itertuples(index=False, name=None))
-    if identities != list(itertools.product(lab.params.run.variants, lab.params.run.seeds)):
+    if identities != [(run.variant, run.seed) for run in runs.of_table_2(lab.params)]:
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
     there = itertools.compress(identities, listed["status"] != "missing")
     return {identity: read_record(Run(*identity), lab) for identity in there}

@@ -120,7 +120,7 @@ def runs() -> Iterator[Line]:
 
     jobs = fan_out.table_2_jobs(params.load())
     weights = sum(run.weights.exists() for run, _ in jobs)
-    remedy = "`dvc pull` where there is a remote, or `make reproduce`" if weights < len(jobs) else ""
+    remedy = "`git checkout paper_outputs/weights` where git has them, or `make reproduce`" if weights < len(jobs) else ""
     yield "weights", f"{weights} of {len(jobs)} runs of Table 2 have theirs", remedy, False
     current = sum(runs.is_recorded(run, config, None) for run, config in jobs)
     remedy = "`make plan` says why, `make reproduce` trains them" if current < len(jobs) else ""

@@ -53,8 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = [job for job in jobs if f"train@{job[0].variant}-{job[0].seed}" not in changed]
     if jobs:
         print(
-            f"The weights of {len(jobs)} recorded runs are not here: `dvc repro --allow-missing` does without them, and "
-            f"`make reproduce` trains them again{total(jobs, records)}."
+            f"The weights of {len(jobs)} recorded runs are not here: `git checkout paper_outputs/weights` brings those that "
+            f"git has, and `make reproduce` trains the others again{total(jobs, records)}."
         )
 
 

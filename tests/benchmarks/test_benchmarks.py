@@ -94,8 +94,9 @@ def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     made = []
     monkeypatch.setattr(step, "Training", lambda *arguments: made.append(Training(*arguments)) or made[-1])
     vit = params.resolve(params.load(), "vit")
-    write_run(project, params.load(), Run("vit", 0))
-    trained, run = build_model(vit, 5).state_dict(), Run("vit", 0)
+    run = Run("vit", step.SEED)
+    write_run(project, params.load(), run)
+    trained = build_model(vit, 3).state_dict()
     safetensors.torch.save_file(trained, run.weights)
     record_file = run.folder / "record.json"
     files.write_json(record_file, files.read_json(record_file) | {"weights_sha256": files.sha256(run.weights)})

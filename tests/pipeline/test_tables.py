@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -68,8 +69,9 @@ def test_a_summary_is_over_the_runs_that_finished(project):
     assert summary[["n_finished", "n_diverged", "n_missing"]].tolist() == [2, 1, 0]
     assert summary["test_accuracy_mean"] == pytest.approx(accuracies.mean(), rel=1e-5)
     assert summary["test_accuracy_std"] == pytest.approx(accuracies.std(ddof=1), rel=1e-4)
-    metrics = files.read_json(FOLDER / "summary.json")
-    assert metrics.keys() == {"vit", "osa_ns"} and metrics["vit"] == round(100 * summary["test_accuracy_mean"], 2)
+    metrics = files.read_json(FOLDER / "test_accuracy/vit.json")
+    percent = {key: round(100 * summary[f"test_accuracy_{name}"], 2) for key, name in (("mean", "mean"), ("sd", "std"))}
+    assert metrics == pytest.approx(percent | {"n": 2}, abs=0.011)
 
 
 def test_a_diverged_run_is_counted_and_its_curve_goes_up_to_there(project):
@@ -94,10 +96,53 @@ def test_curves_by_hand():
 
 
 def test_a_second_time_and_without_weights_the_bytes_are_the_same(project):
-    before = {path.name: path.read_bytes() for path in FOLDER.iterdir()}
+    before = {path: path.read_bytes() for path in FOLDER.rglob("*.*")}
     shutil.rmtree("paper_outputs/weights")
     tables.main()
-    assert {path.name: path.read_bytes() for path in FOLDER.iterdir()} == before
+    assert {path: path.read_bytes() for path in FOLDER.rglob("*.*")} == before
+
+
+def split(seeds, exploratory, **changes):
+    """params.yaml with these seeds and the models of the project."""
+    run = {"variants": ["vit", "osa_ns"], "seeds": seeds, "exploratory_seeds": exploratory}
+    synthetic.write_params(
+        Path(), lambda raw: raw.update(run=run, **{key: raw[key] | each for key, each in changes.items()})
+    )
+    tables.main()
+    return {variant: own["seed"].tolist() for variant, own in table("runs").groupby("variant")}
+
+
+def test_table_2_is_of_whichever_seeds_are_more_model_by_model(project):
+    assert split([2], [0, 1]) == {"vit": [0, 1], "osa_ns": [0, 1]}
+    assert not list(FOLDER.glob("exploratory_*"))
+    assert split([1, 2], [0]) == {"vit": [1, 2], "osa_ns": [1, 2]}
+    assert table("exploratory_runs")["seed"].tolist() == [0, 0] and set(table("exploratory_histories")["seed"]) == {0}
+    assert split([2], [0, 1], train={"eps": 1e-7}) == {"vit": [2], "osa_ns": [2]}  # of another configuration they are none
+    shutil.rmtree(RUNS / "osa_ns/0")
+    assert split([2], [0, 1]) == {"vit": [0, 1], "osa_ns": [2]}
+    assert table("exploratory_runs")[["variant", "seed"]].to_numpy().tolist() == [["osa_ns", 1]]
+
+
+def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, monkeypatch):
+    monkeypatch.setattr("pipeline.core.record.ROOT", Path.cwd())
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "runs"]):
+        subprocess.run(["git", *command], check=True)
+    tables.main()
+    assert len(table("again")) == 0
+    committed = files.read_json(RUNS / "osa_ns/1/metrics.json")["test_accuracy"]
+    shutil.copy(RUNS / "osa_ns/0/metrics.json", RUNS / "osa_ns/1/metrics.json")
+    shutil.copy(RUNS / "osa_ns/0/history.csv", RUNS / "osa_ns/1/history.csv")
+    own, other = (files.read_json(RUNS / f"osa_ns/{seed}/record.json") for seed in (1, 0))
+    digests = {key: value for key, value in other.items() if key.endswith("_sha256")}
+    files.write_json(RUNS / "osa_ns/1/record.json", own | digests | {"started_at": "2026-01-01T00:00:00+00:00"})
+    shutil.copy(RUNS / "osa_ns/0/evaluation.json", RUNS / "osa_ns/1/evaluation.json")
+    tables.main()
+    again = table("again").to_dict("records")
+    here = files.read_json(RUNS / "osa_ns/0/metrics.json")["test_accuracy"]
+    assert again == [
+        {"variant": "osa_ns", "seed": 1, "same_weights": False}
+        | {"committed": pytest.approx(100 * committed, rel=1e-5), "here": pytest.approx(100 * here, rel=1e-5)}
+    ]
 
 
 def test_missing_and_unlisted_runs_are_named(project, capsys):

@@ -3,7 +3,6 @@
 It measures nothing: the stage `tables` gathered the runs.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from scipy.stats import gmean
 
 from pipeline.claims import WEIGHTS, Claim, Results, epochs_to_reach, read_claims, target_loss
 from pipeline.core import files
-from pipeline.core.params import AnySeeds, Section
 from pipeline.drawing import charts, looks
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
@@ -29,28 +27,19 @@ BASELINES = ("vit", "vit_noskip")
 FRACTIONS = np.arange(1, 39) / 40  # of the second model's training: each point of a curve, but the last
 
 
-class Settings(Section):
-    """The seeds whose runs decide the claims, and those that were known before the rule was fixed."""
-
-    judged_seeds: AnySeeds
-    exploratory_seeds: AnySeeds
+def results_of(lab: Lab, which: str = "") -> Results:
+    """Table 2's runs; with "exploratory_" those that were known before the rule was fixed, where Table 2 has others."""
+    return Results({name: lab.tables[which + name] for name in ("runs", "histories") if which + name in lab.tables})
 
 
-def results_of(lab: Lab, seeds: Sequence[int] | None = None) -> Results:
-    """Table 2's runs, or those with these seeds."""
-    tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
-    return Results({name: table if seeds is None else table[table["seed"].isin(seeds)] for name, table in tables.items()})
-
-
-def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
+def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     claims = read_claims(CLAIMS)
-    judged = judge_all(claims, results_of(lab, settings.judged_seeds), lab)
-    known = settings.judged_seeds == settings.exploratory_seeds
+    judged = judge_all(claims, results_of(lab), lab)
     return {
-        "judged_seeds": settings.judged_seeds,
-        "exploratory_seeds": settings.exploratory_seeds,
+        "judged_seeds": sorted({*lab.tables["runs"]["seed"].tolist()}) if "runs" in lab.tables else [],
+        "exploratory_seeds": lab.params.run.exploratory_seeds,
         "claims": judged,
-        "exploratory": {} if known else judge_all(claims, results_of(lab, settings.exploratory_seeds), lab),
+        "exploratory": judge_all(claims, results_of(lab, "exploratory_"), lab) if "exploratory_runs" in lab.tables else {},
         "headline": headline(judged),
         "second_line": count(judged[name]["osa_ns_vs_" + baseline(claims[name])]["verdict"] for name in PRIMARY),
         "ahead_from_epoch": {model: ahead_from_epoch(results_of(lab), model, "vit_noskip") for model in MODELS},
@@ -113,9 +102,9 @@ def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
     return float(table["epoch"].iloc[since]) if since < len(table) else None
 
 
-def draw_comparisons(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
+def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     """A forest plot: each comparison of OSA with its interval, its limit and the paper's value."""
-    judged = judge_all(read_claims(CLAIMS), results_of(lab, settings.judged_seeds), lab)
+    judged = judge_all(read_claims(CLAIMS), results_of(lab), lab)
     rows = [row for name in ABOUT_OSA for row in judged[name].values() if row["verdict"].n]
     if not rows:
         return None
@@ -135,7 +124,7 @@ def draw_comparisons(settings: Settings, tables: Tables, lab: Lab) -> Figure | N
     return figure
 
 
-def draw_seeds(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
+def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     """A dot for each run of Table 2 and a tick for the paper's number; models far below have a panel of their own."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
@@ -155,9 +144,9 @@ def draw_seeds(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     return figure
 
 
-def draw_speed(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
+def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     """The ratio of epochs against the train loss that both models reach, and where the claims are judged."""
-    results, claims = results_of(lab, settings.judged_seeds), read_claims(CLAIMS)
+    results, claims = results_of(lab), read_claims(CLAIMS)
     if not all(results.curves(model) for model in BASELINES):
         return None
     figure, panels = charts.panels(2, 2.7, sharey=True)
@@ -184,7 +173,6 @@ def draw_speed(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 
 STUDY = Study(
-    settings=Settings,
     summarise=summarise,
     figures={
         "section_5_comparisons": draw_comparisons,

@@ -8,11 +8,10 @@ import pytest
 from pipeline.claims import Results, read_claims
 from pipeline.report import figures, page
 from pipeline.studies.paper import section_5
-from pipeline.studies.paper.section_5 import CLAIMS, PRIMARY, STUDY, Settings, ahead_from_epoch, ratios, summarise
+from pipeline.studies.paper.section_5 import CLAIMS, PRIMARY, STUDY, ahead_from_epoch, ratios, summarise
 from pipeline.verdicts import NOT_TESTABLE, NOT_TRAINED, REPRODUCED
 from tests.pipeline.studies.paper.conftest import histories, runs
 
-FIRST_THREE = Settings(judged_seeds=[0, 1, 2], exploratory_seeds=[0, 1, 2])
 ACCURACIES = {
     "osa_qr": [97.1, 97.2, 97.3],
     "osa_ns": [96.8, 96.9, 97.0],
@@ -45,7 +44,7 @@ def verdict(summary, claim, comparison):
 
 
 def test_each_comparison_has_its_verdict_and_the_papers_value(trained):
-    summary = summarise(FIRST_THREE, {}, trained)
+    summary = summarise(None, {}, trained)
     row = summary["claims"]["osa_beats_noskip"]["osa_qr_vs_vit_noskip"]
     assert row["paper"] == pytest.approx(2.6) and row["verdict"].estimate == pytest.approx(2.6)
     assert summary["claims"]["norm_matters_most"]["drops"]["paper"] == pytest.approx(12.4)
@@ -55,7 +54,7 @@ def test_each_comparison_has_its_verdict_and_the_papers_value(trained):
 
 
 def test_the_headline_is_of_the_first_comparisons_alone(trained):
-    summary = summarise(FIRST_THREE, {}, trained)
+    summary = summarise(None, {}, trained)
     assert [next(iter(summary["claims"][name])) for name in PRIMARY] == ["osa_qr_vs_vit", "osa_qr_vs_vit"] + [
         "osa_qr_vs_vit_noskip"
     ] * 2
@@ -67,30 +66,31 @@ def test_the_headline_is_of_the_first_comparisons_alone(trained):
 def test_holm_leaves_out_what_holds_by_itself_alone(trained):
     """QR is 0.4 points below ViT: p is near 0.05, and the other three are near 0."""
     trained.tables["runs"] = runs(ACCURACIES | {"osa_qr": [96.7, 96.75, 96.83], "vit": [97.0, 97.1, 97.25]})
-    head = summarise(FIRST_THREE, {}, trained)["headline"]
+    head = summarise(None, {}, trained)["headline"]
     assert head["together"] == 3 and head["reproduced"] + head["open"] == 4
 
 
-def test_seeds_known_before_the_rule_do_not_decide(trained):
-    later = {"vit": [*ACCURACIES["vit"], 99.0, 99.1, 99.2], "osa_qr": [*ACCURACIES["osa_qr"], 96.0, 96.1, 96.2]}
-    trained.tables["runs"] = runs(ACCURACIES | later)
-    summary = summarise(Settings(judged_seeds=[3, 4, 5], exploratory_seeds=[0, 1, 2]), {}, trained)
+def test_exploratory_runs_do_not_decide(trained):
+    assert not summarise(None, {}, trained)["exploratory"]
+    trained.tables |= {f"exploratory_{name}": trained.tables[name] for name in ("runs", "histories")}
+    trained.tables["runs"] = runs(ACCURACIES | {"vit": [99.0, 99.1, 99.2], "osa_qr": [96.0, 96.1, 96.2]}).assign(seed=7)
+    summary = summarise(None, {}, trained)
+    assert summary["judged_seeds"] == [7] and summary["exploratory_seeds"] == trained.params.run.exploratory_seeds
     assert verdict(summary, "osa_matches_vit", "osa_qr_vs_vit").estimate == pytest.approx(-3)
     assert summary["exploratory"]["osa_matches_vit"]["osa_qr_vs_vit"]["verdict"].word == REPRODUCED
-    assert not summarise(FIRST_THREE, {}, trained)["exploratory"]
 
 
 def test_an_effect_that_our_seeds_cannot_see_is_not_tested(trained):
     trained.tables["runs"] = runs(ACCURACIES | {"osa_ns": [95.9, 96.9, 97.9]})
-    assert verdict(summarise(FIRST_THREE, {}, trained), "osa_matches_vit", "osa_ns_vs_vit").word == NOT_TESTABLE
+    assert verdict(summarise(None, {}, trained), "osa_matches_vit", "osa_ns_vs_vit").word == NOT_TESTABLE
 
 
 def test_without_runs_nothing_is_trained_and_nothing_fails(paper_lab):
-    summary = page.plain(summarise(FIRST_THREE, {}, paper_lab))
+    summary = page.plain(summarise(None, {}, paper_lab))
     words = {row["verdict"]["word"] for rows in summary["claims"].values() for row in rows.values()}
     assert words == {NOT_TRAINED} and summary["headline"]["not_trained"] == summary["second_line"]["total"] == 4
     assert summary["headline"]["family_p"] is None and set(summary["ahead_from_epoch"].values()) == {None}
-    assert all(draw(FIRST_THREE, {}, paper_lab) is None for draw in STUDY.figures.values())
+    assert all(draw(None, {}, paper_lab) is None for draw in STUDY.figures.values())
 
 
 def test_ratios_at_every_loss_that_all_reach():
@@ -119,7 +119,7 @@ def test_the_former_rules_words_are_about_todays_comparisons(paper_lab):
 
 
 def test_figures_show_what_is_compared(trained):
-    drawn = {name: draw(FIRST_THREE, {}, trained) for name, draw in STUDY.figures.items()}
+    drawn = {name: draw(None, {}, trained) for name, draw in STUDY.figures.items()}
     left, right = drawn["section_5_comparisons"].axes
     assert [len(left.get_yticks()), len(right.get_yticks())] == [5, 4]
     diamonds = [line for line in left.lines if line.get_marker() == "D"]

@@ -78,11 +78,15 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def without_git() -> dict[str, str]:
+    """The environment without what a shell may have set up for another repository, such as GIT_DIR."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+
 def _git(*arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", *arguments]  # a training must not get in the way of a commit
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, env=without_git(), capture_output=True, check=True)
         return os.fsdecode(done.stdout).strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import functools
 import io
+import itertools
 import json
 import os
 import queue
@@ -20,11 +21,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -47,68 +47,70 @@ RETRIES = 3  # on other nodes, where one dies
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
 Job = tuple[Run, RunConfig]
 PROCESSES: set[subprocess.Popen] = set()  # that train now
-INTERRUPTS: list[int] = []  # the signal that ends this process, once there is one
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("tools.fan_out", __doc__)
-    parser.add_argument("--jobs", type=int, help="trainings at a time on this machine; default: one a GPU or core")
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
-    parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
     only_help = "these alone, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", help=only_help)
-    chosen = parser.parse_args(arguments)
-    if chosen.jobs is not None and chosen.jobs < 1:
-        parser.error(f"argument --jobs: {chosen.jobs} is not 1 or more")
+    chosen = add_options(parser).parse_args(arguments)
     if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
     if locks.claims() is None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
-    locks.FAN_OUT.parent.mkdir(parents=True, exist_ok=True)
+    with alone(locks.FAN_OUT):
+        left = [job for job in list_jobs(params.load(), chosen.only) if not is_there(*job)]
+        if untold := [
+            target(run) for run in train(left, chosen.jobs, chosen.no_tracking, chosen.cluster) if not commit(run)
+        ]:
+            raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(untold)}`.")
+
+
+def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Those of every command that trains side by side."""
+    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a GPU or core")
+    parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
+    return parser
+
+
+def positive(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Inside, a signal that ends this process is an interrupt, as from a terminal.
+
+    Raises:
+        UserError: another process holds the lock, or this one is interrupted.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, signal.default_int_handler)
+    lock.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(locks.FAN_OUT, timeout=0), pass_signals_on():
-            left = [job for job in list_jobs(params.load(), chosen.only) if not is_there(*job)]
-            if untold := [target(run) for run in train(left, chosen) if not commit(run)]:
-                raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(untold)}`.")
+        with FileLock(lock, timeout=0):
+            yield
     except Timeout:
-        raise UserError(f"another fan_out works here ({locks.FAN_OUT} is locked): wait for it, or end it.") from None
+        raise UserError(f"another {lock.stem} works here ({lock} is locked): wait for it, or end it.") from None
     except KeyboardInterrupt:
         raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
 
 
-def train(jobs: list[Job], chosen: argparse.Namespace) -> Iterator[Run]:
+def train(jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None) -> Iterator[Run]:
     """Trains on a cluster or here, shows each run in MLflow when it ends, and yields it."""
-    if chosen.cluster:
-        for run in follow(jobs, on_cluster(jobs, chosen.cluster), len(jobs)):
-            if not chosen.no_tracking:
+    if cluster:
+        for run in follow(jobs, on_cluster(jobs, cluster), len(jobs)):
+            if not no_tracking:
                 tracking.sync_quietly(run)
             yield run
     else:
-        at_a_time = chosen.jobs or torch.cuda.device_count() or len(os.sched_getaffinity(0))
-        yield from follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * chosen.no_tracking), at_a_time)
-
-
-@contextlib.contextmanager
-def pass_signals_on() -> Iterator[None]:
-    """Inside, a signal that ends this process ends its trainings too, as an interrupt from a terminal does by itself."""
-
-    def end(number: int, _) -> None:
-        INTERRUPTS.append(number)
-        for process in set(PROCESSES):
-            process.terminate()
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}  # as under nohup
-    for number in before:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        INTERRUPTS.clear()
+        at_a_time = at_a_time or torch.cuda.device_count() or len(os.sched_getaffinity(0))
+        yield from follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * no_tracking), at_a_time)
 
 
 # which runs
@@ -166,38 +168,30 @@ def digest(source: str) -> str:
 # progress
 
 
-def follow(jobs: list[Job], finished: Iterator[Run], at_a_time: int) -> Iterator[Run]:
-    """Yields the runs as they finish, with a line for each, and shows how far all are and how long the rest takes."""
+def follow(jobs: list[Job], finished: Iterator[Run | None], at_a_time: int) -> Iterator[Run]:
+    """Yields the runs as they finish, with a line for each, and shows how far all are and how long the rest takes, also
+    where None comes."""
     records, left = runs.finished(), {str(run): (run, config) for run, config in jobs}
-    epochs, ended = sum(config.train.epochs for _, config in jobs), threading.Event()
-    line = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
+    epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
-
-        def show() -> None:
-            standing = [progress(*job, records) for job in left.copy().values()]
+        for run in itertools.chain([None], finished):
+            if run:
+                del left[str(run)]
+                records.append(run.read("record"))
+            standing = [progress(*job, records) for job in left.values()]
             done, bar.n = epochs - sum(number for number, _ in standing), len(jobs) - len(standing)
             bar.set_postfix_str(f"{done:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
-
-        def repeat() -> None:
-            while not ended.wait(SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY):
-                show()
-
-        show()
-        thread = threading.Thread(target=repeat, daemon=True)
-        thread.start()
-        try:
-            for run in finished:
-                del left[str(run)]
-                metrics, entry = run.read("metrics"), run.read("record")
-                records.append(entry)
-                show()
+            if run:
+                metrics = run.read("metrics")
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                tqdm.write(f"{run}: {result} after {times.duration(entry['seconds'])}; {bar.postfix}", file=sys.stderr)
+                seconds = times.duration(records[-1]["seconds"])
+                tqdm.write(f"{run}: {result} after {seconds}; {bar.postfix}", file=sys.stderr)
                 yield run
-        finally:
-            ended.set()
-            thread.join()
-        show()  # after the thread's last line, which may be older
+
+
+def show_every() -> float:
+    """Seconds."""
+    return SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
 
 
 def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, float | None]:
@@ -250,63 +244,74 @@ def command(run: Run) -> list[str]:
     return ["-m", "pipeline.train", run.variant, str(run.seed), *study]
 
 
-def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> bool:
+def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
     """Runs Python with one thread in a folder that has code, parameters and data, and passes its warnings on.
 
-    Returns whether it ended by itself, not with this process. Raises RuntimeError if it fails.
+    Raises:
+        RuntimeError: it fails.
     """
     settings = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
-    if INTERRUPTS:
-        return False
-    options = dict(cwd=folder, env=settings, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
-    with subprocess.Popen([sys.executable, *arguments], **options) as process:
+    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=settings, **streams) as process:
         PROCESSES.add(process)
-        if INTERRUPTS:  # since it was started
-            process.terminate()
         lines = process.communicate()[1].strip().splitlines()
         PROCESSES.discard(process)
     warnings = [line for line in lines if line.startswith("warning: ")]
     for line in warnings:
         tqdm.write(line, file=sys.stderr)
-    if process.returncode and not INTERRUPTS:
+    if process.returncode:
         others = [line for line in lines if line not in warnings] or [f"exit status {process.returncode}"]
         is_killed = process.returncode < 0
         raise RuntimeError(f"ended by {signal.Signals(-process.returncode).name}" if is_killed else others[-1])
-    return not process.returncode
 
 
-def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run]:
-    """Trains side by side on this machine, and yields each run as it ends."""
+def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | None]:
+    """Trains side by side on this machine, and yields each run as it ends, or None now and then. Interrupted, ends all."""
     count, free = torch.cuda.device_count(), queue.SimpleQueue()
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     for i in range(at_a_time):
         free.put((given[:count] or range(count))[i % count] if count else None)
-    failures: list[UserError] = []
 
-    def train(run: Run) -> bool:
+    def train(run: Run) -> None:
         device = free.get()
         try:
-            share = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
-            return not failures and execute(command(run) + options, Path(), share)
-        except RuntimeError as error:  # those under way go on, and no other begins
-            failures.append(failure(run, error))
-            return False
+            execute(command(run) + options, Path(), {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
         finally:
             free.put(device)
 
     with ThreadPoolExecutor(at_a_time) as pool:
-        futures = {pool.submit(train, run): run for run, _ in jobs}
+        futures, failures = {}, []
         try:
-            for future in as_completed(futures):
-                if future.result():
-                    yield futures[future]
+            for run, _ in jobs:
+                futures[pool.submit(train, run)] = run
+            waiting = set(futures)
+            while waiting:
+                ended, waiting = wait(waiting, show_every(), FIRST_COMPLETED)
+                for future in ended:
+                    if future.cancelled():
+                        continue
+                    if error := future.exception():
+                        failures.append(failure(futures[future], error))
+                        for other in waiting:  # those under way go on, and no other begins
+                            other.cancel()
+                    else:
+                        yield futures[future]
+                if not ended:
+                    yield None
+        except (KeyboardInterrupt, GeneratorExit):
+            pool.shutdown(wait=False, cancel_futures=True)
+            while PROCESSES or not all(future.done() for future in futures):  # one may be about to start
+                for process in set(PROCESSES):
+                    process.terminate()
+                time.sleep(0.05)
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
     if failures:
         raise failures[0]
 
 
-def failure(run: Run, error: Exception) -> UserError:
+def failure(run: Run, error: BaseException) -> UserError:
     """Names the run whose training failed."""
     return UserError(f"{run} was not trained: {str(error).strip().splitlines()[-1].removeprefix('error: ')}")
 
@@ -314,8 +319,8 @@ def failure(run: Run, error: Exception) -> UserError:
 # on a cluster
 
 
-def on_cluster(jobs: list[Job], address: str) -> Iterator[Run]:
-    """Trains on the nodes of a Ray cluster, and yields each run when its files have come."""
+def on_cluster(jobs: list[Job], address: str) -> Iterator[Run | None]:
+    """Trains on the nodes of a Ray cluster, and yields each run when its files have come, or None now and then."""
     try:
         import ray
     except ImportError:
@@ -332,10 +337,13 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run]:
         pending = {work.remote(bundle, [*command(run), "--no-tracking"], run.outputs): run for run, _ in jobs}
         failures = []
         while pending:
-            (ready,), _ = ray.wait(list(pending))
-            run = pending.pop(ready)
+            ready, _ = ray.wait(list(pending), timeout=show_every())
+            if not ready:
+                yield None
+                continue
+            run = pending.pop(ready[0])
             try:
-                content = ray.get(ready)
+                content = ray.get(ready[0])
             except (RuntimeError, ray.exceptions.RayError) as error:  # the others, hours under way, go on
                 failures.append(failure(run, error))
             else:

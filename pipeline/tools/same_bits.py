@@ -12,16 +12,50 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
+import osa.models
+from pipeline.core import params, record
+from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.core.files import ROOT
+from pipeline.training import data
+from pipeline.training.loop import Training, make_deterministic
+
 STEPS, BATCH = 20, 16
+
+
+@entry_point
+def main() -> None:
+    parser = command_parser("tools.same_bits", __doc__)
+    parser.add_argument("commit")
+    commit = parser.parse_args().commit
+    if not data.folder("sample").exists():
+        raise UserError("data/sample is missing: run `python -m pipeline fetch sample`.")
+    with tempfile.TemporaryDirectory() as folder:
+        tree, git = Path(folder, "tree"), dict(cwd=ROOT, env=record.without_git(), capture_output=True)
+        if subprocess.run(["git", "worktree", "add", "--detach", tree, commit], **git).returncode:
+            raise UserError(f"{commit} is no commit of this repository: name one as `git log` lists it.")
+        try:
+            (tree / "data").symlink_to(Path("data").resolve())
+            here, there = digests(ROOT), digests(tree)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], **git)
+    other = [name for name in here if name in there and here[name] != there[name]]
+    compared = len(here.keys() & there.keys())
+    print(f"{compared} models of {commit} compared after {STEPS} steps; with other bits: {', '.join(other) or 'none'}")
+    sys.exit(bool(other))
+
+
+def digests(tree: Path) -> dict[str, str]:
+    """The digest of each model with the code and the parameters of a tree."""
+    command, environment = [sys.executable, str(Path(__file__).resolve()), "--print"], os.environ | {"PYTHONPATH": str(tree)}
+    return json.loads(
+        subprocess.run(command, cwd=tree, env=environment, check=True, encoding="utf-8", stdout=subprocess.PIPE).stdout
+    )
 
 
 def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
     """The losses of a model's first steps on the sample, with seed 0, and the SHA-256 of its weights after them."""
-    import torch
-
-    from pipeline.core import params
-    from pipeline.training.loop import Training
-
     config = params.resolve_recipe(params.load(), params.load_paper(), name, {"train": {"batch_size": BATCH}})
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "sample"})})
     training, losses = Training(config, 0, torch.device("cpu")), []
@@ -35,53 +69,9 @@ def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
     return losses, digest.hexdigest()
 
 
-def print_digests() -> None:
-    """The digest of each model, as JSON: what runs in either tree."""
-    import osa.models
-    from pipeline.training.loop import make_deterministic
-
-    make_deterministic()
-    print(json.dumps({name: first_steps(name)[1] for name in osa.models.MODELS}))
-
-
-def digests(tree: Path) -> dict[str, str]:
-    """What `print_digests` says with the code and the parameters of another tree."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--print"]
-    environment = os.environ | {"PYTHONPATH": str(tree)}
-    return json.loads(
-        subprocess.run(command, cwd=tree, env=environment, check=True, encoding="utf-8", stdout=subprocess.PIPE).stdout
-    )
-
-
-def main() -> None:
-    from pipeline.core.errors import UserError, command_parser, entry_point
-    from pipeline.core.files import ROOT
-    from pipeline.training import data
-
-    @entry_point
-    def compare() -> None:
-        parser = command_parser("tools.same_bits", __doc__)
-        parser.add_argument("commit")
-        commit = parser.parse_args().commit
-        if not data.folder("sample").exists():
-            raise UserError("data/sample is missing: run `python -m pipeline.fetch sample`.")
-        with tempfile.TemporaryDirectory() as folder:
-            tree = Path(folder, "tree")
-            made = subprocess.run(["git", "worktree", "add", "--detach", str(tree), commit], cwd=ROOT, capture_output=True)
-            if made.returncode:
-                raise UserError(f"{commit} is no commit of this repository: name one as `git log` lists it.")
-            try:
-                (tree / "data").symlink_to(Path("data").resolve())
-                here, there = digests(ROOT), digests(tree)
-            finally:
-                subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=False)
-        other = [name for name in here if name in there and here[name] != there[name]]
-        compared = len(here.keys() & there.keys())
-        print(f"{compared} models of {commit} compared after {STEPS} steps; with other bits: {', '.join(other) or 'none'}")
-        sys.exit(bool(other))
-
-    compare()
-
-
 if __name__ == "__main__":
-    print_digests() if sys.argv[1:] == ["--print"] else main()
+    if sys.argv[1:] == ["--print"]:  # in either tree
+        make_deterministic()
+        print(json.dumps({name: first_steps(name)[1] for name in osa.models.MODELS}))
+    else:
+        main()

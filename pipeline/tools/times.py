@@ -1,6 +1,6 @@
 """How long a training takes, by the records of those that have ended."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from statistics import median
 
 from pipeline.core.params import RunConfig
@@ -14,17 +14,13 @@ def work(config: dict) -> float:
     return config["train"]["epochs"] * TRAIN_IMAGES.get(config["data"]["source"], 60_000) * config["model"]["depth"]
 
 
-def estimate(run: Run, config: RunConfig, records: Iterable[dict]) -> float | None:
+def estimate(run: Run, config: RunConfig, records: Sequence[dict]) -> float | None:
     """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any."""
-    keys = [(run.study, run.name), run.variant, None]
-    groups: list[list[float]] = [[], [], []]
     planned = work(config.model_dump())
-    for record in records:
-        seconds = record["seconds"] * planned / work(record["config"])
-        for key, group, own in zip(keys, groups, [(record["study"], record["name"]), record["variant"], None], strict=True):
-            if key == own:
-                group.append(seconds)
-    return next((median(group) for group in groups if group), None)
+    for known in ({"study": run.study, "name": run.name}, {"variant": run.variant}, {}):
+        if alike := [record for record in records if known.items() <= record.items()]:
+            return median(record["seconds"] * planned / work(record["config"]) for record in alike)
+    return None
 
 
 def duration(seconds: float) -> str:

@@ -58,6 +58,7 @@ def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
         fan_out.list_jobs(params.load(), ["depth/*", "gone/*"])
 
 
+@pytest.mark.slow
 def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(monkeypatch, capfd):
     assert [run for run, _ in missing()] == [Run("vit", 0), Run("osa_exact", 0)]
     fan_out.main(["--jobs", "2", "--no-tracking"])
@@ -85,6 +86,7 @@ def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     assert not fan_out.is_there(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
 
 
+@pytest.mark.slow
 def test_a_failure_is_named_and_loses_no_other_run(capsys):
     write_params(run=BOTH, variants={"vit": {"overrides": {"train": {"batch_size": 100, "drop_last": True}}}})
     with pytest.raises(SystemExit):
@@ -101,7 +103,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     names = iter(begun)
     monkeypatch.setattr(fan_out, "command", lambda _: ["-c", f"touch {next(names)}; exec sleep 60"])
     monkeypatch.setattr(fan_out, "commit", lambda done: None)
-    outside = signal.signal(number, signal.default_int_handler)  # the tests themselves may run under nohup
+    outside = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
 
     def kill():
         while not all(path.exists() for path in begun[:2]):
@@ -112,10 +114,10 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     start = time.monotonic()
     with pytest.raises(SystemExit):
         fan_out.main(["--jobs", "2"])
-    assert signal.signal(number, signal.SIG_IGN) == signal.default_int_handler
     assert "interrupted" in capsys.readouterr().err and time.monotonic() - start < 50
-    assert not begun[2].exists() and not fan_out.PROCESSES and not fan_out.INTERRUPTS
-    with fan_out.pass_signals_on():  # what nohup ignores stays ignored
+    assert not begun[2].exists() and not fan_out.PROCESSES
+    signal.signal(number, signal.SIG_IGN)
+    with fan_out.alone(Path("lock")):  # what nohup ignores stays ignored
         assert signal.getsignal(number) == signal.SIG_IGN
     signal.signal(number, outside)
 
@@ -132,7 +134,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
 def test_what_a_training_warns_of_is_passed_on_and_is_not_why_it_failed(monkeypatch, capsys, script, warned, why):
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
-        assert fan_out.execute(["-c", script], Path(), {})
+        fan_out.execute(["-c", script], Path(), {})
     assert capsys.readouterr().err == warned
 
 
@@ -216,13 +218,12 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
         files.write_json(scratch, made | change)
         assert fan_out.progress(run, config, []) == (3, None)
     shown = io.StringIO()
-    monkeypatch.setattr(fan_out, "LOGGED_EVERY", 0.001)
     monkeypatch.setattr(sys, "stderr", shown)
 
     def train():
         files.write_json(scratch, made)
-        while "0/2 trainings, 1 of 6 epochs, time left unknown [" not in shown.getvalue():
-            time.sleep(0.001)
+        yield None
+        assert "0/2 trainings, 1 of 6 epochs, time left unknown [" in shown.getvalue()
         yield trained("osa_exact")
 
     list(fan_out.follow(jobs, train(), 2))
@@ -241,7 +242,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     try:
         node = cluster.add_node(**options)
         jobs, came = missing(), []
-        for run in fan_out.on_cluster(jobs, cluster.address):
+        for run in filter(None, fan_out.on_cluster(jobs, cluster.address)):
             came.append(run)
             if len(came) == 1:
                 cluster.remove_node(node, allow_graceful=False)  # in the middle of a training
@@ -268,7 +269,7 @@ def test_a_failure_on_a_cluster_is_named_when_the_others_have_come(monkeypatch):
         shutdown=lambda: None,
         put=lambda bundle: bundle,
         remote=lambda **_: lambda function: work,
-        wait=lambda tasks: (tasks[:1], tasks[1:]),
+        wait=lambda tasks, timeout: (tasks[:1], tasks[1:]),
         get=get,
         cloudpickle=types.SimpleNamespace(register_pickle_by_value=lambda module: None),
         exceptions=types.SimpleNamespace(RayError=OSError),

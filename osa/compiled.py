@@ -18,8 +18,12 @@ NUMBERS = itertools.count()
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str) -> bool:
-    """Whether torch.compile traces these tensors on the CPU, outside of function transforms, which take operators apart."""
-    return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _transforms()
+    """Whether torch.compile traces these tensors on the CPU, outside of function transforms, which take operators apart.
+
+    A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
+    """
+    is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return is_compiled and query.device.type == "cpu" and method != "qr_literal" and not _transforms()
 
 
 def _transforms() -> bool:

@@ -178,10 +178,19 @@ def check_method(method: str, num_iterations: int | None) -> None:
         raise ValueError(f"num_iterations must be 1 or more and belongs to {names}, not {num_iterations} to {method}")
 
 
+def _goes_to_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+_goes_to_onnx._dynamo_marked_constant = True  # which is false to a trace if asked directly
+
+
 def _check(
     query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str, num_iterations: int | None
 ) -> None:
     check_method(method, num_iterations)
+    if method in ("qr", "qr_literal") and _goes_to_onnx():
+        raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
     if not all(x.is_floating_point() for x in (query, key, value)):

@@ -89,10 +89,12 @@ class VisionTransformer(nn.Module):
             (B, N, d).
 
         Raises:
-            ValueError: the images are of another size.
+            ValueError: the images are of another size, or not floating-point.
         """
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"images must be (B, {', '.join(map(str, self.image_shape))}), not {tuple(images.shape)}")
+        if not images.is_floating_point():
+            raise ValueError(f"images must be floating-point, as images / 255 is, not {images.dtype}")
         p = self.patch_size
         patches = images.unfold(2, p, p).unfold(3, p, p)  # (B, C, H/p, W/p, p, p)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N-1, C·p²)

@@ -77,7 +77,7 @@ def fetch(source: str) -> None:
                     mirrors.sort(key=lambda each, first=mirror: each != first)  # ask it first for the next file
                     break
                 except (HTTPException, OSError, ValueError) as error:
-                    failures.append(f"{without_password(mirror)} ({_reason(error)})")
+                    failures.append(f"{without_password(mirror)} ({_reason(error)}{_proxy(mirror)})")
                     print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
             else:
                 needed = ", or run `make quickstart`, which needs no download" * (source == "mnist")
@@ -135,6 +135,14 @@ def _as_url(mirror: str) -> str:
     if not folder.is_dir():
         folder = Path(os.environ.get("DVC_ROOT", ""), folder)  # `dvc exp run --temp` runs in a copy of the repository
     return folder.resolve().as_uri()
+
+
+def _proxy(url: str) -> str:
+    """The proxy that stands between, where the environment names one."""
+    scheme, _, rest = without_password(url).partition("://")  # no `urlsplit`, which a malformed address breaks
+    proxy = urllib.request.getproxies().get(scheme)
+    is_asked = proxy and not urllib.request.proxy_bypass(rest.partition("/")[0])
+    return f" through {scheme}_proxy={without_password(proxy)}" if is_asked else ""
 
 
 def _reason(error: Exception) -> str:

@@ -116,6 +116,15 @@ def test_embeddings_head_and_biases_start_alike_in_all_models(name):
         assert_xavier(attention.query, attention.key, attention.value, attention.out, block.mlp.fc1, block.mlp.fc2)
 
 
+def test_what_cannot_be_read_or_exported_is_refused_with_a_remedy(monkeypatch):
+    with pytest.raises(ValueError, match="uint8"):
+        create("vit")(torch.zeros(2, 1, 28, 28, dtype=torch.uint8))
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    assert create("osa_exact")(images(2)).shape == (2, 10)
+    with pytest.raises(ValueError, match='method="exact"'):
+        create("osa_qr")(images(2))
+
+
 def test_options_reach_every_layer():
     own = {name: create(name).blocks[-1].attention.options for name in ("osa_qr", "osa_exact")}
     assert [options["method"] for options in own.values()] == ["qr", "exact"]

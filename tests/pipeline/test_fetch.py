@@ -114,6 +114,13 @@ def test_the_variable_goes_first_and_its_password_is_sent_and_never_shown(server
     assert "word" not in str(caught.value) + "".join(capsys.readouterr()) and "127.0.0.1:port" in str(caught.value)
 
 
+def test_a_proxy_that_fails_is_named_without_its_password(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://me:word@127.0.0.1:9")
+    with pytest.raises(UserError, match=r"through http_proxy=http://127\.0\.0\.1:9\)") as caught:
+        fetch_from(monkeypatch, "http://mirror.invalid/")
+    assert "word" not in str(caught.value)
+
+
 def test_only_files_that_are_not_whole_are_fetched_and_a_failure_leaves_the_others(server, monkeypatch):
     fetch_from(monkeypatch, f"{server.url}/good/")
     Path("data/mnist", TRAIN_LABELS).write_bytes(b"older")

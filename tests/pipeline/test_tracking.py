@@ -403,6 +403,7 @@ def test_a_store_that_cannot_be_used_says_why_and_is_never_to_be_deleted(databas
         assert "wait" in error()
 
 
+@pytest.mark.slow
 def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(folder, monkeypatch, capfd):
     for seed in (0, 1):
         Run("vit", seed, [0.1, 0.5]).finish()
@@ -423,6 +424,7 @@ def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(fo
     assert "Connection refused" in refused and "secret" not in refused and "no such thing" in without
 
 
+@pytest.mark.slow
 def test_two_syncs_at_once_on_a_fresh_machine_whose_path_needs_quoting(folder, monkeypatch):
     folder = folder.rename(folder.with_name("100% a?b#c é %20"))
     monkeypatch.chdir(folder)
@@ -448,6 +450,7 @@ def test_the_store_is_at_the_root_of_the_repository_unless_the_user_says_otherwi
     assert store.address() == "http://127.0.0.1:9"
 
 
+@pytest.mark.slow
 def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, monkeypatch):
     Run("vit", 0, [0.1, 0.2]).finish()
     with socket.create_server(("127.0.0.1", 0)) as server:

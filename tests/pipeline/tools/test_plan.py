@@ -31,21 +31,30 @@ stages:
 """
 
 
-@pytest.fixture
-def project(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """One run of 4 epochs, 2 blocks and, by its record, an hour, which DVC knows; its weights and data are gone."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_params(run={"variants": ["vit"], "seeds": [0]}, train={"epochs": 4})
+        write_data()
+        run = trained("vit")
+        files.write_json(run.folder / "record.json", run.read("record") | {"seconds": 3600.0})
+        Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
+        Path("code").write_text("A = 1", encoding="utf-8")
+        files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
+        for command in ("commit --force train@vit-0", "repro --quiet"):
+            subprocess.run([sys.executable, "-m", "dvc", *command.split()], check=True)
+        shutil.rmtree("data"), shutil.rmtree("paper_outputs/weights"), shutil.rmtree(".dvc/cache")
+    return folder
+
+
+@pytest.fixture
+def project(made, tmp_path, monkeypatch):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: [])
-    write_params(run={"variants": ["vit"], "seeds": [0]}, train={"epochs": 4})
-    write_data()
-    run = trained("vit")
-    files.write_json(run.folder / "record.json", run.read("record") | {"seconds": 3600.0})
-    Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
-    Path("code").write_text("A = 1", encoding="utf-8")
-    files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
-    for command in ("commit --force train@vit-0", "repro --quiet"):
-        subprocess.run([sys.executable, "-m", "dvc", *command.split()], check=True)
-    shutil.rmtree("data"), shutil.rmtree("paper_outputs/weights"), shutil.rmtree(".dvc/cache")
     monkeypatch.setattr(sources, "text", lambda name: "A = 1")
 
 

@@ -29,6 +29,7 @@ def root(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_all_is_done_shown_and_up_to_date(root, monkeypatch, capfd):
     monkeypatch.setattr(quickstart, "CHANGES", root / "tiny.yaml")
     quickstart.CHANGES.write_text(yaml.safe_dump(TINY), encoding="utf-8")

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 TORCH ?= $(shell cat $(VENV)/.torch 2>/dev/null)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-PIP = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
@@ -18,6 +18,7 @@ setup: $(VENV)/.installed  ## create .venv and install the pinned requirements; 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in ((3, 11), (3, 12)) else "error: Python 3.11 or 3.12 is needed, not %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@test -z "$(TORCH)" -o "$(TORCH)" = cpu || { echo "error: TORCH=$(TORCH) is not known: write TORCH=cpu, or leave it out." >&2; exit 1; }
+	@echo "Installing into $(VENV): $(if $(filter cpu,$(TORCH)),about 2 GB,5.6 GB, most of it CUDA; without a GPU, \`make setup TORCH=cpu\` leaves that out)."
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(TORCH),cpu)
 	@grep -E '^torch(vision)?==' requirements.txt | $(PIP) --no-deps --retries 1 --index-url $(TORCH_INDEX) -r /dev/stdin 2>$(VENV)/pip.log || \
@@ -34,7 +35,7 @@ $(VENV)/.extras: requirements-cluster.txt requirements-integrations.txt $(VENV)/
 	@touch $@
 
 quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download, in minutes
-	$(RUN) python -m pipeline.tools.quickstart
+	@$(RUN) python -m pipeline quickstart
 
 check: setup  ## the quick tests and ruff: an answer in a minute
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 -q -m "not slow and not faults"
@@ -44,11 +45,11 @@ test: setup $(VENV)/.extras  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 plan: setup  ## what `make reproduce` would run, why, and for how long
-	@$(RUN) python -m pipeline.tools.plan
+	@$(RUN) python -m pipeline plan
 
 reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one a core or GPU), up to the README's result
 	$(RUN) dvc repro --single-item fetch
-	$(RUN) python -m pipeline.tools.fan_out $(if $(JOBS),--jobs $(JOBS))
+	$(RUN) python -m pipeline fan_out $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) dvc repro
 	$(RUN) python -m pipeline.report readme
 
@@ -73,7 +74,7 @@ tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
 
 .PHONY: doctor
 doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
-	@$(RUN) $(PYTHON) -m pipeline.tools.doctor
+	@$(RUN) $(PYTHON) -m pipeline doctor
 
 lint: setup  ## ruff
 	$(RUN) ruff check .

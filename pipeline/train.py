@@ -26,18 +26,15 @@ def main() -> None:
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (runs.TRIES if overrides else runs.TABLE_2)
-    watch = None
-    if arguments.study:
-        watch = studies.get(arguments.study).watch
-        config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
+    if study in (runs.TABLE_2, runs.TRIES):
+        watch, config = None, params.resolve(settings, arguments.variant, overrides)
     else:
-        config = params.resolve(settings, arguments.variant, overrides)
+        watch = studies.get(study).watch
+        config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
     run = runs.Run(arguments.variant, arguments.seed, study, overrides)
     train(run, config, watch=watch, eager=arguments.eager)
     if not arguments.no_tracking:
         tracking.sync_quietly(run)
-    if study == runs.TRIES:
-        print(f"The run is in {run.folder}.")
 
 
 if __name__ == "__main__":

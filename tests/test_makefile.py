@@ -77,5 +77,5 @@ def test_torch_without_cuda(make, tmp_path):
 
 def test_otherwise_setup_installs_the_requirements_as_they_are(make):
     planned = make("--dry-run", "setup").stdout
-    assert "pip install --quiet --disable-pip-version-check -r requirements.txt\n" in planned
+    assert "pip install --disable-pip-version-check -r requirements.txt\n" in planned
     assert "TORCH_INDEX" not in planned and "pytorch.org" not in planned

@@ -1,12 +1,18 @@
-"""An experiment beside the committed results: read from git, and honest about one seed."""
+"""A grid of values, trained beside the committed results, or an experiment read from git; honest about one seed."""
 
+import shutil
 import subprocess
 
 import pytest
 import scipy.stats
 
+import osa.models
 from pipeline.core import files
-from pipeline.tools import compare
+from pipeline.core.files import ROOT
+from pipeline.runs import Run
+from pipeline.tools import fan_out, tries
+from pipeline.training.loop import COLUMNS
+from tests.pipeline.trainings import run_main, write_data, write_params
 
 COMMITTED = {
     "osa_qr": [97.0, 97.2, 96.9],
@@ -26,19 +32,21 @@ TRIED = {
 }
 
 
-def write(folder, results, rate, study="table_2", suffix=""):
-    """The files of made-up runs; None is a run that diverged."""
+def write(folder, results, rate):
+    """The files of made-up runs of Table 2, and params.yaml; None is a run that diverged."""
     for variant, accuracies in results.items():
         for seed, accuracy in enumerate(accuracies):
-            run = folder / "paper_outputs/runs" / study / f"{variant}{suffix}" / str(seed)
+            run = folder / "paper_outputs/runs/table_2" / variant / str(seed)
             config = {"train": {"learning_rate": rate if variant == "osa_qr" else 3e-4}, "init": {"head": "xavier"}}
-            record = {"variant": variant, "name": f"{variant}{suffix}", "seed": seed, "config": config, "numerics": 1}
+            record = {"variant": variant, "name": variant, "seed": seed, "config": config, "numerics": 1}
             key = f"{variant}{seed}" if variant == "osa_exact" else f"{variant}{seed}{rate}"
             record |= {"data_sha256": "da7a" * 16, "run_key": key, "started_at": "2026-11-20T18:00:00+00:00"}
             files.write_json(run / "record.json", record)
-            metrics = {"diverged": accuracy is None, "test_accuracy": accuracy and accuracy / 100}
-            files.write_json(run / "metrics.json", metrics)
-    files.write_text(folder / "params.yaml", "run: {variants: , seeds: }\n")
+            files.write_json(
+                run / "metrics.json", {"diverged": accuracy is None, "test_accuracy": accuracy and accuracy / 100}
+            )
+            files.write_text(run / "history.csv", f"{','.join(COLUMNS)}\n{','.join('1' * len(COLUMNS))}\n")
+    write_params(run={"variants": list(results), "seeds": [0, 1, 2]}, variants={"osa_new": osa.models.MODELS["osa_exact"]})
 
 
 def git(*arguments):
@@ -54,7 +62,7 @@ def repository(tmp_path, monkeypatch):
         monkeypatch.setenv(f"GIT_{key}_EMAIL", "a@b.c")
     git("init", "--quiet")
     files.write_text(".dvc/config", "[core]\n    analytics = false\n")
-    files.write_text(".gitignore", "/.dvc\n/tries\n")
+    files.write_text(".gitignore", (ROOT / ".gitignore").read_text(encoding="utf-8") + "/.dvc\n/other\n")
     git("add", "--all", "--force", ".dvc/config")
     git("add", "--all"), git("commit", "--quiet", "--message=nothing yet")
     write(tmp_path, TRIED, 1e-3)
@@ -74,7 +82,7 @@ def rows(text):
 
 
 def test_an_experiment_beside_the_committed_results(repository, capsys):
-    compare.main(["faster"])
+    tries.main(["--of", "faster"])
     text = capsys.readouterr().out
     shown = rows(text)
     assert "osa_qr: train.learning_rate 0.0003 → 0.001" in text and text.count("→") == 1
@@ -90,32 +98,60 @@ def test_an_experiment_beside_the_committed_results(repository, capsys):
     assert git("status", "--porcelain") == ""
 
 
-def test_folders_tries_and_the_working_directory(repository, tmp_path, capsys):
-    compare.main([])
+def test_folders_and_the_working_directory(repository, tmp_path, capsys):
+    tries.main(["--of", "."])
     assert capsys.readouterr().out.count("the same runs") == len(COMMITTED)
-    files.write_text("params.yaml", "run: {variants: [vit, osa_new], seeds: [0, 2]}\n")
-    assert {name: sorted(runs) for name, runs in compare.read(".").items()} == {"vit": [0, 2]}
-    write(tmp_path / "tries", {"vit": [90.0, 91.0, 92.0]}, 1e-4, "tries", "+train.epochs=1")
-    compare.main(["tries/paper_outputs/runs/tries"])
-    assert rows(capsys.readouterr().out)["vit+train.epochs=1"][-1] == "lower"  # than its model
-    write(tmp_path / "tries", {"vit": [99.0, 99.1, 99.2]}, 1e-4)
-    compare.main(["tries", "--with", "HEAD"])
+    write(tmp_path, {"vit": [], "osa_new": []}, 0)
+    assert {name: sorted(runs) for name, runs in tries.read(".").items()} == {"vit": [0, 1, 2]}
+    write(tmp_path / "other", {"vit": [99.0, 99.1, 99.2]}, 1e-4)
+    shutil.copy("params.yaml", "other")
+    tries.main(["--of", "other", "--beside", "HEAD"])
     assert rows(capsys.readouterr().out)["vit"][-1] == "higher"
+
+
+def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(repository, monkeypatch, capsys):
+    write_data()
+    trainings = []
+
+    def here(jobs, at_a_time, options):
+        for run, _ in jobs:
+            trainings.append(str(run))
+            run_main(monkeypatch, *fan_out.command(run)[2:])
+            yield run
+
+    monkeypatch.setattr(fan_out, "here", here)
+    monkeypatch.setattr(fan_out.runs, "finished", list)  # the made-up ones are not whole
+    arguments = ["vit", "osa_new", "--set", "model.depth=1,2", "--set", "train.betas=[0.9,0.95]", "--set", "train.epochs=1"]
+    write_params(run={"variants": list(COMMITTED), "seeds": [0]}, variants={"osa_new": osa.models.MODELS["osa_exact"]})
+    for _ in range(2):
+        tries.main([*arguments, "--seeds", "0,3"])
+    assert len(trainings) == len({*trainings}) == 8
+    shown = rows(capsys.readouterr().out)
+    assert {f"{model} model.depth={depth}" for model in ("vit", "osa_new") for depth in (1, 2)} <= shown.keys()
+    assert shown["vit model.depth=2"][0].startswith("97.20") and shown["vit model.depth=2"][-1] == "lower"
+    assert shown["osa_new model.depth=1"][0] == "not run"
+    content = tries.PAGE.read_text(encoding="utf-8")
+    assert "97.20 ± 0.10 (3)" in content and "vit model.depth=2" in content and "<svg" in content
+    assert not list(tries.PAGE.parents[2].glob("weights/*/*/*"))
+    assert git("status", "--porcelain") == "M params.yaml"
+    tries.main(["osa_new"])  # as params.yaml has it
+    assert trainings[8:] == ["tries/osa_new/0"] and Run("osa_new", 0).record() is None
 
 
 def test_what_cannot_be_compared_is_one_sentence(repository, capsys):
     def error(*arguments):
         with pytest.raises(SystemExit):
-            compare.main([*arguments])
+            tries.main([*arguments])
         text = capsys.readouterr().err
         assert text.startswith("error: ") and text.count("\n") == 1
         return text
 
-    assert "slower" in error("slower") and "HEAD~1 has no runs" in error("HEAD~1")
+    assert "slower" in error("--of", "slower") and "HEAD~1 has no runs" in error("--of", "HEAD~1")
+    assert "model.dept" in error("vit", "--set", "model.depth=1", "--set", "model.dept=2,3")
     path = repository / "paper_outputs/runs/table_2/vit/1"
     metrics = (path / "metrics.json").read_text(encoding="utf-8")
     (path / "metrics.json").write_text("[]", encoding="utf-8")
-    assert "paper_outputs/runs/table_2/vit/1/" in error()
+    assert "paper_outputs/runs/table_2/vit/1/" in error("--of", ".")
     (path / "metrics.json").write_text(metrics, encoding="utf-8")
     (repository / "params.yaml").write_text("run: [", encoding="utf-8")
-    assert "params.yaml" in error()
+    assert "params.yaml" in error("--of", ".")

@@ -1,0 +1,53 @@
+"""One door: `python -m pipeline` lists the commands, `python -m pipeline train --help` says what one takes.
+
+Each is the module of that name, which `python -m pipeline.train` runs too. In bash, this completes their names:
+eval "$(python -m pipeline completion)"
+"""
+
+import ast
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+COMMANDS = {name: name for name in ("check", "fetch", "train", "evaluate", "tables", "sources", "study")}
+COMMANDS |= {"report": "report.__main__", "try": "tools.tries"}
+COMMANDS |= {name: f"tools.{name}" for name in ("fan_out", "plan", "doctor", "quickstart", "same_bits")}
+COMMANDS |= {"tracking": "tracking.__main__"}
+COMMANDS |= {name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "kernels"))}
+COMPLETION = """\
+_pipeline() {{
+  [ "${{COMP_WORDS[*]:1:2}} $COMP_CWORD" = "-m pipeline 3" ] && COMPREPLY=($(compgen -W "{}" -- "$2"))
+}}
+complete -o bashdefault -o default -F _pipeline python python3"""
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(docstring("__main__"), end="\n\n")
+        for each, module in COMMANDS.items():
+            print(f"  {each:<23}{docstring(module).splitlines()[0].partition(': `')[0].rstrip('.:')}")
+    elif name == "completion":
+        print(COMPLETION.format(" ".join(COMMANDS)))
+    elif name not in COMMANDS:
+        near = [f"; did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
+        sys.exit(f"error: {name} is no command{''.join(near) or ': `python -m pipeline` lists them.'}")
+    elif {"-h", "--help"} & {*arguments} and "parse_args" not in path(COMMANDS[name]).read_text(encoding="utf-8"):
+        print(docstring(COMMANDS[name]))  # it takes none
+    else:
+        sys.argv = [f"python -m pipeline {name}", *arguments]
+        importlib.import_module(f"pipeline.{COMMANDS[name]}").main()
+
+
+def path(module: str) -> Path:
+    return Path(__file__).parent / f"{module.replace('.', '/')}.py"
+
+
+def docstring(module: str) -> str:
+    """From the file: nothing is imported, and `python -OO` has none."""
+    return ast.get_docstring(ast.parse(path(module).read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

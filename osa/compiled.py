@@ -22,15 +22,15 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None
 
     A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
     """
-    is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return is_compiled and query.device.type == "cpu" and method != "qr_literal" and not _transforms()
+    return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 
 
-def _transforms() -> bool:
-    return bool(torch._C._functorch.peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+def _goes_elsewhere() -> bool:
+    is_transformed = bool(torch._C._functorch.peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
+    return is_transformed or torch.compiler.is_exporting()
 
 
-_transforms._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which takes seconds to import
+_goes_elsewhere._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which takes seconds to import
 
 
 def attend(

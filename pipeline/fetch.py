@@ -139,9 +139,9 @@ def _as_url(mirror: str) -> str:
 
 def _proxy(url: str) -> str:
     """The proxy that stands between, where the environment names one."""
-    scheme, _, rest = without_password(url).partition("://")  # no `urlsplit`, which a malformed address breaks
+    scheme, _, rest = url.partition("://")  # no `urlsplit`, which a malformed address breaks
     proxy = urllib.request.getproxies().get(scheme)
-    is_asked = proxy and not urllib.request.proxy_bypass(rest.partition("/")[0])
+    is_asked = proxy and not urllib.request.proxy_bypass(rest.rpartition("@")[2].partition("/")[0])
     return f" through {scheme}_proxy={without_password(proxy)}" if is_asked else ""
 
 

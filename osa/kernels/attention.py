@@ -156,7 +156,10 @@ def forward_kernel(
         _gather(m, balance, q, k, METHOD, TILES)
         if METHOD == "qr":
             left, _ = matrix(slice_of(basis, i, tokens * SIZE), tokens, SIZE)
-            _gram_schmidt(left, m, ALL_ROWS, TILES)
+            if TILES[0] == 64:  # of which registers run out in place
+                _gram_schmidt_apart(left, m, ALL_ROWS, TILES)
+            else:
+                _gram_schmidt(left, m, ALL_ROWS, TILES)
         else:
             left = m
         multiply(g, transpose(left), m, 1.0, None, 0.0, TILES)

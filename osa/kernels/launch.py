@@ -41,8 +41,8 @@ def backward(
 ) -> None:
     """Fills the gradients of query, key, value and scale, in one launch."""
     tensors, (size, block) = (query, key, value, scale, basis, grad), _sizes(query, value)
-    scratch_size = (3 * query.shape[-2] + 2) * size + 12 * size**2 + 12 * block
     constants = attention_constants(method, "backward", query, value, num_iterations)
+    scratch_size = (3 * query.shape[-2] + 2) * size + 10 * size**2 + 9 * block + terms_size(size, constants)
     with_strides = query, key, value, scale, grad, grads[0], grads[2]
     _launch_heads(attention.backward_kernel, (*tensors, *grads), with_strides, scratch_size, epsilon, constants)
 
@@ -54,8 +54,14 @@ def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
 
 def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
     count, size, width = y.shape
-    scratch_size = 7 * size**2 + 5 * size * width
-    launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, phi1_constants(z, y))
+    constants = phi1_constants(z, y)
+    scratch_size = 5 * size**2 + size * width + terms_size(size, constants)
+    launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, constants)
+
+
+def terms_size(size: int, constants: dict) -> int:
+    """Of the scratch memory in which `phi1.phi1_gradients` keeps terms."""
+    return 2 * phi1.MOST_TERMS.value * constants["TILES"][1] * size
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:

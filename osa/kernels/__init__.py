@@ -1,7 +1,7 @@
 """Triton kernels of CUDA. The import registers them with `osa.linalg`, which knows of none otherwise."""
 
 from osa import linalg
-from osa.kernels import launch
+from osa.kernels import operators
 
 
 def _on_cuda(fits):
@@ -9,7 +9,7 @@ def _on_cuda(fits):
 
 
 for name, fits, function in (
-    ("attend", launch.fits, launch.attend),
-    ("phi1_times", launch.fits_phi1, launch.phi1_times),
+    ("attend", operators.fits, operators.attend),
+    ("phi1_times", operators.fits_phi1, operators.phi1_times),
 ):
     linalg.KERNELS.setdefault(name, []).append((_on_cuda(fits), function))

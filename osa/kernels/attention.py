@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from osa.kernels.mixing import is_balanced, mixing, mixing_gradients
-from osa.kernels.tiles import columns_of, load, matrix, multiply, scratch_at, slice_of, store, transpose
+from osa.kernels.tiles import columns_of, head, load, matrix, multiply, scratch_at, slice_of, store, transpose
 
 IMBALANCE = tl.constexpr(64.0)  # up to which "exact" keeps its digits, as in osa/linalg.py
 LOST = tl.constexpr(2.0**16)  # from which on none is left: `osa.functional.LOST` in float32
@@ -123,15 +123,6 @@ def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _head(pointer, strides, index, heads, rows, columns):
-    """Matrix number `index` of a tensor (batch, heads, rows, columns). Rows may lie more than 2³¹ entries apart in all."""
-    index = tl.full([], 0, tl.int64) + index
-    batch = index // heads
-    pointer += batch * strides[0] + (index - batch * heads) * strides[1]
-    return (pointer, tl.full([], 0, tl.int64) + strides[2], strides[3], rows, columns, 0)
-
-
-@triton.jit
 def _either(a, b, is_first):
     """One of two matrices of one shape in one memory."""
     return (a[0], a[1], a[2], a[3], a[4], tl.where(is_first, a[5], b[5]))
@@ -161,16 +152,19 @@ def forward_kernel(
     g, own = matrix(own, SIZE, SIZE)
     t, own = matrix(own, SIZE, VALUE_WIDTH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        q, k = _head(query, q_strides, i, heads, tokens, WIDTH), _head(key, k_strides, i, heads, tokens, WIDTH)
+        q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
         _gather(m, balance, q, k, METHOD, TILES)
         if METHOD == "qr":
             left, _ = matrix(slice_of(basis, i, tokens * SIZE), tokens, SIZE)
-            _gram_schmidt(left, m, ALL_ROWS, TILES)
+            if TILES[0] == 64:  # of which registers run out in place
+                _gram_schmidt_apart(left, m, ALL_ROWS, TILES)
+            else:
+                _gram_schmidt(left, m, ALL_ROWS, TILES)
         else:
             left = m
         multiply(g, transpose(left), m, 1.0, None, 0.0, TILES)
-        v = _head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
-        c = tl.load(_head(scale, c_strides, i, heads, 1, 1)[0]).to(tl.float32)
+        v = head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
+        c = tl.load(head(scale, c_strides, i, heads, 1, 1)[0]).to(tl.float32)
         if METHOD != "exact":
             _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
         elif ALL_ROWS == 0:
@@ -185,7 +179,7 @@ def forward_kernel(
                 multiply(g, transpose(own_basis), m, 1.0, None, 0.0, TILES)
                 _mix(t, own_basis, v, g, c, epsilon, own, "qr", ITERATIONS, TILES)
             left = _either(m, own_basis, keeps_digits)
-        multiply(_head(output, o_strides, i, heads, tokens, VALUE_WIDTH), left, t, 1.0, v, 1.0, TILES)
+        multiply(head(output, o_strides, i, heads, tokens, VALUE_WIDTH), left, t, 1.0, v, 1.0, TILES)
 
 
 @triton.jit
@@ -223,11 +217,11 @@ def backward_kernel(
     a3, own = matrix(own, SIZE, SIZE)
     a4, own = matrix(own, SIZE, VALUE_WIDTH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        q, k = _head(query, q_strides, i, heads, tokens, WIDTH), _head(key, k_strides, i, heads, tokens, WIDTH)
+        q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
         _gather(m, balance, q, k, METHOD, TILES)
-        v = _head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
-        e = _head(grad, e_strides, i, heads, tokens, VALUE_WIDTH)
-        c, grad_c = tl.load(_head(scale, c_strides, i, heads, 1, 1)[0]).to(tl.float32), grad_scale + i
+        v = head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
+        e = head(grad, e_strides, i, heads, tokens, VALUE_WIDTH)
+        c, grad_c = tl.load(head(scale, c_strides, i, heads, 1, 1)[0]).to(tl.float32), grad_scale + i
         if METHOD == "qr":
             left, _ = matrix(slice_of(basis, i, tokens * SIZE), tokens, SIZE)
         else:
@@ -247,10 +241,10 @@ def backward_kernel(
                 multiply(g, transpose(own_basis), m, 1.0, None, 0.0, TILES)
                 _mix_backward(a1, a2, a3, a4, grad_c, own_basis, v, e, g, c, epsilon, own, "qr", ITERATIONS, TILES)
             left = _either(m, own_basis, keeps_digits)
-        multiply(_head(grad_value, gv_strides, i, heads, tokens, VALUE_WIDTH), left, a4, 1.0, e, 1.0, TILES)
+        multiply(head(grad_value, gv_strides, i, heads, tokens, VALUE_WIDTH), left, a4, 1.0, e, 1.0, TILES)
         multiply(grad_m, e, transpose(a1), 1.0, None, 0.0, TILES)
         multiply(grad_m, v, transpose(a2), 1.0, grad_m, 1.0, TILES)
         multiply(grad_m, left, a3, 1.0, grad_m, 1.0, TILES)
-        grad_q = _head(grad_query, gq_strides, i, heads, tokens, WIDTH)
-        grad_k = _head(grad_key, gq_strides, i, heads, tokens, WIDTH)
+        grad_q = head(grad_query, gq_strides, i, heads, tokens, WIDTH)
+        grad_k = head(grad_key, gq_strides, i, heads, tokens, WIDTH)
         _scatter(grad_q, grad_k, grad_m, balance, TILES)

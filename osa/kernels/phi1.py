@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from osa.kernels.tiles import (
+    add,
     columns_of,
     copy,
     inner_product,
@@ -17,6 +18,7 @@ from osa.kernels.tiles import (
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
 EPS = tl.constexpr(1.2e-7)
+MOST_TERMS = tl.constexpr(20)  # of ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18; one more for powers
 
 
 @triton.jit
@@ -80,12 +82,13 @@ def phi1_times(out, z, y, scratch, TILES: tl.constexpr):
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILES: tl.constexpr):
     """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
 
-    By Horner's rule on both sides, which keeps no term: from the highest degree down
+    With one term more than the value needs, W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule and H_k = Zᵀ H_{k−1} / (k + 1)
+    from H_0 = H lie side by side, for a block of columns at a time:
 
-        Q_a = Y + Z Q_{a+1} / (a + 3),        [D_a, F_a] = [H Q_aᵀ, H] + Zᵀ [D_{a+1}, F_{a+1}] / (a + 3),
+        U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
-    and U = Y + ½ Z Q_0, D = ½ D_0, φ₁(Zᵀ) H = H + ½ Zᵀ F_0. Where Z was halved, with e = e^Z − I, Φ = φ₁(Z) and the
-    gradient of the exponential, L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ, that of twice Z comes from
+    Where Z was halved, with e = e^Z − I, Φ = φ₁(Z) and the gradient of the exponential,
+    L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ, that of twice Z comes from
 
         D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
 
@@ -93,23 +96,26 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILES: tl.constexpr):
     """
     halvings, degree, fraction = _terms(z, TILES)
     size, width = y[3], y[4]
-    q, scratch = matrix(scratch, size, width)
-    base, scratch = matrix(scratch, size, size + width)
-    sums, scratch = matrix(scratch, size, size + width)
-    base_d, d = columns_of(base, 0, size), columns_of(sums, 0, size)
-    f = columns_of(sums, size, width)
-    copy(q, y, 1.0, TILES)
-    copy(columns_of(base, size, width), h, 1.0, TILES)
-    multiply(base_d, h, transpose(q), 1.0, None, 0.0, TILES)
-    copy(sums, base, 1.0, TILES)
-    for i in range(degree):
-        weight = fraction / (degree - i + 2)
-        multiply(q, z, q, weight, y, 1.0, TILES)
-        multiply(base_d, h, transpose(q), 1.0, None, 0.0, TILES)
-        multiply(sums, transpose(z), sums, weight, base, 1.0, TILES)
-    multiply(u, z, q, 0.5 * fraction, y, 1.0, TILES)
-    multiply(grad_y, transpose(z), f, 0.5 * fraction, h, 1.0, TILES)
-    copy(grad_z, d, 0.5, TILES)
+    left, scratch = matrix(scratch, size, MOST_TERMS * TILES[1])
+    right, scratch = matrix(scratch, size, MOST_TERMS * TILES[1])
+    copy(grad_z, z, 0.0, TILES)
+    copy(grad_y, h, 1.0, TILES)
+    for column in range(0, width, TILES[1]):
+        count = tl.minimum(TILES[1], width - column)
+        y_block, h_block = columns_of(y, column, count), columns_of(h, column, count)
+        copy(columns_of(right, degree * count, count), y_block, 1.0 / (degree + 2), TILES)
+        copy(columns_of(left, 0, count), h_block, 1.0, TILES)
+        for i in range(degree):
+            k = degree - 1 - i
+            later, weight = columns_of(right, (k + 1) * count, count), 1.0 / (k + 2)
+            multiply(columns_of(right, k * count, count), z, later, weight * fraction, y_block, weight, TILES)
+        multiply(columns_of(u, column, count), z, columns_of(right, 0, count), fraction, y_block, 1.0, TILES)
+        for k in range(1, degree + 2):
+            power, before = columns_of(left, k * count, count), columns_of(left, (k - 1) * count, count)
+            multiply(power, transpose(z), before, fraction / (k + 1), None, 0.0, TILES)
+            add(columns_of(grad_y, column, count), power, 1.0, TILES)
+        factors = (degree + 1) * count
+        multiply(grad_z, columns_of(left, 0, factors), transpose(columns_of(right, 0, factors)), 1.0, grad_z, 1.0, TILES)
     if halvings > 0:
         expm1, scratch = matrix(scratch, size, size)
         phi, scratch = matrix(scratch, size, size)

@@ -30,6 +30,15 @@ def slice_of(pointer, index, size):
 
 
 @triton.jit
+def head(pointer, strides, index, heads, rows, columns):
+    """Matrix number `index` of a tensor (batch, heads, rows, columns). Rows may lie more than 2³¹ entries apart in all."""
+    index = tl.full([], 0, tl.int64) + index
+    batch = index // heads
+    pointer += batch * strides[0] + (index - batch * heads) * strides[1]
+    return (pointer, tl.full([], 0, tl.int64) + strides[2], strides[3], rows, columns, 0)
+
+
+@triton.jit
 def transpose(a):
     return (a[0], a[2], a[1], a[4], a[3], a[5])
 

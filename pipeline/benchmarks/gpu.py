@@ -116,7 +116,12 @@ TABLES = {"check": check, "attention": attention, "step": step}
 def commands(name: str) -> list[list[str]]:
     """What a step that is no table runs: nothing where the machine lacks what that needs."""
     if name == "tests" and importlib.util.find_spec("pytest"):
-        paths = ["tests/osa/test_kernels.py", "tests/osa/test_launch.py", "tests/pipeline/test_cuda_graph.py"]
+        paths = [
+            "tests/osa/test_kernels.py",
+            "tests/osa/test_launch.py",
+            "tests/osa/test_long.py",
+            "tests/pipeline/test_cuda_graph.py",
+        ]
         return [["-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *paths]]
     if name == "train" and all(map(importlib.util.find_spec, NEEDED)) and (ROOT / "data/mnist").exists():
         return [["-m", "pipeline.train", model, "0", "--no-tracking"] for model in MODELS[:-1]]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 import torch
@@ -20,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from osa.functional import ITERATIONS
-from osa.kernels import attention, launch, phi1
+from osa.kernels import launch, operators, sequences
 from pipeline.core import files
 from pipeline.core.errors import command_parser, entry_point
 from pipeline.core.files import ROOT
@@ -29,10 +30,12 @@ TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor of either
 RESERVED = 1024  # bytes of shared memory that each program takes besides its own
-WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
-DTYPES = dict.fromkeys(launch.METHODS, tuple(POINTERS)) | {"phi1": (torch.float32,)}
-NAMES = ("forward", "backward")
+WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
+DTYPES = (torch.float32, torch.bfloat16)
+POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
+METHODS = (*operators.METHODS, *(f"long {method}" for method in operators.LONG_METHODS), "phi1")
+MANY = 4096  # tokens that stand for any number of a long sequence
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
     "registers": r"Used (\d+) registers",
@@ -44,25 +47,58 @@ REPORTED = {
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("benchmarks.kernels", __doc__)
-    parser.add_argument("--methods", nargs="+", choices=DTYPES, default=tuple(DTYPES))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
     parser.add_argument("--output", type=Path, default=ROOT / TABLE)
     chosen = parser.parse_args(arguments)
-    cases = grid(chosen.methods, chosen.widths, chosen.architectures)
-    rows = [resources(*case) for case in tqdm(cases, desc="kernels", unit="kernel", disable=None)]
+    cases = list(itertools.product(chosen.methods, chosen.widths, DTYPES))
+    rows = [
+        resources(method, launched, width, dtype, architecture)
+        for method, width, dtype in tqdm(cases, desc="kernels", unit="case", disable=None)
+        for architecture in chosen.architectures
+        for launched in launches(method, width, dtype, architecture)
+    ]
     files.write_csv(chosen.output, pd.DataFrame(rows).assign(triton=triton.__version__))
 
 
-def grid(methods=tuple(DTYPES), widths=WIDTHS, architectures=tuple(ARCHITECTURES)) -> list[tuple]:
-    """Method, kernel, width, type and architecture of each kernel that there is for these."""
-    cases = itertools.product(methods, NAMES, widths, POINTERS, architectures)
-    return [(method, *case) for method, *case in cases if case[2] in DTYPES[method]]
+Launch = tuple  # the kernel, its tensors and their strides, and its other arguments by name
 
 
-def resources(method: str, name: str, width: int, dtype: torch.dtype, architecture: int) -> dict:
-    """A row of the table: a kernel compiled for query, key and value of one width and type, at the most tokens it takes."""
-    compiled = compile_kernel(method, name, width, dtype, architecture)
+def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
+    """What a call with its backward pass launches for query, key and value of one width, at the most tokens it takes."""
+    found = []
+    with (
+        mock.patch.object(launch, "launch", lambda kernel, programs, *others: found.append((kernel, *others))),
+        mock.patch.object(launch, "capability", return_value=architecture // 10),
+    ):
+        if method == "phi1":
+            z, y = (torch.empty(1, 2 * width, size, device="meta") for size in (2 * width, width))
+            if width <= operators.MAX_WIDTH and dtype == torch.float32:
+                launch.phi1_forward(z, y, y)
+                launch.phi1_backward(z, y, y, z, y)
+            return found
+        *long, name = method.split()
+        if long or width <= operators.MAX_WIDTH:
+            kernels = sequences if long else launch
+            query = torch.empty(2, 3, MANY if long else most_rows(name, width), width, dtype=dtype, device="meta")
+            shapes = (2, 3, 1, 1), kernels.saved_shape(name, query, query)
+            scale, saved = (torch.empty(shape, device="meta") for shape in shapes)
+            iterations = ITERATIONS.get(name, 0), 1e-7
+            kernels.forward(name, query, query, query, scale, query, saved, *iterations)
+            kernels.backward(name, query, query, query, scale, saved, query, (query, query, query, scale), *iterations)
+    return found
+
+
+def most_rows(method: str, width: int) -> int:
+    """As many as a program takes, and for "exact" as many as it has a basis for."""
+    rows = min(operators.MAX_TOKENS, launch.MAX_BASIS // max(16, 2 * width))
+    return min(rows, 512 * (8 if width > 16 else 4) // max(16, 2 * width)) if method == "exact" else rows
+
+
+def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, architecture: int) -> dict:
+    """A row of the table."""
+    compiled = compile_kernel(launched, architecture)
     with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
         file.write(compiled.asm["ptx"].encode())
         file.flush()
@@ -75,7 +111,7 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
     return {
         "method": method,
-        "kernel": name,
+        "kernel": launched[0].fn.__name__.removesuffix("_kernel"),
         "width": width,
         "dtype": str(dtype).removeprefix("torch."),
         "architecture": f"sm_{architecture}",
@@ -88,35 +124,24 @@ def resources(method: str, name: str, width: int, dtype: torch.dtype, architectu
     }
 
 
-def compile_kernel(method: str, name: str, width: int, dtype: torch.dtype, architecture: int):
-    """Compiled as a launch would for contiguous tensors (1, 1, N, width) of aligned addresses."""
-    module = phi1 if method == "phi1" else attention
-    kernel = {"forward": module.forward_kernel, "backward": module.backward_kernel}[name]
-    if method == "phi1":
-        like = torch.empty(1, 2 * width, 2 * width, dtype=dtype, device="meta")
-        constants = launch.phi1_constants(like, like[..., :width])
-    else:
-        rows = min(launch.MAX_TOKENS, launch.MAX_BASIS // (2 * width))  # as many as a program takes
-        if method == "exact":
-            rows = min(rows, 512 * (8 if width > 16 else 4) // max(16, 2 * width))  # as many as it has a basis for
-        like = torch.empty(1, 1, rows, width, dtype=dtype, device="meta")
-        constants = launch.attention_constants(method, name, like, like, ITERATIONS.get(method, 0))
-    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg")}
+def compile_kernel(launched: Launch, architecture: int):
+    """Compiled as the launch would, for tensors of aligned addresses."""
+    kernel, tensors, strides, arguments = launched
+    options = {key: value for key, value in arguments.items() if key in OPTIONS}
+    given = dict(zip(kernel.arg_names, (*tensors, *strides), strict=False)) | arguments
     signature, values, attributes, aligned = {}, {}, {}, [["tt.divisibility", 16]]
-    for i, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            signature[argument], values[argument] = "constexpr", constants[argument]
-        elif argument.endswith("strides"):
-            signature[argument], values[i, 3] = ("i32", "i32", "i32", "constexpr"), 1
-            attributes |= {(i, j): aligned for j in range(3)}
-        elif argument in ("count", "heads", "tokens", "scratch_size"):
-            signature[argument] = "i32"
-        elif argument == "epsilon":
-            signature[argument] = "fp32"
+    for i, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], values[parameter.name] = "constexpr", value
+        elif isinstance(value, tuple):
+            signature[parameter.name] = tuple("constexpr" if x == 1 else "i32" for x in value)
+            values |= {(i, j): 1 for j, x in enumerate(value) if x == 1}
+            attributes |= {(i, j): aligned for j, x in enumerate(value) if x % 16 == 0}
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], attributes[i,] = POINTERS[value.dtype], aligned
         else:
-            is_float32 = argument in ("scale", "grad_scale", "basis", "scratch")
-            signature[argument] = "*fp32" if is_float32 else POINTERS[dtype]
-            attributes[i,] = aligned
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 

@@ -20,10 +20,12 @@ def quick():
 
     It keeps a scalar as an array of one entry, which NumPy no longer takes for an index; it looks for the overflow of each
     sum of integers; it patches Triton's language again whenever a function is called; and it finds the type of every tuple,
-    which nothing needs.
+    which nothing needs. It truncates to bfloat16, multiplies matrices of bfloat16 as if they were integers, and rounds a
+    fused product before the sum, where the device does not.
     """
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     run, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
+    create_dot = type(builder).create_dot
     patched, no_type = set(), core.tuple_type([])
 
     def patch_tensor_and_index(tensor, scope):
@@ -40,11 +42,28 @@ def quick():
         patched.clear()
         return run(self, *args, **kwargs)
 
+    def convert(data, source, target, rounding):
+        is_wide = source == core.float32
+        wide = data if is_wide else (data.astype(np.uint32) << 16).view(np.float32)
+        narrow = torch.from_numpy(np.ascontiguousarray(wide)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return narrow if is_wide else wide
+
+    def dot(builder, a, b, sums, *options):
+        a, b = (builder.cast_impl(x, core.float32) if x.dtype == core.bfloat16 else x for x in (a, b))
+        return create_dot(builder, a, b, sums, *options)
+
+    def fma(builder, x, y, z):
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter.GridExecutor, "__call__", run_from_scratch)
         patch.setattr(core, "_type_for_tuple_values", lambda values, fields=None: no_type)
+        patch.setattr(interpreter, "_convert_float", convert)
+        patch.setattr(type(builder), "create_dot", dot)
+        patch.setattr(type(builder), "create_fma", fma)
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
 
@@ -86,7 +105,7 @@ class Races:
         def watched_barrier(builder):
             self.barriers += 1
             if not self.ignores_barriers:
-                self.reads.clear(), self.writes.clear()
+                self.forget()
             return barrier(builder)
 
         with pytest.MonkeyPatch.context() as patch:
@@ -94,6 +113,10 @@ class Races:
             patch.setattr(kind, "create_masked_store", watched_store)
             patch.setattr(kind, "create_barrier", watched_barrier)
             yield self
+
+    def forget(self) -> None:
+        """As at a barrier."""
+        self.reads, self.writes = [], []
 
     @staticmethod
     def _addresses(pointers, mask) -> np.ndarray:

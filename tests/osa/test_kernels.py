@@ -13,7 +13,7 @@ from tests.osa.helpers import DEGENERATE, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
-from osa.kernels import launch
+from osa.kernels import launch, operators
 from tests.osa.interpreter import DEVICE, Races, quick, random
 
 
@@ -47,7 +47,7 @@ METHODS = list(REFERENCE)
 
 
 def attend(query, key, value, scale, method, num_iterations=None):
-    return launch.attend(query, key, value, scale, method, num_iterations, linalg.EPSILON)
+    return operators.attend(query, key, value, scale, method, num_iterations, linalg.EPSILON)
 
 
 def errors(method, query, key, value, scale, num_iterations=None):
@@ -200,7 +200,7 @@ def test_phi1_alone():
     inputs, exact = ([x.detach().to(kind).requires_grad_() for x in (z, y)] for kind in (DEVICE, torch.float64))
     blocks = torch.cat([torch.cat([exact[0], torch.eye(3).expand(2, 3, 3)], -1), torch.zeros(2, 3, 6)], -2)
     expected = torch.linalg.matrix_exp(blocks)[:, :3, 3:] @ exact[1]  # Higham 2008, Section 10.7.4
-    actual = launch.phi1_times(*inputs)
+    actual = operators.phi1_times(*inputs)
     grads = torch.autograd.grad(actual, inputs, cotangent.to(DEVICE))
     expected_grads = torch.autograd.grad(expected, exact, cotangent.double())
     for a, b in zip((actual, *grads), (expected, *expected_grads), strict=True):
@@ -221,11 +221,14 @@ def test_beyond_every_digit_the_result_is_nan():
 def test_kernels_spill_no_register():
     """And two programs share a multiprocessor; in a process without the interpreter."""
     cases = [("exact", "forward", 16, "float32", 90), ("newton_schulz", "backward", 64, "bfloat16", 80)]
+    cases += [("long exact", "gram", 64, "bfloat16", 90), ("long exact", "apply_backward", 64, "bfloat16", 80)]
     script = (
-        "import json, torch; from pipeline.benchmarks.kernels import resources\n"
-        f"print(json.dumps([resources(*a, getattr(torch, dtype), b) for *a, dtype, b in {cases}]))"
+        "import json, torch; from pipeline.benchmarks.kernels import launches, resources\n"
+        f"cases = [(a, b, (c, getattr(torch, d), e)) for a, b, c, d, e in {cases}]\n"
+        "print(json.dumps([resources(method, each, *case) for method, name, case in cases"
+        " for each in launches(method, *case) if each[0].fn.__name__ == name + '_kernel']))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    for row in json.loads(done.stdout):
-        assert row["spilled_bytes"] == 0 and row["programs"] >= 2, row
+    rows = json.loads(done.stdout)
+    assert len(rows) == len(cases) and all(row["spilled_bytes"] == 0 and row["programs"] >= 2 for row in rows), rows

@@ -19,7 +19,7 @@ from tests.osa.helpers import relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
-from osa.kernels import launch
+from osa.kernels import launch, operators
 from tests.osa.interpreter import DEVICE, quick, random
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
@@ -28,8 +28,8 @@ INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the C
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Kernels take tensors of every device, by the interpreter."""
-    monkeypatch.setitem(linalg.KERNELS, "attend", [(launch.fits, launch.attend)])
-    monkeypatch.setitem(linalg.KERNELS, "phi1_times", [(launch.fits_phi1, launch.phi1_times)])
+    monkeypatch.setitem(linalg.KERNELS, "attend", [(operators.fits, operators.attend)])
+    monkeypatch.setitem(linalg.KERNELS, "phi1_times", [(operators.fits_phi1, operators.phi1_times)])
     monkeypatch.setattr(launch, "tile_constants", lambda size: {"TILES": (64, 64, 64), "num_warps": 8})
     with quick():
         yield
@@ -90,15 +90,8 @@ def test_a_step_launches_little_more_than_that_of_a_vit():
         assert sum(each.startswith("osa::") for each in names) == 12, name
 
 
-def test_what_a_long_sequence_takes_of_a_device():
-    """No more launches and bytes than there are, at N = 65,536 in bfloat16, where Q, K, V and the output have 34 MB."""
-    with FakeTensorMode():
-        inputs = [torch.empty(1, 1, 65536, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
-        found = traffic(lambda: orthogonal_attention(*inputs, scale=0.01))
-    assert 60 < len(found.names) <= 69 and 1_700 < found.bytes / 1e6 < 1_775, (len(found.names), found.bytes / 1e6)
-
-
-def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda):
+@pytest.mark.parametrize("operator", [operators.OPERATORS["qr"], operators.LONG_OPERATORS["exact"]], ids=["qr", "long"])
+def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda, operator):
     arguments = (
         *(x.requires_grad_() for x in random(3, 1, 2)),
         torch.tensor([0.2, 0.3], device=DEVICE).view(1, 2, 1, 1),
@@ -106,7 +99,7 @@ def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda):
         1e-7,
     )
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(launch.OPERATORS["qr"], arguments, test_utils=utilities)
+    torch.library.opcheck(operator, arguments, test_utils=utilities)
 
 
 @pytest.mark.slow
@@ -145,7 +138,7 @@ def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(as_on_cu
 @pytest.fixture
 def untried(monkeypatch):
     """As on a GPU with which no kernel was used yet, where no graph is recorded."""
-    monkeypatch.setattr(launch, "_TRIED", {})
+    monkeypatch.setattr(operators, "_TRIED", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -155,9 +148,11 @@ FORM = "exact", DEVICE, (torch.float32,) * 3, 16, 2, 3
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried", "as_on_cuda")
-def test_a_kernel_is_tried_once_wherever_it_is_first_used():
+@pytest.mark.parametrize("rows", [16, 400])
+def test_a_kernel_is_tried_once_wherever_it_is_first_used(rows):
+    form = *FORM[:3], rows, *FORM[4:]
     with torch.inference_mode(), FakeTensorMode():  # on true tensors all the same
-        assert traffic(lambda: launch._is_right(*FORM)).names == [] and launch._is_right(*FORM)
+        assert traffic(lambda: operators._is_right(*form)).names == [] and operators._is_right(*form)
 
 
 @pytest.mark.usefixtures("untried")
@@ -177,34 +172,39 @@ def test_a_kernel_that_fails_is_left_with_one_warning(monkeypatch, error):
             raise error
         return value + 0 * (query.sum() + key.sum() + scale.sum())
 
-    monkeypatch.setattr(launch, "attend", fails)
+    monkeypatch.setattr(operators, "attend", fails)
     with pytest.warns(UserWarning, match="its error is" if error is None else type(error).__name__) as warned:
-        assert not launch._is_right(*FORM)
+        assert not operators._is_right(*FORM)
     assert len(warned) == 1 and "and more" not in str(warned[0].message)
-    assert not launch._is_right(*FORM)
+    assert not operators._is_right(*FORM)
 
 
 @pytest.mark.usefixtures("untried")
 def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
     """Types, rows and widths make another program, which may fail where the first one did not."""
     forms = []
-    monkeypatch.setattr(launch, "_agrees", lambda *form: forms.append(form) or True)
+    monkeypatch.setattr(operators, "_agrees", lambda *form: forms.append(form) or True)
     x, y = torch.randn(1, 1, 20, 4), torch.randn(1, 1, 200, 4)
     for inputs in ((x, x, x), (x, x, x.bfloat16()), (y, y, y), (x, x, x[..., :2])):
-        assert all(launch.fits(*inputs, None, "qr") for _ in range(2))
-    assert len(forms) == len(set(forms)) == 4
+        assert all(operators.fits(*inputs, None, "qr") for _ in range(2))
+    long, longer = torch.randn(1, 1, 300, 4), torch.randn(1, 1, 5000, 4)
+    assert not operators.fits(long, long, long, None, "qr")
+    assert all(operators.fits(each, each, each, None, "exact") for each in (long, longer))  # one form
+    assert len(forms) == len(set(forms)) == 5
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # of a graph, in which none is tried
-    assert launch.fits(x, x, x, None, "qr") and not launch.fits(y, y, y.bfloat16(), None, "qr")
+    assert operators.fits(x, x, x, None, "qr") and not operators.fits(y, y, y.bfloat16(), None, "qr")
 
 
 @INTERPRETED
 @pytest.mark.usefixtures("as_on_cuda")
-def test_rows_may_lie_2_to_the_31_entries_apart():
+@pytest.mark.parametrize("most", [256, 2])
+def test_rows_may_lie_2_to_the_31_entries_apart(monkeypatch, most):
     """In memory of which next to nothing is touched."""
+    monkeypatch.setattr(operators, "MAX_TOKENS", most)
     key, value = (x.bfloat16() for x in random(3, 2, 2, (1, 1))[1:])
     query = torch.empty(2**31 + 8, dtype=torch.bfloat16).as_strided(key.shape, (1, 1, 2**30, 1)).copy_(-key)
     query[..., 0] += 1
-    actual, expected = (launch.attend(x, key, value, 0.2, "newton_schulz", 1, 1e-7) for x in (query, query.contiguous()))
+    actual, expected = (operators.attend(x, key, value, 0.2, "newton_schulz", 1, 1e-7) for x in (query, query.contiguous()))
     assert torch.equal(actual, expected)
 
 

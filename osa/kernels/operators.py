@@ -1,0 +1,239 @@
+"""The kernels as operators of torch, which autograd and torch.compile know as a whole, and when they are taken."""
+
+import functools
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from osa import functional, linalg
+from osa.kernels import launch, sequences
+from osa.kernels.launch import padded
+
+METHODS = ("exact", "newton_schulz", "qr")
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+LONG_METHODS = ("exact", "newton_schulz")  # that need Gram matrices alone
+MAX_WIDTH = 64  # of query, key and value
+MAX_TOKENS = 256  # beyond, one program for a matrix is too few
+MAX_LONG_WIDTH = 128
+TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str) -> bool:
+    """Whether `attend` takes tensors such as these of CUDA: by a method that has a kernel, and under no function transform.
+
+    A kernel that does not compile, or gives other numbers than the plain route when it is first used, does not fit either,
+    and warns once. While a CUDA graph is recorded none is tried: what is recorded has to have run before with the same
+    shapes, as torch asks of every capture.
+    """
+    tokens, width = query.shape[-2:]
+    tensors, is_short = (query, key, value), _is_short(query, value)
+    return (
+        method in (METHODS if is_short else LONG_METHODS)
+        and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH and _is_whole(x) for x in tensors)
+        and not (isinstance(scale, Tensor) and not _is_whole(scale))
+        and (method != "qr" or padded(tokens) * padded(2 * width) <= launch.MAX_BASIS)
+        and _is_right(
+            method,
+            query.device,
+            tuple(x.dtype for x in tensors),
+            padded(tokens) if is_short else TRIED_TOKENS,
+            width,
+            value.shape[-1],
+        )
+    )
+
+
+def _is_short(query: Tensor, value: Tensor) -> bool:
+    """Whether one program takes a whole matrix."""
+    return query.shape[-2] <= MAX_TOKENS and max(query.shape[-1], value.shape[-1]) <= MAX_WIDTH
+
+
+def fits_phi1(z: Tensor, y: Tensor) -> bool:
+    """The same for `phi1_times`."""
+    return (
+        all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y))
+        and z.shape[-1] <= 2 * MAX_WIDTH
+        and _is_right("phi1", z.device, (z.dtype,), 0, z.shape[-1], y.shape[-1])
+    )
+
+
+def phi1_times(z: Tensor, y: Tensor) -> Tensor:
+    """`osa.linalg.phi1_times` of (b, n, n) and (b, n, m) that fit."""
+    return _phi1_operator(z.contiguous(), y.contiguous())
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | Tensor | None,
+    method: str,
+    num_iterations: int | None,
+    epsilon: float,
+) -> Tensor:
+    """`orthogonal_attention` of tensors that fit."""
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    if not isinstance(scale, Tensor):
+        scale = query.new_full((1, 1), scale, dtype=torch.float32)
+    inputs = [x.expand(*batch, *x.shape[-2:]) for x in (query, key, value, scale.view(*scale.shape[:-2], 1, 1))]
+    if len(batch) != 2:
+        inputs = [x.reshape(-1, *batch[-1:], *x.shape[-2:]) if batch else x[None, None] for x in inputs]
+    options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
+    operators = OPERATORS if _is_short(query, value) else LONG_OPERATORS
+    output, _ = operators[method](*inputs, *options)
+    return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
+
+
+def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
+    """A module's kernels as osa::NAME, of (batch, heads, N, d) and (batch, heads, 1, 1), and osa::NAME_backward."""
+
+    @torch.library.custom_op(f"osa::{name}", mutates_args=())
+    def attend_heads(
+        query: Tensor, key: Tensor, value: Tensor, scale: Tensor, num_iterations: int, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        output, saved = empty_output(query, key, value, scale, num_iterations, epsilon)
+        kernels.forward(method, query, key, value, scale, output, saved, num_iterations, epsilon)
+        return output, saved
+
+    @torch.library.custom_op(f"osa::{name}_backward", mutates_args=())
+    def gradients(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: Tensor,
+        saved: Tensor,
+        grad: Tensor,
+        num_iterations: int,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grads = empty_grads(query, key, value, scale)
+        kernels.backward(method, query, key, value, scale, saved, grad, grads, num_iterations, epsilon)
+        return grads
+
+    @attend_heads.register_fake
+    def empty_output(query, key, value, scale, num_iterations, epsilon):
+        batch, heads, tokens, width = value.shape
+        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # as the heads' concatenation wants it
+        return output, query.new_empty(kernels.saved_shape(method, query, value), dtype=torch.float32)
+
+    @gradients.register_fake
+    def empty_grads(query, key, value, scale, *others):
+        return tuple(x.new_empty(x.shape) for x in (query, key, value, scale))
+
+    def save(ctx, inputs, output) -> None:
+        *tensors, ctx.num_iterations, ctx.epsilon = inputs
+        ctx.set_materialize_grads(False)  # what is saved has none
+        ctx.save_for_backward(*tensors, output[1])
+
+    @linalg.in_own_types
+    def backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
+        *tensors, saved = ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            options = method, ctx.num_iterations or None, ctx.epsilon
+            return *linalg.recorded_grad(lambda *x: functional.plain_attention(*x, *options), tensors, grad), None, None
+        return *gradients(*tensors, saved, grad, ctx.num_iterations, ctx.epsilon), None, None
+
+    attend_heads.register_autograd(backward, setup_context=save)
+    return attend_heads
+
+
+@torch.library.custom_op("osa::phi1", mutates_args=())
+def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
+    """φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
+    output = torch.empty_like(y)
+    launch.phi1_forward(z, y, output)
+    return output
+
+
+@torch.library.custom_op("osa::phi1_backward", mutates_args=())
+def _phi1_gradients_operator(z: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grad_z, grad_y = torch.empty_like(z), torch.empty_like(y)
+    launch.phi1_backward(z, y, grad, grad_z, grad_y)
+    return grad_z, grad_y
+
+
+@linalg.in_own_types
+def _phi1_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return linalg.recorded_grad(linalg.plain_phi1_times, ctx.saved_tensors, grad)
+    return _phi1_gradients_operator(*ctx.saved_tensors, grad.contiguous())
+
+
+_phi1_operator.register_fake(lambda z, y: torch.empty_like(y))
+_phi1_gradients_operator.register_fake(lambda z, y, grad: (torch.empty_like(z), torch.empty_like(y)))
+_phi1_operator.register_autograd(_phi1_autograd, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+OPERATORS = {method: _register(method, method, launch) for method in METHODS}
+LONG_OPERATORS = {method: _register(method, f"long_{method}", sequences) for method in LONG_METHODS}
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether no function transform holds x, which takes an operator apart."""
+    return torch.compiler.is_compiling() or linalg.is_eager(x)
+
+
+_TRIED: dict[tuple, bool] = {}  # whether a kernel of these types, rows and widths agrees
+
+
+@torch._dynamo.assume_constant_result
+def _is_right(
+    method: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
+) -> bool:
+    """Whether a kernel's numbers are right on this device: tried once, and never while a graph is recorded."""
+    if not torch.cuda.is_available():
+        return True  # the tensors are fake, and so is what follows
+    form = method, device, dtypes, rows, width, value_width
+    if form not in _TRIED and not torch.cuda.is_current_stream_capturing():
+        _TRIED[form] = _agrees(*form)
+    return _TRIED.get(form, False)
+
+
+def _agrees(
+    method: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
+) -> bool:
+    """Whether values and gradients on this device are those of the plain route on the CPU in float64.
+
+    Whatever goes wrong between Triton, the C compiler, its cache on the disk and the driver is a reason to do without it.
+    """
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        if method == "phi1":
+            shapes = (6, width, width), (6, width, value_width), (6, width, value_width)
+            *inputs, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+            inputs[0] = 0.2 * (inputs[0] - inputs[0].mT)
+            function, plain = phi1_times, linalg.plain_phi1_times
+        else:
+            tokens = rows - rows // 4 + 1  # the last of its tiles is not whole
+            shapes = (2, 3, tokens, width), (2, 3, tokens, width), (2, 3, tokens, value_width)
+            *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
+            inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+            inputs.append(torch.tensor([0.02, -0.05, 0.1]).view(3, 1, 1))
+            options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
+            function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
+        grad = grad.to(dtypes[-1])
+        exact = [x.double().requires_grad_() for x in inputs]
+        try:
+            inputs = [x.to(device).requires_grad_() for x in inputs]
+            actual, expected = function(*inputs), plain(*exact)
+            grads = torch.autograd.grad(actual, inputs, grad.to(device)), torch.autograd.grad(expected, exact, grad.double())
+            errors = [
+                ((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()).item()
+                for a, b in [(actual, expected), *zip(*grads, strict=True)]
+            ]
+            reason = None if max(errors) < max(TOLERANCE[x] for x in dtypes) else f"its error is {max(errors):.1e}"
+        except Exception as error:  # noqa: BLE001
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if reason is not None:
+        warnings.warn(f'the kernel of "{method}" for d = {width} is not used on {device}: {reason}', stacklevel=2)
+    return reason is None

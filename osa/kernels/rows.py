@@ -1,0 +1,69 @@
+"""Tiles of rows of a long sequence: M = [Q, K] balanced, and its products.
+
+Products of bfloat16 are those of tensor cores, exact, and summed in float32; what is float32 beside them is the sum of two
+bfloat16, 16 bits. All other products are in full float32.
+"""
+
+import triton
+import triton.language as tl
+
+from osa.kernels.tiles import load, matrix, slice_of, transpose
+
+
+@triton.jit
+def product(sums, left, right, SPLIT: tl.constexpr):
+    """sums + left · right. SPLIT: as products of bfloat16, where a float32 operand has a high and a low part."""
+    if SPLIT:
+        high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
+        if left.dtype == tl.float32:
+            sums = tl.dot((left - high.to(tl.float32)).to(tl.bfloat16), right_high, sums)
+        if right.dtype == tl.float32:
+            sums = tl.dot(high, (right - right_high.to(tl.float32)).to(tl.bfloat16), sums)
+        sums = tl.dot(high, right_high, sums)
+    else:
+        sums = tl.dot(left.to(tl.float32), right.to(tl.float32), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def sheared(q, k, shear, rows, columns, WIDTH: tl.constexpr):
+    """Columns of Q − a ∘ K and K − b ∘ Q, rounded once."""
+    q_tile, k_tile = load(q, rows, columns).to(tl.float32), load(k, rows, columns).to(tl.float32)
+    a = load(transpose(shear), tl.arange(0, 1), columns) + tl.zeros_like(q_tile)
+    b = load(transpose(shear), tl.arange(0, 1), columns + WIDTH) + tl.zeros_like(q_tile)
+    return tl.fma(-a, k_tile, q_tile), tl.fma(-b, q_tile, k_tile)
+
+
+@triton.jit
+def balanced(q, k, kept, rows, columns, WIDTH: tl.constexpr):
+    """Columns of the two halves of M, balanced."""
+    q_tile, k_tile = sheared(q, k, kept[0], rows, columns, WIDTH)
+    sigma = transpose(kept[1])
+    return (
+        load(sigma, tl.arange(0, 1), columns) * q_tile,
+        load(sigma, tl.arange(0, 1), columns + WIDTH) * k_tile,
+    )
+
+
+@triton.jit
+def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
+    """sums + M A of rows of M and columns of A."""
+    PART: tl.constexpr = TILE[1]
+    for start in range(0, WIDTH, PART):
+        inner = start + tl.arange(0, PART)
+        q_tile, k_tile = balanced(q, k, kept, rows, inner, WIDTH)
+        sums = product(sums, q_tile, load(a, inner, columns), SPLIT)
+        sums = product(sums, k_tile, load(a, inner + WIDTH, columns), SPLIT)
+    return sums
+
+
+@triton.jit
+def saved_matrices(pointer, index, size, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """What is kept of one matrix: γ, σ, G, X, T and a pointer to c, which is NaN where φ₁ has no digit."""
+    scratch = slice_of(pointer, index, size)
+    gamma, scratch = matrix(scratch, 2 * WIDTH, 1)
+    sigma, scratch = matrix(scratch, 2 * WIDTH, 1)
+    g, scratch = matrix(scratch, 2 * WIDTH, 2 * WIDTH)
+    x, scratch = matrix(scratch, 2 * WIDTH, VALUE_WIDTH)
+    t, scratch = matrix(scratch, 2 * WIDTH, VALUE_WIDTH)
+    return (gamma, sigma, g, x, t, scratch[0] + scratch[1])

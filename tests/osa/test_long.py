@@ -1,0 +1,165 @@
+"""The kernels of long sequences: their numbers, what they launch and move, and the order of what their threads do."""
+
+import numpy as np
+import pytest
+import torch
+
+from osa import reference
+from tests.osa.helpers import orthogonality_error
+
+pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
+
+from triton.runtime import interpreter
+
+from osa.kernels import launch, operators, sequences
+from tests.osa.interpreter import DEVICE, Races, quick, random
+from tests.osa.test_kernels import attend, errors, scales
+
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def long(monkeypatch):
+    """Every sequence counts as long, in parts of 64 rows; few steps for the interpreter."""
+    monkeypatch.setattr(operators, "MAX_TOKENS", 0)
+    if DEVICE.type == "cuda":
+        yield
+        return
+    monkeypatch.setattr(sequences, "LEAST_ROWS", 64)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
+    tiles = {"num_warps": 8}
+    monkeypatch.setattr(launch, "tile_constants", lambda size: tiles | {"TILES": (max(64, launch.padded(size)), 64, 64)})
+    for name in ("gram_tile", "small_tile", "apply_tile"):
+        tile = getattr(sequences, name)
+        monkeypatch.setattr(sequences, name, lambda *x, tile=tile: (t := tile(*x)) | {"TILE": (64, *t["TILE"][1:])})
+    with quick():
+        yield
+
+
+@pytest.mark.parametrize(
+    "method, tokens, width, value_width, dtype",
+    [
+        ("exact", 3, 5, 3, torch.float32),  # N < 2d
+        ("exact", 130, 9, 20, torch.float32),  # nothing whole
+        ("exact", 70, 128, 128, torch.float32),
+        ("newton_schulz", 100, 8, 8, torch.float32),
+        ("exact", 150, 32, 32, HALF),
+        ("exact", 70, 9, 7, torch.float16),
+    ],
+)
+def test_output_and_gradients_match_the_reference(method, tokens, width, value_width, dtype):
+    query, key, value = (x.to(dtype) for x in random(tokens, width, value_width, (1, 2)))
+    scale = scales(0.5, -0.3) / (tokens + width)  # ‖S‖ about 1
+    assert max(errors(method, query, key, value, scale)) < {torch.float32: 5e-6, HALF: 5e-3, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("dtype, distance", [(torch.float32, 0), (torch.float32, 1e-3), (HALF, 1e-2), (torch.float32, 1e3)])
+def test_columns_are_balanced(dtype, distance):
+    """Q near K, which the sums of G do not tell apart, and Q far longer than K. One head of two is so, and ‖S‖ is 1."""
+    query, key, value = random(100, 4, 4, (1, 2))
+    query[:, 0] = key[:, 0] + distance * query[:, 0]
+    query, key, value = (x.to(dtype) for x in (query, key, value))
+    norm = torch.linalg.matrix_norm(reference.skew(query.double(), key.double(), 1.0), 2).clamp(min=1e-3)
+    found = errors("exact", query, key, value, (1 / norm).float().view(1, 2, 1, 1))
+    assert max(found) < (2e-5 if dtype == torch.float32 else 5e-3), found
+
+
+def test_bfloat16_is_as_orthogonal_as_its_rounding():
+    """‖AᵀA − I‖ of A = exp(S) in bfloat16 is that of the exact A when it is rounded."""
+    query, key, _ = (x.to(HALF) for x in random(96, 16, 16, (1, 1)))
+    identity, scale = torch.eye(96, device=DEVICE, dtype=HALF)[None, None], 0.02
+    actual = attend(query, key, identity, scale, "exact")
+    rounded = reference.orthogonal_attention(*(x.double().cpu() for x in (query, key, identity)), scale).to(HALF)
+    assert orthogonality_error(actual.cpu()) < 1.2 * orthogonality_error(rounded) < 2e-2
+
+
+def test_where_no_digit_is_left_and_where_a_head_is_nan():
+    """The result is NaN, and that of the other head as before; Q = K W for a symmetric W is what no balancing helps."""
+    query, key, value = random(70, 4, 4, (1, 2))
+    expected = attend(query, key, value, scales(0.01, 0.01), "exact")
+    broken = query.clone()
+    broken[0, 0, 2, 1] = torch.nan
+    symmetric = query.clone()
+    w = torch.randn(4, 4, device=DEVICE)
+    symmetric[0, 0] = key[0, 0] @ (w + w.mT) + 1e-6 * query[0, 0]
+    for other, scale in ((broken, 0.01), (symmetric, 1e3), (query, 1e9)):
+        actual = attend(other, key, value, scales(scale, 0.01), "exact")
+        assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1])
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize("near", [1.0, 1e-3])
+def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, near):
+    """With tiles of a GPU; between two launches all is in order. Without its barriers a kernel races."""
+    monkeypatch.undo()
+    monkeypatch.setattr(operators, "MAX_TOKENS", 0)
+    monkeypatch.setattr(sequences, "LEAST_ROWS", 64)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
+    query, key, value = random(70, 5, 3, (1, 1))
+    inputs, start = [x.requires_grad_() for x in (key + near * query, key, value)], launch.launch
+    with quick():
+        for ignores_barriers in (False, True):
+            with Races(ignores_barriers=ignores_barriers).watch() as races:
+                monkeypatch.setattr(launch, "launch", lambda *x, races=races: (races.forget(), start(*x)))
+                torch.autograd.grad(attend(*inputs, 0.1, "exact").sum(), inputs)
+            assert races.barriers > 50 and (races.found > 50 if ignores_barriers else races.found == 0), races.found
+
+
+class Memory:
+    """Bytes that each launch reads and writes, each address once, as long as caches hold what several programs read."""
+
+    def __init__(self) -> None:
+        self.launches = []
+
+    def watch(self, monkeypatch) -> None:
+        kind, start = type(interpreter.interpreter_builder), launch.launch
+        load, store = kind.create_masked_load, kind.create_masked_store
+
+        def watched_launch(kernel, programs, tensors, strides, arguments):
+            sizes = [x.untyped_storage().nbytes() // x.element_size() for x in tensors]
+            self.tensors = [(x.data_ptr(), x, *np.zeros((2, n), bool)) for x, n in zip(tensors, sizes, strict=True)]
+            start(kernel, programs, tensors, strides, arguments)
+            used = sum(x.element_size() * int(read.sum() + written.sum()) for _, x, read, written in self.tensors)
+            self.launches.append((kernel.fn.__name__, used))
+
+        def touch(pointers, mask, which):
+            addresses = pointers.data[mask.data].astype(np.int64)
+            for base, x, *used in self.tensors if addresses.size else ():
+                index = (addresses - base) // x.element_size()
+                if 0 <= index[0] < len(used[which]):
+                    used[which][index] = True
+
+        def watched_load(builder, pointers, mask, *others):
+            touch(pointers, mask, 0)
+            return load(builder, pointers, mask, *others)
+
+        def watched_store(builder, pointers, value, mask, *others):
+            touch(pointers, mask, 1)
+            return store(builder, pointers, value, mask, *others)
+
+        monkeypatch.setattr(launch, "launch", watched_launch)
+        monkeypatch.setattr(kind, "create_masked_load", watched_load)
+        monkeypatch.setattr(kind, "create_masked_store", watched_store)
+
+
+@pytest.mark.slow
+@INTERPRETED
+def test_launches_and_bytes(monkeypatch):
+    """What 65,536 tokens of one head in bfloat16 take of 132 multiprocessors, by half of both.
+
+    Ideal is to read and write every tensor once. A sum over parts is one more launch, of torch's own.
+    """
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
+    monkeypatch.setattr(sequences, "LEAST_ROWS", 256)
+    for name in ("gram_tile", "small_tile", "apply_tile"):
+        monkeypatch.setattr(sequences, name, lambda *x: {"TILE": (1024, 64, 64, 64), "num_warps": 8})
+    inputs = [x.to(HALF).requires_grad_() for x in random(65536 // 2, 64, 64, (1, 1))]
+    memory = Memory()
+    memory.watch(monkeypatch)
+    output = attend(*inputs, 1e-4, "exact")
+    forward, memory.launches = memory.launches, []
+    torch.autograd.grad(output.sum(), inputs)
+    for launches, count, tensors in ((forward, 4, 4), (memory.launches, 3, 7)):
+        assert len(launches) == count and sum(used for _, used in launches) <= 2.2 * tensors * output.nbytes, launches

@@ -92,8 +92,13 @@ def as_idx(array: np.ndarray) -> bytes:
 
 
 def _num_classes(folder: str | Path) -> int:
-    description = Path(folder, params.DESCRIPTION)
-    return len(files.read_json(description)["classes"]) if description.exists() else params.DIGITS.num_classes
+    path = Path(folder, params.DESCRIPTION)
+    if not path.exists():
+        return params.DIGITS.num_classes
+    try:
+        return len(files.read_json(path)["classes"])
+    except (UserError, KeyError, TypeError):
+        raise _unusable(path, "is damaged") from None
 
 
 def _read(folder: str | Path) -> list[np.ndarray]:

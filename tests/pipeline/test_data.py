@@ -103,8 +103,9 @@ def test_corrupted_file_is_named_with_the_remedy(folder, name, corrupt, problem)
         (TEST_LABELS, lambda path: path.write_bytes(path.with_name(TEST_IMAGES).read_bytes()), "IDX"),
         (TEST_LABELS, lambda path: path.write_bytes(path.with_name(TRAIN_LABELS).read_bytes()), "31 .*17"),
         (TRAIN_LABELS, lambda path: write_idx(path, np.arange(31) % 11), "label 10"),
+        ("images.json", lambda path: path.write_text('{"classes": 3}', encoding="utf-8"), "damaged"),
     ],
-    ids=["size", "images as labels", "another split", "label"],
+    ids=["size", "images as labels", "another split", "label", "description"],
 )
 def test_a_file_that_does_not_fit_is_named(folder, name, write, word):
     write(folder / name)

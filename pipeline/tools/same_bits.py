@@ -15,17 +15,24 @@ from pathlib import Path
 import torch
 
 import osa.models
-from pipeline.core import params, record
-from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.core.files import ROOT
-from pipeline.training import data
+from pipeline.core import params
 from pipeline.training.loop import Training, make_deterministic
 
 STEPS, BATCH = 20, 16
 
 
-@entry_point
 def main() -> None:
+    from pipeline.core.errors import entry_point  # in here, as this file runs with the code of the other tree too
+
+    entry_point(compare)()
+
+
+def compare() -> None:
+    from pipeline.core import record
+    from pipeline.core.errors import UserError, command_parser
+    from pipeline.core.files import ROOT
+    from pipeline.training import data
+
     parser = command_parser("tools.same_bits", __doc__)
     parser.add_argument("commit")
     commit = parser.parse_args().commit

@@ -37,7 +37,8 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
         raise ValueError(
             f"attn_mask must be boolean, not {mask.dtype}: exp(S) has no softmax, to whose logits a mask could be added"
         )
-    if mask.dim() < 2 or mask.shape[-1] != num_tokens or mask.shape[-2] not in (1, num_tokens):
+    rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 0)
+    if columns != num_tokens or (rows != num_tokens and rows != 1):  # `in` is not traced where sizes are symbols
         raise ValueError(
             f"attn_mask must be (..., 1, {num_tokens}) or (..., {num_tokens}, {num_tokens}), not {tuple(mask.shape)}"
         )

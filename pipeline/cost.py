@@ -212,6 +212,7 @@ MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
     "aten::linalg_solve_ex",
     "aten::linalg_vector_norm",
     "aten::_scaled_dot_product_attention_math",
+    "osa::warn_where_lost",
 }
 
 

@@ -19,8 +19,8 @@ def log(training: Training, run: Any, client: Any) -> str:
     from mlflow.models import Model, infer_signature
 
     config = params.validate(RunConfig, params.written_config(training.record["config"]), str(training.path))
-    model, size = training.run.load_model(config), config.data.image_size
-    images = torch.zeros(2, config.data.in_channels, size, size)
+    model, data = training.run.load_model(config), config.data.images
+    images = torch.zeros(2, data.channels, data.size, data.size)
     with torch.no_grad():
         signature = infer_signature(images.numpy(), model(images).numpy())
     options = {"serialization_format": "pt2", "input_example": images.numpy(), "signature": signature}

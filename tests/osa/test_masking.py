@@ -45,6 +45,8 @@ def test_a_batch_of_masks_is_one_for_each_sequence_and_is_traced():
         assert relative_error(actual[i], orthogonal_attention(*(x[i] for x in inputs), mask[i])) < 1e-12
     square = mask.expand(2, 1, TOKENS, TOKENS)
     compiled = torch.compile(orthogonal_attention, backend="eager", fullgraph=True)
+    for length in (3, 4, 5):  # after which the number of tokens is a symbol
+        compiled(*draw(length, WIDTH))
     assert relative_error(compiled(*inputs, square), actual) < 1e-12
     same = lambda *x: orthogonal_attention(*x, square[0])  # noqa: E731
     assert relative_error(torch.func.vmap(same)(*inputs), same(*inputs)) < 1e-12

@@ -1,5 +1,6 @@
-"""The fetch stage: one data set as four gzipped IDX files in data/SOURCE, each of them whole and verified, and their
-digest, which records have too, in paper_outputs/data/SOURCE.txt.
+"""The fetch stage: a data set as four gzipped IDX files in data/SOURCE, each of them whole and verified.
+
+Their digest, which records have too, is in paper_outputs/data/SOURCE.txt.
 
 `data.source` says which one, or the command does: `python -m pipeline.fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
 CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others;

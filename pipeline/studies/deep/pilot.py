@@ -38,6 +38,7 @@ def short_training(config: RunConfig, seed: int, steps: int) -> Iterator[dict[st
     gradient   ‖∂loss/∂θ‖₂ over all parameters, before it is clipped
     """
     training, norms = Training(config, seed, record.default_device()), []
+    training.with_graph = False  # in whose replay no hook runs
     for parameter in training.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.double().norm()))
     for step, batch in enumerate(itertools.islice(training.batches(0), steps)):

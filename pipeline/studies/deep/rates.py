@@ -10,11 +10,10 @@ import pandas as pd
 from pydantic import Field
 
 from pipeline.claims import GUESS_LOSS
-from pipeline.core import record
 from pipeline.core.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
-from pipeline.training.loop import Training
+from pipeline.studies.deep.pilot import short_training
 
 OSA = "osa_shaped"  # whose α L is sought at its best rate
 ALPHA = 0.36  # α L until then
@@ -56,11 +55,7 @@ def train(search: Search, seed: int, model: str, rate: float, alpha: float, lab:
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}
-    training, losses = Training(lab.config(model, changes), seed, record.default_device()), []
-    for images, labels in training.batches(0):
-        losses.append(training.step(images, labels)[0].item())
-        if len(losses) == search.steps or not math.isfinite(losses[-1]):
-            break
+    losses = [step["loss"] for step in short_training(lab.config(model, changes), seed, search.steps)]
     last = losses[-search.last :]
     row = {"model": model, "depth": search.depth, "learning_rate": rate, "alpha_times_depth": alpha}
     return row | {"steps": search.steps, "seed": seed, "loss": sum(last) / len(last)}

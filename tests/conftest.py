@@ -1,6 +1,7 @@
 """Settings of every test: one thread, a fixed seed, property tests that draw the same examples each time."""
 
 import os
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -16,3 +17,10 @@ hypothesis.settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(20260)
+
+
+@pytest.fixture(autouse=True)
+def environment_restored():
+    """What a test, or a library it calls, leaves in os.environ: mlflow.set_tracking_uri sets a variable there."""
+    with mock.patch.dict(os.environ):
+        yield

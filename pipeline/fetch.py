@@ -22,9 +22,8 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.core import params
+from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point, without_password
-from pipeline.core.files import write_bytes, write_text
 from pipeline.training import data
 
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
@@ -54,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_sample(data.folder(source))
     else:
         fetch(source)
-    write_text(Path("paper_outputs", f"{data.folder(source)}.txt"), f"{data.digest(data.folder(source))}\n")
+    files.write_text(Path("paper_outputs", f"{data.folder(source)}.txt"), f"{data.digest(data.folder(source))}\n")
 
 
 def fetch(source: str) -> None:
@@ -74,7 +73,7 @@ def fetch(source: str) -> None:
         if not (path.is_file() and _digest(path.read_bytes(), digest) == digest):
             for mirror in mirrors:
                 try:
-                    write_bytes(path, _download(f"{mirror.rstrip('/')}/{name}", digest))
+                    files.write_bytes(path, _download(f"{mirror.rstrip('/')}/{name}", digest))
                     mirrors.sort(key=lambda each, first=mirror: each != first)  # ask it first for the next file
                     break
                 except (HTTPException, OSError, ValueError) as error:
@@ -132,10 +131,7 @@ def _digest(content: bytes, known: str) -> str:
 def _as_url(mirror: str) -> str:
     if "://" in mirror:
         return mirror
-    folder = Path(mirror).expanduser()
-    if not folder.is_dir():
-        folder = Path(os.environ.get("DVC_ROOT", ""), folder)  # `dvc exp run --temp` runs in a copy of the repository
-    return folder.resolve().as_uri()
+    return files.found(mirror).resolve().as_uri()
 
 
 def _proxy(url: str) -> str:
@@ -189,8 +185,8 @@ def write_sample(folder: str | Path) -> None:
 
 
 def _write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
-    write_bytes(folder / data.IMAGES.format(split), data.as_idx(images))
-    write_bytes(folder / data.LABELS.format(split), data.as_idx(labels))
+    files.write_bytes(folder / data.IMAGES.format(split), data.as_idx(images))
+    files.write_bytes(folder / data.LABELS.format(split), data.as_idx(labels))
 
 
 if __name__ == "__main__":

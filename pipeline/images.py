@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -56,7 +57,11 @@ def convert(wanted: params.Data, out: Path) -> None:
     Raises:
         UserError: what is at `data.path` cannot be read, is not laid out so, or holds an unusable image.
     """
-    path = _resolved(wanted.path)
+    path = files.found(wanted.path)
+    if not path.exists():
+        raise UserError(
+            f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
+        )
     survey = survey_of(path)
     classes = _checked_classes(path, survey)
     common = Counter(survey.sizes.values()).most_common()
@@ -165,25 +170,16 @@ def _pixels(path: Path, name: str, content: bytes, channels: int, size: int) -> 
         return np.moveaxis(np.asarray(pixels).reshape(size, size, channels), -1, 0)
 
 
-class _opened:
-    """An image, opened from its bytes. Whatever a decoder raises inside is a sentence that names the file."""
-
-    def __init__(self, path: Path, name: str, content: bytes) -> None:
-        self.place, self.content = f"{path}: {name}", content
-
-    def __enter__(self) -> Image.Image:
-        try:
-            return Image.open(io.BytesIO(self.content))
-        except Exception as error:  # noqa: BLE001
-            raise self._unreadable(error) from None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            raise self._unreadable(error) from None
-
-    def _unreadable(self, error: Exception) -> UserError:
+@contextmanager
+def _opened(path: Path, name: str, content: bytes) -> Iterator[Image.Image]:
+    """An image from its bytes. Whatever a decoder raises, then or inside, is a sentence that names the file."""
+    try:
+        yield Image.open(io.BytesIO(content))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001
         reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
-        return UserError(f"{self.place} cannot be read as an image ({reason}): replace or remove it.")
+        raise UserError(f"{path}: {name} cannot be read as an image ({reason}): replace or remove it.") from None
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
@@ -191,8 +187,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
 
     Files that systems leave behind, hidden ones and __MACOSX, are left out.
     """
-    members = _in_folder(path) if path.is_dir() else _in_archive(path, _in_zip if zipfile.is_zipfile(path) else _in_tar)
-    for name, content in members:
+    for name, content in _in_folder(path) if path.is_dir() else _in_archive(path):
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if ".." in parts or "/" in parts[:1]:
             raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
@@ -207,39 +202,25 @@ def _in_folder(path: Path) -> Iterator[tuple[str, bytes | None]]:
         yield from (((inside / name).as_posix(), Path(folder, name).read_bytes()) for name in names)
 
 
-def _in_archive(path: Path, read) -> Iterator[tuple[str, bytes | None]]:
+def _in_archive(path: Path) -> Iterator[tuple[str, bytes | None]]:
     try:
-        yield from read(path)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                yield from ((each.filename, None if each.is_dir() else archive.read(each)) for each in archive.infolist())
+            return
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if not (member.isfile() or member.isdir()):
+                    raise UserError(f"{path} has the member {member.name}, a link or device: data.path needs plain files.")
+                yield member.name, None if member.isdir() else archive.extractfile(member).read()
     except DAMAGES as error:
         raise UserError(f"{path} cannot be read as a tar or zip archive ({error}): data.path needs a whole one.") from None
-
-
-def _in_zip(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            yield member.filename, None if member.is_dir() else archive.read(member)
-
-
-def _in_tar(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    with tarfile.open(path) as archive:
-        for member in archive:
-            if not (member.isfile() or member.isdir()):
-                raise UserError(f"{path} has the member {member.name}, a link or device: data.path needs plain files.")
-            yield member.name, None if member.isdir() else archive.extractfile(member).read()
 
 
 def _split_root(name: str) -> tuple[str, tuple[str, ...]]:
     """The folder around train/ and test/, which archives often have, and the parts of a name inside it."""
     first, *others = parts = tuple(name.split("/"))
     return ("", parts) if first in SPLITS or not others else (first, tuple(others))
-
-
-def _resolved(path: str) -> Path:
-    """`data.path`, from here or else from DVC's root: `dvc exp run --temp` runs in a copy of the repository."""
-    for base in ("", os.environ.get("DVC_ROOT", "")):
-        if (found := Path(base, Path(path).expanduser())).exists():
-            return found
-    raise UserError(f"data.path {path} does not exist: write the folder or archive of your images in params.yaml.")
 
 
 def _is_there(out: Path, description: dict) -> bool:

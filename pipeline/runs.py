@@ -188,13 +188,19 @@ def same_config(recorded: dict, config: RunConfig) -> bool:
 
 
 def of_table_2(settings: Params) -> list[Run]:
-    """The runs that Table 2, Figure 1 and the verdicts are of: of each model whichever are more, those of `run.seeds` or the
-    exploratory ones."""
-    result = []
-    for variant in settings.run.variants:
-        trained, known = [Run(variant, seed) for seed in settings.run.seeds], exploratory(settings, variant)
-        result += known if len(known) > len(trained) else trained
-    return result
+    """The runs that Table 2, Figure 1 and the verdicts are of: of each model those of `run.seeds`, or its exploratory
+    ones if they are more."""
+    seeds = settings.run.seeds
+    return [
+        run
+        for variant in settings.run.variants
+        for run in whichever_are_more([Run(variant, seed) for seed in seeds], exploratory(settings, variant))
+    ]
+
+
+def whichever_are_more(trained: list, known: list) -> list:
+    """What Table 2 has of a model: what is trained for it, or what is known of exploratory seeds if that is more."""
+    return known if len(known) > len(trained) else trained
 
 
 def exploratory(settings: Params, variant: str) -> list[Run]:
@@ -213,16 +219,9 @@ def is_of(record: dict, config: RunConfig) -> bool:
     return same_config(record["config"], config) and record["numerics"] == NUMERICS
 
 
-def is_current(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
-    """`is_recorded`, and its weights are there."""
-    return run.weights.exists() and is_recorded(run, config, data_sha256)
-
-
-def is_recorded(run: Run, config: RunConfig, data_sha256: str | None) -> bool:
-    """Whether the run is there, and of this configuration, of this data if any is given, and of today's numerics."""
-    if (made := run.record_if_there()) is None:
-        return False
-    return is_of(made, config) and data_sha256 in (None, made["data_sha256"])
+def is_recorded(run: Run, config: RunConfig) -> bool:
+    """Whether the run is there, of this configuration and of today's numerics."""
+    return (made := run.record_if_there()) is not None and is_of(made, config)
 
 
 def finished() -> list[dict]:

@@ -20,11 +20,10 @@ from pipeline import runs as results
 from pipeline.core import files, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.params import Params, load
-from pipeline.runs import Run
+from pipeline.runs import CURVES, Run
 from pipeline.statistics import summarise
 
 FOLDER, METRICS = Path("paper_outputs/tables"), "test_accuracy"
-CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
 RUN = ["variant", "seed"]
 STATUSES = ("finished", "diverged", "missing")

@@ -9,8 +9,8 @@ With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/r
 from pipeline import runs, studies, tracking
 from pipeline.core import params
 from pipeline.core.errors import command_parser, entry_point
+from pipeline.recorder import train
 from pipeline.training.loop import make_deterministic
-from pipeline.training.recorder import train
 
 
 @entry_point

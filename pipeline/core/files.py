@@ -16,6 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]  # of the repository whose code is ru
 DIGITS = 6  # significant ones in every file: beyond them shows the order of additions, which changes with the threads
 
 
+def found(path: str) -> Path:
+    """A path of the user's, from here or else from DVC's root: `dvc exp run --temp` runs in a copy of the repository."""
+    here = Path(path).expanduser()
+    return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
+
+
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part.
 

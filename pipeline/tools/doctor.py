@@ -122,7 +122,7 @@ def runs() -> Iterator[Line]:
     weights = sum(run.weights.exists() for run, _ in jobs)
     remedy = "`git checkout paper_outputs/weights` where git has them, or `make reproduce`" if weights < len(jobs) else ""
     yield "weights", f"{weights} of {len(jobs)} runs of Table 2 have theirs", remedy, False
-    current = sum(runs.is_recorded(run, config, None) for run, config in jobs)
+    current = sum(runs.is_recorded(run, config) for run, config in jobs)
     remedy = "`make plan` says why, `make reproduce` trains them" if current < len(jobs) else ""
     yield "records", f"{current} of {len(jobs)} are of today's numerics and parameters", remedy, False
 

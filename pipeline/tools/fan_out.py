@@ -23,9 +23,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,14 +104,14 @@ def alone(lock: Path) -> Iterator[None]:
 
 def train(jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None) -> Iterator[Run]:
     """Trains on a cluster or here, shows each run in MLflow when it ends, and yields it."""
-    if cluster:
-        for run in follow(jobs, on_cluster(jobs, cluster), len(jobs)):
-            if not no_tracking:
-                tracking.sync_quietly(run)
-            yield run
-    else:
+    if not cluster:
         at_a_time = at_a_time or torch.cuda.device_count() or len(os.sched_getaffinity(0))
         yield from follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * no_tracking), at_a_time)
+        return
+    for run in follow(jobs, on_cluster(jobs, cluster), len(jobs)):
+        if not no_tracking:
+            tracking.sync_quietly(run)
+        yield run
 
 
 # which runs
@@ -118,8 +119,10 @@ def train(jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: st
 
 def is_there(run: Run, config: RunConfig) -> bool:
     """Whether a run is as today's numerics, data and parameters make it, with the weights that are evaluated of Table 2."""
-    check = runs.is_current if run.study == runs.TABLE_2 else runs.is_recorded
-    return check(run, config, None) and check(run, config, digest(config.data.source))
+    made = run.record_if_there()
+    if made is None or not runs.is_of(made, config) or (run.study == runs.TABLE_2 and not run.weights.exists()):
+        return False
+    return made["data_sha256"] == digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: list[str] | None = None) -> list[Job]:
@@ -128,11 +131,12 @@ def list_jobs(settings: Params, patterns: list[str] | None = None) -> list[Job]:
     Raises:
         UserError: a pattern matches none.
     """
-    if patterns is None:
-        return table_2_jobs(settings) + [job for name in studies.names("paper") for job in jobs_of(name, settings)]
-    parts = [pattern.partition("/")[0] for pattern in patterns]
+    parts = [pattern.partition("/")[0] for pattern in patterns or ()]
     named = [name for name in studies.names() if any(fnmatch.fnmatchcase(name, part) for part in parts)]
+    named = studies.names("paper") if patterns is None else named
     jobs = table_2_jobs(settings) + [job for name in named for job in jobs_of(name, settings)]
+    if patterns is None:
+        return jobs
     selected: dict[str, Job] = {}
     for pattern in patterns:
         matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}
@@ -279,25 +283,18 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
         finally:
             free.put(device)
 
+    def come(run: Run, future: Future) -> None:
+        if error := future.exception():
+            for other in futures:  # those under way go on, and no other begins
+                other.cancel()
+            raise error
+
     with ThreadPoolExecutor(at_a_time) as pool:
-        futures, failures = {}, []
+        futures = {}
         try:
             for run, _ in jobs:
                 futures[pool.submit(train, run)] = run
-            waiting = set(futures)
-            while waiting:
-                ended, waiting = wait(waiting, show_every(), FIRST_COMPLETED)
-                for future in ended:
-                    if future.cancelled():
-                        continue
-                    if error := future.exception():
-                        failures.append(failure(futures[future], error))
-                        for other in waiting:  # those under way go on, and no other begins
-                            other.cancel()
-                    else:
-                        yield futures[future]
-                if not ended:
-                    yield None
+            yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, come)
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
             while PROCESSES or not all(future.done() for future in futures):  # one may be about to start
@@ -305,15 +302,32 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
                     process.terminate()
                 time.sleep(0.05)
             raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+
+def as_they_end(
+    tasks: dict[Any, Run], wait: Callable[[list], Iterable], come: Callable[[Run, Any], None]
+) -> Iterator[Run | None]:
+    """Yields each run when its task has ended and `come` has taken its result, or None where `wait` gives no task for long.
+
+    Raises:
+        UserError: one failed; it is named when the others, hours under way, have ended.
+    """
+    waiting, failures = dict(tasks), []
+    while waiting:
+        ended = list(wait(list(waiting)))
+        for task in ended:
+            run = waiting.pop(task)
+            try:
+                come(run, task)
+            except Exception as error:  # noqa: BLE001  of whatever a task does
+                why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+                failures.append(UserError(f"{run} was not trained: {why[0].removeprefix('error: ')}"))
+            else:
+                yield run
+        if not ended:
+            yield None
     if failures:
         raise failures[0]
-
-
-def failure(run: Run, error: BaseException) -> UserError:
-    """Names the run whose training failed."""
-    return UserError(f"{run} was not trained: {str(error).strip().splitlines()[-1].removeprefix('error: ')}")
 
 
 # on a cluster
@@ -334,23 +348,12 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run | None]:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no copy of this repository
         work = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
         bundle = ray.put(shipment({config.data.source for _, config in jobs}))
-        pending = {work.remote(bundle, [*command(run), "--no-tracking"], run.outputs): run for run, _ in jobs}
-        failures = []
-        while pending:
-            ready, _ = ray.wait(list(pending), timeout=show_every())
-            if not ready:
-                yield None
-                continue
-            run = pending.pop(ready[0])
-            try:
-                content = ray.get(ready[0])
-            except (RuntimeError, ray.exceptions.RayError) as error:  # the others, hours under way, go on
-                failures.append(failure(run, error))
-            else:
-                receive(run, content)
-                yield run
-        if failures:
-            raise failures[0]
+        tasks = {work.remote(bundle, [*command(run), "--no-tracking"], run.outputs): run for run, _ in jobs}
+        yield from as_they_end(
+            tasks,
+            lambda waiting: ray.wait(waiting, timeout=show_every())[0],
+            lambda run, task: receive(run, ray.get(task)),
+        )
     finally:
         ray.shutdown()
 

@@ -26,7 +26,7 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, plain
 from pipeline.report import figures, page
-from pipeline.runs import CURVES, FOLDER, TABLE_2, TRIES, Run
+from pipeline.runs import CURVES, FOLDER, TABLE_2, TRIES, Run, whichever_are_more
 from pipeline.statistics import CONFIDENCE, interval, summarise
 from pipeline.tools import fan_out
 
@@ -130,11 +130,12 @@ def read(name: str | Path) -> dict[str, Seeds]:
             if not listed or record["variant"] in listed["variants"]:
                 run = record | {"accuracy": accuracy, "points": points[["step", "epoch", *CURVES]]}
                 runs.setdefault(record["name"], {})[record["seed"]] = run
-        if listed:  # of each model the seeds or the exploratory ones, whichever are more, as in Table 2
-            groups = [set(listed.get(key) or []) for key in ("seeds", "exploratory_seeds")]
-            kept = {each: max(groups, key=lambda group, own=own: len(group & own.keys())) for each, own in runs.items()}
-            runs = {each: {seed: run for seed, run in own.items() if seed in kept[each]} for each, own in runs.items()}
-            runs = {each: own for each, own in runs.items() if own}
+        if listed:
+            seeds, others = (set(listed.get(key) or []) for key in ("seeds", "exploratory_seeds"))
+            for name, own in runs.items():
+                kept = whichever_are_more(seeds, (others - seeds) & own.keys())
+                runs[name] = {seed: run for seed, run in own.items() if seed in kept}
+            runs = {name: own for name, own in runs.items() if own}
     except (OSError, AttributeError, KeyError, TypeError, ValueError, YAMLError) as error:
         raise UserError(f"{name}: {path} or a file beside it is not whole ({error!r}): put it back as git has it.") from None
     if not runs:

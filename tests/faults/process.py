@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline import train
+from pipeline import recorder, train
 from pipeline.core.files import ROOT
 from pipeline.runs import Run
-from pipeline.training import recorder
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 

@@ -7,9 +7,9 @@ given at first, and overwrites its outputs.
 import pytest
 import torch
 
+from pipeline.recorder import history_csv
 from pipeline.training import cuda_graph
 from pipeline.training.loop import Observer, Training
-from pipeline.training.recorder import history_csv
 from tests.pipeline.trainings import CPU, VARIANTS, config, write_data, write_params
 
 CUDA = torch.cuda.is_available()

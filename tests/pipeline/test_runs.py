@@ -21,14 +21,14 @@ import safetensors.torch
 import torch
 
 import osa
-from pipeline import runs
+from pipeline import recorder, runs
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
+from pipeline.recorder import Recorder
 from pipeline.runs import Run
 from pipeline.studies import comparison
-from pipeline.training import checkpoint, data, loop, recorder
+from pipeline.training import checkpoint, data, loop
 from pipeline.training.loop import build_model, evaluate_split
-from pipeline.training.recorder import Recorder
 from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
@@ -157,18 +157,17 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
 # whether a run is of today
 
 
-def test_a_run_is_current_until_something_changes_that_can_change_its_numbers(monkeypatch):
-    run, today, mnist = Run("vit", 0), config("vit"), data.digest("data/mnist")
-    assert not runs.is_current(run, today, mnist)
+def test_a_run_is_recorded_until_something_changes_that_can_change_its_numbers(monkeypatch):
+    run, today = Run("vit", 0), config("vit")
+    assert not runs.is_recorded(run, today)
     trained("vit")
-    assert runs.is_current(run, today, mnist) and runs.is_current(run, today, None)
-    assert not runs.is_current(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}), mnist)
-    assert not runs.is_current(run, today, "0" * 64)
+    assert runs.is_recorded(run, today)
+    assert not runs.is_recorded(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}))
     with monkeypatch.context() as patch:
         patch.setattr(runs, "NUMERICS", osa.NUMERICS + 1)
-        assert not runs.is_current(run, today, mnist)
+        assert not runs.is_recorded(run, today)
     (run.folder / "metrics.json").unlink()
-    assert not runs.is_current(run, today, mnist)
+    assert not runs.is_recorded(run, today)
 
 
 def test_a_key_that_does_not_apply_makes_no_other_configuration():

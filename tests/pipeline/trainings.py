@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import train
+from pipeline import recorder, train
 from pipeline.core import params
 from pipeline.runs import Run
-from pipeline.training import recorder
 from pipeline.training.loop import Observer, Training
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist

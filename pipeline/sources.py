@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pipeline import studies
 from pipeline.core import files, params
@@ -49,7 +48,7 @@ def text(study: str) -> str:
     own = code(f"pipeline/studies/{studies.wing(study)}/{study}.py")
     if "read_claims" in own:  # what is measured depends on the limits of claims, and on the paper's numbers
         claims = params.read(params.beside_code(f"pipeline/studies/{studies.wing(study)}/claims.yaml"))
-        own += f"claims {_digest_of([claims, params.load_paper().table_2])}\n"
+        own += f"claims {files.digest([claims, params.load_paper().table_2])}\n"
     return f"{own}models {_models()}\nsettings {settings}\n"
 
 
@@ -112,11 +111,7 @@ def _closure(statements: list[ast.stmt]) -> set[str]:
 @functools.cache
 def _models() -> str:
     """Of what the studies' models are made from: the paper's recipe and the variants."""
-    return _digest_of([params.load_paper().recipe.model_dump(), params.load().model_dump(include={"variants"})])
-
-
-def _digest_of(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return files.digest([params.load_paper().recipe.model_dump(), params.load().model_dump(include={"variants"})])
 
 
 @functools.cache

@@ -19,13 +19,12 @@ import statistics
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # not this folder, whose profile.py hides Python's own
+sys.path[0] = str(ROOT)  # instead of this folder
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -96,18 +95,11 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images:
 
 def seconds(work: Callable[[], tuple], samples: int = 20) -> float:
     """The median of replays of a CUDA graph, or of calls on a CPU."""
-    synchronize = torch.cuda.synchronize if DEVICE.type == "cuda" else bool
+    clock, times = runpy.run_path(str(ROOT / "pipeline/cost.py"))["seconds"], 1
     if DEVICE.type == "cuda":
-        record = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"]
-        work, _ = record(work)
-    repeats, measured = (10, []) if DEVICE.type == "cuda" else (1, [])
-    for _ in range(samples if DEVICE.type == "cuda" else 2):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            work()
-        synchronize()
-        measured.append((time.perf_counter() - start) / repeats)
-    return statistics.median(measured)
+        work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)
+        times = 10
+    return statistics.median(clock(work, times, DEVICE) for _ in range(samples if DEVICE.type == "cuda" else 2))
 
 
 TABLES = {"check": check, "attention": attention, "step": step}

@@ -1,7 +1,5 @@
 """What a run was made with: its environment, its commit, and the key of its checkpoint."""
 
-import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 import torch
 
 from osa import NUMERICS
+from pipeline.core import files
 from pipeline.core.files import ROOT
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt")
@@ -19,8 +18,7 @@ MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
     """What a checkpoint belongs to: configuration, seed, data, `osa.NUMERICS`, and the machine as far as bits hang on it."""
     machine = [_device_name(device), torch.get_num_threads(), torch.__version__]
-    identity = [config, seed, data_sha256, NUMERICS, *machine]
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return files.digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 def describe_environment(device: torch.device) -> dict:

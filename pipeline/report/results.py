@@ -32,15 +32,11 @@ def read(lab: Lab) -> dict[tuple[str, int], dict]:
     identities = list(listed[["variant", "seed"]].itertuples(index=False, name=None))
     if identities != [(run.variant, run.seed) for run in runs.of_table_2(lab.params)]:
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
-    there = itertools.compress(identities, listed["status"] != "missing")
-    return {identity: read_record(Run(*identity), lab) for identity in there}
-
-
-def read_record(run: Run, lab: Lab) -> dict:
-    """The record of a run. Raises UserError if it is not of the configuration that params.yaml has."""
-    made = run.read("record")
-    if not runs.same_config(made["config"], params.resolve(lab.params, run.variant)):
-        raise UserError(f"{run.folder}/record.json was made with other parameters than params.yaml has: run `dvc repro`.")
+    made = {run: Run(*run).read("record") for run in itertools.compress(identities, listed["status"] != "missing")}
+    for run, one in made.items():
+        if not runs.same_config(one["config"], params.resolve(lab.params, run[0])):
+            path = Run(*run).folder / "record.json"
+            raise UserError(f"{path} was made with other parameters than params.yaml has: run `dvc repro`.")
     return made
 
 

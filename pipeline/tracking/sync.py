@@ -5,8 +5,6 @@ edited or deleted are written again. So it may be called at any time and by seve
 """
 
 import getpass
-import hashlib
-import json
 import os
 import platform
 import re
@@ -15,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -38,6 +37,7 @@ COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
 SHARED = ("configuration", "data_sha256", "numerics", "mlflow.source.name", "mlflow.source.type")  # of a parent too
+_start = attrgetter("info.start_time")
 REPORT = ("figure_1.svg", "figure_1.png", "report.html")  # artifacts of the newest parent
 
 
@@ -166,7 +166,7 @@ class Experiment:
         tags = {key: record[key] for key in OWN}
         tags |= {key: environment[key] for key in ENVIRONMENT if environment.get(key) is not None}
         family = [record["study"], record["name"], record["data_sha256"], params.written_config(record["config"])]
-        tags |= {"level": "single", "configuration": _digest(family), "files": training.digest}
+        tags |= {"level": "single", "configuration": files.digest(family)[:16], "files": training.digest}
         tags |= {"mlflow.source.name": "pipeline/train.py", "mlflow.source.type": "LOCAL"}
         tags |= {"mlflow.source.git.commit": tags["git_commit"]} if "git_commit" in tags else {}
         tags |= {} if training.has_ended else {"host": platform.node()}
@@ -225,7 +225,7 @@ class Experiment:
         tags |= {"study": study, "name": name, "variant": name.partition("+")[0], "level": "mean"}
         tags |= {"seed": ",".join(str(_seed(run)) for run in members)}
         tags |= {"current": plain(any(run.data.tags["current"] == "true" for run in family))}
-        tags |= {"children": _digest([[run.info.run_id, run.data.tags.get("files")] for run in finished])}
+        tags |= {"children": files.digest([[run.info.run_id, run.data.tags.get("files")] for run in finished])[:16]}
         if len(present) == 1 and tags.items() <= present[0].data.tags.items():
             return present[0]
         constants = members[0].data.params | {"run": f"{study}/{name}"}
@@ -265,7 +265,7 @@ class Experiment:
         parents = [run for each in self.parents.values() for run in each if _name(run).startswith(f"{TABLE_2}/")]
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
         if parents and paths:
-            newest, digest = max(parents, key=_start), _digest([files.sha256(path) for path in paths])
+            newest, digest = max(parents, key=_start), files.digest([files.sha256(path) for path in paths])[:16]
             if newest.data.tags.get("report") != digest:
                 for path in paths:
                     self.client.log_artifact(newest.info.run_id, str(path), "report")
@@ -317,11 +317,3 @@ def _name(run: Any) -> str:
 
 def _seed(run: Any) -> int:
     return int(_name(run).split("/")[2])
-
-
-def _start(run: Any) -> int:
-    return run.info.start_time
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

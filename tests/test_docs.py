@@ -65,30 +65,19 @@ def load(raw, folder):
     return params.load(folder / "params.yaml")
 
 
-def test_links_lead_somewhere():
-    links = [
-        (page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link
-    ]
-    assert {page for page, _ in links} >= {ROOT / "README.md", ROOT / "docs/exploring.md"}
-    for page, link in links:
-        assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
-
-
-def test_every_page_is_in_the_readme():
+def test_links_lead_somewhere_and_to_every_page():
+    for page, text in PAGES.items():
+        for link in (link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link):
+            assert (page.parent / link.partition("#")[0]).exists(), f"{page.name}: {link}"
     pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT}
     assert {page for page in pages if f"({page})" not in README} == set()
 
 
-def test_make_targets_exist():
+def test_what_is_run_exists():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = {words[1] for words in commands() if words[:1] == ["make"] and len(words) > 1}
-    assert named <= targets
-
-
-def test_modules_that_are_run_exist():
+    assert {words[1] for words in commands() if words[:1] == ["make"] and len(words) > 1} <= targets
     modules = {words[2] for words in commands() if words[:2] == ["python", "-m"]}
-    assert modules
-    assert {module for module in modules if importlib.util.find_spec(module) is None} == set()
+    assert modules and {module for module in modules if importlib.util.find_spec(module) is None} == set()
 
 
 def test_dvc_takes_its_commands():
@@ -175,18 +164,13 @@ def test_ones_own_images_are_trained_on(tmp_path, monkeypatch):
     assert '"source": "folder"' in record.read_text(encoding="utf-8")
 
 
-def test_the_layout_exists():
+def test_files_in_the_text_and_in_the_layout_exist():
     (tree,) = (block for block in blocks("") if block.startswith("params.yaml"))
     listed = {line.split()[0] for line in tree.splitlines()}
-    made = {"paper_outputs/weights/"}  # by training
-    assert {path for path in listed - made if not (ROOT / path).exists()} == set()
     assert listed >= {f"{path.parent.name}/" for path in ROOT.glob("*/*.py")}
-
-
-def test_files_in_the_text_exist():
-    """But for those that a run makes."""
-    paths = {span for span in spans() if re.fullmatch(r"(osa|pipeline|notebooks|docs)/[a-z_0-9./]+\.\w+", span)}
-    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    named = {span for span in spans() if re.fullmatch(r"(osa|pipeline|notebooks|docs)/[a-z_0-9./]+\.\w+", span)}
+    made = {"paper_outputs/weights/"}  # by training
+    assert {path for path in (listed | named) - made if not (ROOT / path).exists()} == set()
 
 
 @pytest.mark.slow

@@ -54,6 +54,8 @@ def installed(folder: Path) -> set[str]:
 
 @pytest.mark.slow
 def test_torch_without_cuda(make, tmp_path):
+    planned = make("setup", "--dry-run").stdout  # otherwise it installs the requirements as they are
+    assert "-r requirements.txt\n" in planned and "pytorch.org" not in planned
     refused = make("setup", "TORCH=gpu")
     assert refused.returncode and "error: TORCH=gpu is not known: write TORCH=cpu, or leave it out." in refused.stderr
 
@@ -73,9 +75,3 @@ def test_torch_without_cuda(make, tmp_path):
     (tmp_path / ".venv/.installed").unlink()
     planned = make("setup", "--dry-run").stdout  # the choice stays
     assert "--index-url https://download.pytorch.org/whl/cpu " in planned and "install -r requirements.txt" not in planned
-
-
-def test_otherwise_setup_installs_the_requirements_as_they_are(make):
-    planned = make("--dry-run", "setup").stdout
-    assert "pip install --disable-pip-version-check -r requirements.txt\n" in planned
-    assert "TORCH_INDEX" not in planned and "pytorch.org" not in planned

@@ -189,8 +189,3 @@ def test_what_is_too_slow_or_too_large_is_left_out():
     assert [attention.fits("sdpa_math", matrix, "forward", query, None) for query in sizes] == [True, False]
     linear = attention.Route(orthogonal_attention, 1)
     assert not attention.fits("literal_qr", linear, "forward and backward", query[..., :7, :], None)
-
-
-def test_a_machine_has_a_folder():
-    environment = {"device_name": "Intel(R) Xeon(R) CPU @ 2.10GHz", "num_threads": 1}
-    assert results.slug(environment) == "intel-r-xeon-r-cpu-2-10ghz-1-thread"

@@ -29,11 +29,9 @@ from pipeline.runs import Run
 from pipeline.studies import comparison
 from pipeline.training import checkpoint, data, loop
 from pipeline.training.loop import build_model, evaluate_split
-from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
     SHORT,
-    VARIANTS,
     config,
     outputs,
     read_history,
@@ -70,7 +68,7 @@ def test_a_run_is_where_its_identity_says():
 # the outputs
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["vit_noskip_nonorm", "osa_qr"])
 def test_the_same_seed_gives_the_same_bytes(project, monkeypatch, variant):
     found = []
     for folder, global_seed in (("one", 1), ("two", 2)):
@@ -107,23 +105,11 @@ def test_outputs_and_record():
     assert found["data_sha256"] == data.digest("data/mnist")
     assert found["numerics"] == osa.NUMERICS
     assert found["weights_sha256"] == files.sha256(run.weights)
-    assert found["seconds"] > 0
-    assert found["images_per_second"] > 0
+    assert found["seconds"] > 0 and found["images_per_second"] > 0
     assert len(found["timestamps"]) == len(history) == 5
-    assert found["timestamps"] == sorted(found["timestamps"])
     assert datetime.fromisoformat(found["started_at"]) <= datetime.fromisoformat(found["finished_at"])
-    assert found["environment"].keys() == {
-        *("git_commit", "git_dirty", "python", "torch", "device", "device_name", "num_threads", "platform")
-    }
     assert found["environment"]["device"] == record.default_device().type
     assert not list(Path(".checkpoints").rglob("*.*"))
-
-
-def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
-    curve = iter([(2.3, 0.1), (2.3, 0.1), (0.4, 0.9), (0.1, 0.99), (0.5, 0.7), (1.5, 0.5)])  # step 0 measures both splits
-    monkeypatch.setattr(loop, "evaluate_split", lambda *arguments: next(curve))
-    metrics = trained("vit").read("metrics")
-    assert (metrics["test_loss"], metrics["test_accuracy"]) == (1.5, 0.5)
 
 
 def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch):
@@ -183,10 +169,9 @@ def test_a_key_that_does_not_apply_makes_no_other_configuration():
 # divergence
 
 
-@pytest.mark.parametrize("variant", ["vit_noskip_nonorm", "osa_qr"])
-def test_a_diverged_run_is_a_result(variant):
+def test_a_diverged_run_is_a_result():
     write_params(train={"learning_rate": 1e30})
-    run = trained(variant)
+    run = trained("vit_noskip_nonorm")
     found, metrics = outputs(run), run.read("metrics")
     history = read_history(found["history.csv"])
     assert "nan" not in found["history.csv"].decode().lower()
@@ -195,7 +180,7 @@ def test_a_diverged_run_is_a_result(variant):
     assert (metrics["diverged"], metrics["test_loss"]) == (True, None)
     assert metrics["diverged_at_step"] == metrics["steps"] == int(history[-1]["step"]) < 8
     assert recorded(run)["status"] == "diverged"
-    assert run.load_model(config(variant))
+    assert run.load_model(config("vit_noskip_nonorm"))
     assert not list(Path(".checkpoints").rglob("*.*"))
     assert history[-1]["test_accuracy"] != "", "that of logits that are not numbers"
     points = run.points()
@@ -232,19 +217,6 @@ def test_a_diverged_run_that_was_killed_before_its_outputs_stays_diverged(monkey
 
 
 # their records
-
-
-def test_only_finished_runs_say_how_long_one_takes():
-    for run, seconds, status in (
-        (Run("vit", 0), 10, "finished"),
-        (Run("vit", 1), 30, "finished"),
-        (Run("vit", 2), 1, "diverged"),
-        (Run("vit", 0, "depth", {"model": {"depth": 36}}), 700, "finished"),
-    ):
-        made = synthetic.record(config("vit"), run, "0" * 64) | {"seconds": seconds, "status": status}
-        files.write_json(run.folder / "record.json", made)
-    made = runs.finished()
-    assert len(made) == 3
 
 
 def test_a_try_s_command_is_one_that_its_options_understand():
@@ -346,19 +318,12 @@ def test_time_is_summed_over_resumptions(monkeypatch):
     assert len(found["timestamps"]) == 5
 
 
-def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
-    interrupted("osa_exact", monkeypatch, before="write_outputs")
-    write_params(train={"learning_rate": 0.02})
-    assert recorded(trained())["resumptions"] == 0
-
-
 DAMAGES = [
     lambda content: b"",
     lambda content: content[: len(content) // 2],
     lambda content: flipped(content),
     lambda content: content[checkpoint.DIGEST_BYTES :],
     lambda content: sealed([1, 2]),
-    lambda content: sealed({"model": {}, "optimizers": [], "progress": {}}),
     lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
     lambda content: sealed(load(content) | {"optimizers": [{"state": {}, "param_groups": []}]}),
     lambda content: sealed(load(content) | {"times": {"hours": 1}}),
@@ -410,6 +375,9 @@ def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run.weights.write_bytes(damage(run.weights.read_bytes()))
     with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.safetensors is damaged"):
         run.load_model(config("vit"))
+    run.weights.unlink()
+    with pytest.raises(UserError, match=r"table_2/vit/0.safetensors is missing.*dvc repro -f train@vit-0"):
+        run.load_model(config("vit"))
 
 
 def test_files_of_two_trainings_are_no_run(monkeypatch):
@@ -441,10 +409,4 @@ def test_forgotten_trainings_of_other_settings_go(monkeypatch):
         folder.mkdir(parents=True)
     os.utime(old, (0, 0))
     trained("vit")
-    assert not old.exists()
-    assert young.exists()
-
-
-def test_weights_that_are_not_there_are_named_with_the_remedy():
-    with pytest.raises(UserError, match=r"table_2/vit/0.safetensors is missing.*dvc repro -f train@vit-0"):
-        Run("vit", 0).load_model(config("vit"))
+    assert young.exists() and not old.exists()

@@ -100,19 +100,11 @@ class Run:
         return self
 
     def finish(self, base=Path(".")):
-        folder, accuracy, loss = (
-            base / self.run.folder,
-            self.accuracies[-1],
-            None if self.diverged else 2 - self.accuracies[-1],
-        )
-        metrics = {"diverged": self.diverged, "diverged_at_step": 117 * self.last if self.diverged else None}
-        metrics |= {
-            "steps": 117 * self.last,
-            "num_parameters": 31,
-            "test_accuracy": accuracy,
-            "train_accuracy": accuracy / 2,
-        }
-        metrics |= {"train_loss": loss, "test_loss": None if self.diverged else 2.5 - accuracy}
+        folder, accuracy, steps = base / self.run.folder, self.accuracies[-1], 117 * self.last
+        metrics = {"diverged": self.diverged, "diverged_at_step": steps if self.diverged else None, "steps": steps}
+        metrics |= {"test_accuracy": accuracy, "train_accuracy": accuracy / 2, "num_parameters": 31}
+        losses = {"train_loss": 2 - accuracy, "test_loss": 2.5 - accuracy}
+        metrics |= dict.fromkeys(losses) if self.diverged else losses
         files.write_json(folder / "metrics.json", metrics)
         shutil.rmtree(self.scratch, ignore_errors=True)
         digests = {"metrics_sha256": files.sha256(folder / "metrics.json"), "weights_sha256": "0" * 64}
@@ -144,7 +136,7 @@ def artifacts(run, folder=None):
 def contents():
     """Everything in the store that a second import could double."""
     with sqlite3.connect("mlflow.db") as database:
-        tables = (
+        tables = [
             "runs",
             "metrics",
             "params",
@@ -154,7 +146,7 @@ def contents():
             "experiments",
             "logged_models",
             "model_versions",
-        )
+        ]
         return {table: sorted(database.execute(f"select * from {table}"), key=str) for table in tables}
 
 

@@ -19,7 +19,6 @@ from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
     TEST_IMAGES,
     TRAIN_IMAGES,
-    VARIANTS,
     config,
     finished,
     run_main,
@@ -54,45 +53,18 @@ def test_the_committed_parameters_are_the_librarys_models(variant):
 @pytest.mark.parametrize(
     "variant, section, change",
     [
-        ("osa_qr", "init", {"alpha": -0.7}),
-        ("osa_qr", "init", {"alpha_per_head": False}),
-        ("osa_exact", "init", {"suo_transposed": True}),
-        ("vit", "init", {"embedding_std": 0.5}),
-        ("vit", "init", {"xavier_fused_qkv": True}),
-        ("vit", "init", {"patch_embedding": "torch"}),
-        ("vit", "init", {"head": "torch"}),
-        ("vit", "init", {"head": "zeros"}),
-        ("vit", "init", {"patch_embedding": "lecun"}),
-        ("osa_qr", "init", {"mlp_bias_std": 0.5}),
-        ("vit", "model", {"norm_eps": 0.5}),
-        ("vit", "variant", {"qkv_bias": False}),
-        ("vit", "variant", {"attention_init": "ji"}),
-        ("vit", "variant", {"activation": "gelu_tanh"}),
-        ("vit", "model", {"patch_size": 7}),
-        ("vit", "model", {"embed_dim": 32}),
-        ("vit", "model", {"depth": 2}),
-        ("vit", "model", {"mlp_ratio": 1.5}),
-        ("vit", "model", {"num_classes": 13}),
-        ("osa_ns", "model", {"num_heads": 2}),
+        ("osa_qr", "init", {"alpha": -0.7, "alpha_per_head": False, "mlp_bias_std": 0.5, "suo_transposed": True}),
+        ("vit", "init", {"embedding_std": 0.5, "xavier_fused_qkv": True, "patch_embedding": "torch", "head": "zeros"}),
+        ("vit", "variant", {"qkv_bias": False, "attention_init": "ji", "activation": "gelu_tanh"}),
+        ("vit", "model", {"patch_size": 7, "embed_dim": 32, "depth": 2, "num_classes": 13, "norm_eps": 0.5}),
+        ("osa_ns", "model", {"num_heads": 2, "mlp_ratio": 1.5}),
+        ("osa_ns", "variant", {"num_iterations": 3, "epsilon": 0.01}),
     ],
 )
 def test_what_the_parameters_say_of_the_model_reaches_it(variant, section, change):
     settings = params.load(ROOT / "params.yaml")
     ours = build_model(params.resolve(settings, variant, {section: change}), 0)
     assert_same_state(ours, osa.create_model(variant, generator=loop.random_stream(0, "init"), **change))
-
-
-def test_options_of_the_method_reach_the_layers():
-    write_params(variants={"osa_ns": {"num_iterations": 3, "epsilon": 0.01}})
-    for block in training("osa_ns").model.blocks:
-        assert block.attention.options == {"method": "newton_schulz", "num_iterations": 3, "epsilon": 0.01}
-
-
-def test_a_head_of_zeros_starts_at_the_loss_of_guessing():
-    write_params(init={"head": "zeros"})
-    run = training("vit")
-    loss, _ = evaluate_split(run.model, run.data.test_images, run.data.test_labels)
-    assert loss == pytest.approx(math.log(10), rel=1e-6)
 
 
 # random streams
@@ -140,7 +112,7 @@ def test_the_order_of_the_data_depends_on_seed_and_epoch_alone():
 
 
 def by_hand(variant, seed, config, mnist):
-    """The training of Appendix D written down plainly: weights after it, train loss and accuracy of each epoch."""
+    """The training of Appendix D written down plainly: weights after it, train loss and accuracy of every two steps."""
     model, options = build_model(config, seed), config.train
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -150,10 +122,9 @@ def by_hand(variant, seed, config, mnist):
         weight_decay=options.weight_decay,
         foreach=False,
     )
-    epochs = []
+    steps = []
     for epoch in range(options.epochs):
         order = torch.randperm(TRAIN_IMAGES, generator=loop.random_stream(seed, f"order/{epoch}")).tolist()
-        losses, correct = 0.0, 0
         for start in range(0, TRAIN_IMAGES, options.batch_size):
             chosen = order[start : start + options.batch_size]
             logits = model(mnist.train_images[chosen])
@@ -164,19 +135,17 @@ def by_hand(variant, seed, config, mnist):
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient * min(1.0, options.clip_grad_norm / (norm + 1e-6))
             optimizer.step()
-            losses += loss.item() * len(chosen)
-            correct += (logits.argmax(1) == labels).sum().item()
-        epochs.append((losses / TRAIN_IMAGES, correct / TRAIN_IMAGES))
-    return model.state_dict(), epochs
+            steps.append((len(chosen), loss.item() * len(chosen), (logits.argmax(1) == labels).sum().item()))
+    pairs = [[sum(each) for each in zip(*pair, strict=True)] for pair in zip(steps[::2], steps[1::2], strict=True)]
+    return model.state_dict(), [(loss / images, correct / images) for images, loss, correct in pairs]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("clip", [0.05, 50.0])
+@pytest.mark.parametrize("variant, clip", [("osa_qr", 0.05), ("vit_noskip", 50.0), ("osa_qr_literal", 50.0)])
 def test_a_training_equals_one_written_by_hand(variant, clip):
     unusual = {"learning_rate": 0.01, "betas": [0.7, 0.8], "eps": 1e-3, "weight_decay": 0.3, "clip_grad_norm": clip}
-    write_params(train={**unusual, "points_per_epoch": 1}, data={"pixel_scaling": "standard"})
+    write_params(train=unusual, data={"pixel_scaling": "standard"})
     run = finished(variant)
-    weights, epochs = by_hand(variant, 0, run.config, data.load("data/mnist", "standard"))
+    weights, points = by_hand(variant, 0, run.config, data.load("data/mnist", "standard"))
     for name, tensor in weights.items():
         actual = run.model.state_dict()[name]
         if variant == "osa_qr_literal":  # whose R⁻¹ enlarges rounding, in single entries by more on some processors
@@ -184,22 +153,8 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
         else:
             torch.testing.assert_close(actual, tensor, rtol=1e-3, atol=1e-5)
     rows = run.progress.history[1:]
-    assert [row["train_loss"] for row in rows] == pytest.approx([loss for loss, _ in epochs], rel=1e-4)
-    assert [row["train_accuracy"] for row in rows] == pytest.approx([accuracy for _, accuracy in epochs])
-
-
-def test_the_gradient_is_clipped():
-    write_params(train={"clip_grad_norm": 0.01})
-    run = training("vit")
-    norms, step = [], run.optimizers[0].step
-
-    def spy():
-        norms.append(math.sqrt(sum((p.grad**2).sum().item() for p in run.model.parameters())))
-        return step()
-
-    run.optimizers[0].step = spy
-    run.run(Observer())
-    assert norms == pytest.approx([0.01] * 8, rel=1e-3)
+    assert [row["train_loss"] for row in rows] == pytest.approx([loss for loss, _ in points], rel=1e-4)
+    assert [row["train_accuracy"] for row in rows] == pytest.approx([accuracy for _, accuracy in points])
 
 
 @pytest.mark.parametrize(
@@ -284,24 +239,6 @@ def test_points_per_epoch(points, steps):
     assert [row["epoch"] for row in history] == pytest.approx([step / 4 for step in steps])
 
 
-def test_a_point_is_the_mean_over_the_batches_since_the_one_before():
-    run = training("osa_exact")
-    losses, step = [], run.step
-
-    def spy(images, labels):
-        loss, correct = step(images, labels)
-        losses.append((loss.item(), correct.item(), len(labels)))
-        return loss, correct
-
-    run.step = spy
-    run.run(Observer())
-    for i, row in enumerate(run.progress.history[1:]):
-        batches = losses[2 * i : 2 * i + 2]
-        images = sum(count for _, _, count in batches)
-        assert row["train_loss"] == pytest.approx(sum(loss * count for loss, _, count in batches) / images)
-        assert row["train_accuracy"] == pytest.approx(sum(correct for _, correct, _ in batches) / images)
-
-
 def test_step_0_is_measured_before_any_step():
     run = finished("vit")
     model, mnist = build_model(run.config, 0), run.data
@@ -324,14 +261,6 @@ def test_evaluation_of_a_split_that_batches_do_not_divide(count):
     loss, accuracy = evaluate_split(model, images, labels)
     assert loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
     assert accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
-
-
-@pytest.mark.parametrize("variant", ["vit", "osa_exact"])
-def test_training_learns(variant):
-    write_params(train={"epochs": 15, "learning_rate": 0.003}, model={"embed_dim": 24})
-    history = finished(variant).progress.history
-    assert history[0]["test_accuracy"] < 0.4
-    assert history[-1]["test_accuracy"] > 0.9
 
 
 def test_an_observer_is_told_of_everything_and_changes_nothing():
@@ -360,21 +289,6 @@ def test_an_observer_is_told_of_everything_and_changes_nothing():
     assert_same_state(watched.model, finished().model)
 
 
-def test_overrides_are_those_of_the_variant():
-    write_params(variants={"vit": {"overrides": {"train": {"epochs": 1}, "model": {"depth": 1}}}})
-    assert (len(training("vit").model.blocks), len(training("vit_noskip").model.blocks)) == (1, 2)
-    assert (finished("vit").progress.step, finished("vit_noskip").progress.step) == (4, 8)
-
-
-def test_pixel_scaling_reaches_the_model():
-    means = []
-    for scaling in ("unit", "standard"):
-        write_params(data={"pixel_scaling": scaling})
-        means.append(training().data.train_images.mean().item())
-    assert means[0] > 0.1
-    assert means[1] == pytest.approx(0, abs=1e-5)
-
-
 # mistakes
 
 
@@ -383,15 +297,8 @@ def test_pixel_scaling_reaches_the_model():
     [
         ({"train": {"drop_last": True, "batch_size": 64}}, ["vit"], ["train.batch_size 64", "43 images"]),
         ({"train": {"warmup_steps": 8}}, ["vit"], ["train.warmup_steps 8", "8 steps"]),
-        ({"train": {"learning_rate": "fast"}}, ["vit"], ["train.learning_rate", "number"]),
         ({}, ["vti"], ["variants.vti", "'vit'"]),
         ({}, ["vit", "--set", "train.epoch=1"], ["train.epoch ", "'epochs'"]),
-        ({}, ["vit", "--set", "trian.epochs=1"], ["trian", "section"]),
-        ({}, ["vit", "--set", "epochs=1"], ["epochs=1", "section.key=value"]),
-        ({}, ["vit", "--set", "train.epochs=[1"], ["[1", "YAML"]),
-        ({}, ["vit", "--set", "train.epochs=many"], ["train.epochs", "whole number"]),
-        ({}, ["vit", "--set", "model.num_heads=5"], ["num_heads 5", "embed_dim 12"]),
-        ({}, ["vit", "--set", "variant.method=qr"], ["method", "orthogonal"]),
         ({}, ["vit", "--set", "data.source=kmnist"], ["data/kmnist", "missing", "pipeline.fetch kmnist"]),
         ({}, ["vit", "--study", "dept"], ["dept", "'depth'"]),
         ({}, ["osa_shaped", "--set", "model.depth=4"], ["GELU"]),
@@ -408,7 +315,7 @@ def test_a_mistake_is_one_sentence_and_exit_status_1(monkeypatch, capsys, change
     assert not Path("paper_outputs").exists()
 
 
-@pytest.mark.parametrize("stage", ["fetch", "train", "evaluate", "study", "report"])
+@pytest.mark.parametrize("stage", ["train", "report"])
 def test_a_python_without_torch_is_named(stage):
     command = [sys.executable, "-S", "-m", f"pipeline.{stage}"]  # -S: without the installed packages
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)

@@ -115,10 +115,9 @@ def test_images_of_another_size_take_the_most_common_one_or_that_of_the_paramete
     assert stored().train_images.shape[-1] == params.load().data.images.size == 8
 
 
-@pytest.mark.parametrize("variant", ["osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"])
-def test_the_models_take_on_the_size_of_the_images(variant):
+def test_a_model_takes_on_the_size_of_the_images():
     stored()
-    model = build_model(config(variant), 0)
+    model = build_model(config("osa_qr"), 0)
     assert model(torch.rand(2, 1, SIZE, SIZE)).shape == (2, 3)
     assert model.position_embedding.shape[1] == (SIZE // 4) ** 2 + 1
 

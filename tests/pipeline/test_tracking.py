@@ -135,18 +135,8 @@ def artifacts(run, folder=None):
 
 def contents():
     """Everything in the store that a second import could double."""
+    tables = ("runs", "metrics", "params", "tags", "experiments", "logged_models", "model_versions")
     with sqlite3.connect("mlflow.db") as database:
-        tables = [
-            "runs",
-            "metrics",
-            "params",
-            "tags",
-            "inputs",
-            "datasets",
-            "experiments",
-            "logged_models",
-            "model_versions",
-        ]
         return {table: sorted(database.execute(f"select * from {table}"), key=str) for table in tables}
 
 

@@ -16,7 +16,6 @@ from pipeline.training.loop import Observer, Training
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 
-VARIANTS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
 SMALL = {"patch_size": 14, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2}  # N = 5, d_v = 4
 SHORT = {"epochs": 2, "batch_size": 13, "points_per_epoch": 2}
 TRAIN_IMAGES, TEST_IMAGES = 43, 31  # 4 steps an epoch, the last one of 4 images

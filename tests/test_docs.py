@@ -46,10 +46,6 @@ def commands():
                 words.append(word)
 
 
-def dvc_commands():
-    return [words[words.index("dvc") + 1 :] for words in commands() if "dvc" in words[:-1]]
-
-
 def options(name):
     """For each command with this option all its values."""
     found = [[words[i + 1] for i, word in enumerate(words[:-1]) if word == name] for words in commands()]
@@ -90,7 +86,7 @@ def test_dvc_takes_its_commands():
         f"{stage}@{variant}-{seed}" for stage in ("train", "evaluate") for variant in run.variants for seed in run.seeds
     }
     stages |= {f"{group}@{study}" for group, names in content["vars"][0].items() for study in names}
-    for words in dvc_commands():
+    for words in (words[words.index("dvc") + 1 :] for words in commands() if "dvc" in words[:-1]):
         arguments = parser.parse_args(words)
         if arguments.cmd in ("repro", "commit"):
             assert stages >= {each for each in arguments.targets if not (ROOT / each).exists()}, words

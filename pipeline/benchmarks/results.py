@@ -16,10 +16,7 @@ FOLDER = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
 INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
-SDPA, BEST = (
-    "sdpa",
-    "best SDPA",
-)  # torch chooses a backend; the fastest of those it has
+SDPA, BEST = "sdpa", "best SDPA"  # torch chooses a backend; the fastest of those it has
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
 PRODUCTS = {256: 50, 512: 20, 2048: 3}  # square matrices whose product shows the peak, and how many samples of it are taken;
 # the small ones last less than the turn of a process, and so show it on a busy machine too

@@ -10,7 +10,7 @@ import torch
 from pipeline.recorder import history_csv
 from pipeline.training import cuda_graph
 from pipeline.training.loop import Observer, Training
-from tests.pipeline.trainings import CPU, config, write_data, write_params
+from tests.pipeline.trainings import CPU, config, write_params
 
 CUDA = torch.cuda.is_available()
 
@@ -28,10 +28,7 @@ def repeated(function):
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_params()
-    write_data()
+def recording(project, monkeypatch):
     if not CUDA:
         monkeypatch.setattr(cuda_graph, "record", repeated)
 

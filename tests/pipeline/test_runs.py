@@ -35,7 +35,6 @@ from tests.pipeline.trainings import (
     config,
     outputs,
     read_history,
-    read_json,
     run_main,
     trained,
     write_params,
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("project")
 
 
 def recorded(run: Run) -> dict:
-    return read_json(run.folder / "record.json")
+    return files.read_json(run.folder / "record.json")
 
 
 # where a run lies
@@ -116,7 +115,7 @@ def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch):
     expected = outputs(trained("vit"))
     run_main(monkeypatch, "vit", "0", "--set", "train.learning_rate=1e-3", "--set", "init.head=zeros")
     folder = Path("paper_outputs/runs/tries/vit+init.head=zeros+train.learning_rate=0.001/0")
-    found = read_json(folder / "record.json")
+    found = files.read_json(folder / "record.json")
     assert found["overrides"] == {"train": {"learning_rate": 0.001}, "init": {"head": "zeros"}}
     assert (found["config"]["train"]["learning_rate"], found["config"]["init"]["head"]) == (0.001, "zeros")
     assert found["config"]["train"]["epochs"] == SHORT["epochs"]
@@ -131,7 +130,7 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
     def spy(self):
         on_evaluation(self)
         seen.append(read_history((self.scratch / "history.csv").read_bytes()))
-        found = read_json(self.scratch / "record.json")
+        found = files.read_json(self.scratch / "record.json")
         assert (found["status"], found["finished_at"], found["run_key"]) == ("running", None, self.run_key)
         assert len(found["timestamps"]) == len(seen[-1])
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -63,10 +62,6 @@ def outputs(run: Run) -> dict[str, bytes]:
 
 def read_history(content: bytes) -> list[dict]:
     return list(csv.DictReader(io.StringIO(content.decode())))
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

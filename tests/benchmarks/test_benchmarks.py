@@ -90,6 +90,7 @@ def test_straightforward_models_compute_the_same(project, variant, shared_alpha)
     assert not torch.allclose(theirs(images), ours(images), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     made = []
     monkeypatch.setattr(step, "Training", lambda *arguments: made.append(Training(*arguments)) or made[-1])

@@ -195,6 +195,7 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
     assert artifacts(newest, "report") == ["report/figure_1.svg", "report/report.html"]
 
 
+@pytest.mark.slow
 def test_the_models_of_table_2_are_mlflows_where_weights_are_there(folder, database):
     synthetic.write_project(
         folder, lambda raw: raw["run"].update(variants=["osa_qr", "vit"]), seeds=[0], diverged=[("vit", 0)]

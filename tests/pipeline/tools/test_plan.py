@@ -13,7 +13,10 @@ from pipeline.runs import Run
 from pipeline.tools import fan_out, locks, plan
 from tests.pipeline.trainings import trained, write_data, write_params
 
-pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of DVC's own use of pygtrie
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning"),  # of DVC's own use of pygtrie
+    pytest.mark.slow,
+]
 GRAPH = """
 stages:
   sources: {cmd: mkdir -p paper_outputs/sources && cp code paper_outputs/sources/one.txt, deps: [code],

@@ -109,6 +109,7 @@ def test_folders_and_the_working_directory(repository, tmp_path, capsys):
     assert rows(capsys.readouterr().out)["vit"][-1] == "higher"
 
 
+@pytest.mark.slow
 def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(repository, monkeypatch, capsys):
     write_data()
     trainings = []

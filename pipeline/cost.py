@@ -149,31 +149,16 @@ def cholesky(shape: list[int]) -> int:
     return round(math.prod(shape) * shape[-1] / 6)
 
 
-def triangular_solve(a: list[int], b: list[int]) -> int:
-    """T X = B or X T = B with T (..., r, r): r/2 for each entry of B."""
-    return math.prod(b) * a[-1] // 2
-
-
-def lu(shape: list[int]) -> int:
-    """The LU decomposition with pivots, (..., n, n): n³/3 for each matrix (Golub & Van Loan, Section 3.2)."""
-    return round(math.prod(shape) * shape[-1] / 3)
-
-
-def reflections_product(shape: list[int]) -> int:
+def householder_product(shape: list[int]) -> int:
     """The product of k Householder reflections as an n×k basis, (..., n, k): the second part of `qr`."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 
 
 def svd(shape: list[int]) -> int:
-    """The reduced SVD, (..., m, n): 3mn² + 10n³ for m ≥ n (Golub & Van Loan, Section 8.6, R-SVD)."""
+    """The reduced SVD, (..., m, n): 3mn² + 10n³ for m ≥ n (Section 8.6, R-SVD)."""
     *batch, m, n = *shape[:-2], max(shape[-2:]), min(shape[-2:])
     return math.prod(batch) * (3 * m * n**2 + 10 * n**3)
-
-
-def eigh(shape: list[int]) -> int:
-    """Eigenvalues and eigenvectors of symmetric matrices, (..., n, n): 9n³/2 (Golub & Van Loan, Section 8.3)."""
-    return math.prod(shape[:-2]) * 9 * shape[-1] ** 3 // 2
 
 
 def attention(query: list[int], key: list[int], value: list[int]) -> int:
@@ -190,14 +175,14 @@ PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # each is seen with its shapes
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }
-ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the count is that of the textbook's algorithm
+ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the count is that of Golub & Van Loan's algorithm
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
-    "aten::linalg_eigh": lambda shapes: eigh(shapes[0]),
-    "aten::linalg_householder_product": lambda shapes: reflections_product(shapes[0]) * (len(shapes) == 2),  # not its .out
-    "aten::linalg_lu_factor_ex": lambda shapes: lu(shapes[0]),
+    "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
+    "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),  # not its .out
+    "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # n³/3 (Section 3.2)
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangles
     "aten::linalg_qr": lambda shapes: qr(shapes[0]),
-    "aten::linalg_solve_triangular": lambda shapes: triangular_solve(*shapes[:2]),
+    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # r/2 an entry
     "aten::linalg_svd": lambda shapes: svd(shapes[0]),
 }
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):

@@ -1,13 +1,12 @@
 """The typed schema of params.yaml and of pipeline/paper.yaml, and their only reader.
 
-params.yaml holds what one edits: the sections below, and one for each of the paper's studies, which is checked when that
-study runs, by the schema beside its code. paper.yaml holds what the paper says: its numbers, its recipe, and what it leaves
-open.
+params.yaml holds what one edits. paper.yaml holds what the paper says: its numbers, its recipe, and what it leaves open.
 """
 
 import argparse
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import math
@@ -90,8 +89,12 @@ class Section(BaseModel):
         """Before anything else, as a misspelt key leaves another one missing."""
         if isinstance(raw, dict) and cls.model_config["extra"] == "forbid":
             for key in itertools.filterfalse(cls.model_fields.__contains__, raw):
-                raise PydanticCustomError("unknown_key", "{key}", {"key": key, "hint": hint(key, cls.model_fields)})
+                shown = str(key).encode(errors="backslashreplace").decode()  # without half a character
+                raise PydanticCustomError("unknown_key", "{key}", {"key": shown, "hint": hint(key, cls.model_fields)})
         return raw
+
+
+Labels = dict[Name, Annotated[str, AfterValidator(_drawable)]]
 
 
 class Run(Section):
@@ -311,11 +314,11 @@ def written_config(config: dict) -> dict:
 
 
 class Params(Shared):
-    """params.yaml without the sections of studies."""
+    """params.yaml, with the models of the library and their labels."""
 
     run: Run
     variants: dict[Name, Variant]
-    labels: dict[Name, Annotated[str, AfterValidator(_drawable)]]
+    labels: Labels
 
     def label(self, variant: str) -> str:
         """What a reader calls a variant; one that is not listed goes by its own name."""
@@ -348,6 +351,7 @@ class Paper(Section):
     authors: str
     link: str
     table_2: dict[Name, float]
+    labels: Labels
     recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
@@ -362,16 +366,13 @@ class Paper(Section):
 
 
 def load(path: str | Path = "params.yaml") -> Params:
-    """Reads and checks params.yaml. Sections of studies are known by their files and checked when these run.
+    """Reads and checks params.yaml.
 
     Raises:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
     written = read(path)
-    raw = with_library(written)
-    if isinstance(raw, dict):
-        raw = {key: value for key, value in raw.items() if key not in paper_studies()}
-    params = validate(Params, raw, str(path))
+    params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
         if name not in written["variants"]:  # where DVC looks for the block of each stage
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in osa.models.MODELS[name].items())
@@ -381,16 +382,18 @@ def load(path: str | Path = "params.yaml") -> Params:
     return params
 
 
-def paper_studies() -> set[str]:
-    """The names of the paper's studies, by their files: no study is imported here."""
-    return {path.stem for path in (ROOT / "pipeline/studies/paper").glob("[a-z]*.py")}
-
-
 def with_library(raw: Any) -> Any:
-    """The content of params.yaml with the models of the library that have no block there."""
-    if not (isinstance(raw, dict) and isinstance(raw.get("variants"), dict)):
+    """The content of params.yaml with the models of the library that have no block there, and with their labels."""
+    if not isinstance(raw, dict):
         return raw  # which the schema refuses
-    return raw | {"variants": osa.models.MODELS | raw["variants"]}
+    raw = {"labels": {}} | raw
+    library = {"variants": osa.models.MODELS, "labels": _labels()}
+    return raw | {key: known | raw[key] for key, known in library.items() if isinstance(raw.get(key), dict)}
+
+
+@functools.cache
+def _labels() -> dict[str, str]:
+    return read(ROOT / "pipeline/paper.yaml")["labels"]
 
 
 def load_paper() -> Paper:

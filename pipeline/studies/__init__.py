@@ -69,7 +69,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Section | None:
-    """The section of a study: of params.yaml for the paper's, of its wing's own file else.
+    """The section of a study, of the params.yaml of its wing.
 
     Raises:
         UserError: it is missing or not as the study's schema says.
@@ -77,16 +77,11 @@ def settings(name: str) -> Section | None:
     schema = get(name).settings
     if schema is None:
         return None
-    path = parameters(wing(name))
+    path = params.beside_code(f"pipeline/studies/{wing(name)}/params.yaml")
     section = params.read(path).get(name)
     if section is None:
         raise UserError(f"{path} has no section {name}: put it back as git has it.")
     return params.validate(schema, section, f"{path}: {name}")
-
-
-def parameters(of_wing: str) -> Path:
-    """The file with the sections of a wing's studies."""
-    return Path("params.yaml") if of_wing == "paper" else params.beside_code(f"pipeline/studies/{of_wing}/params.yaml")
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pipeline.core.files import ROOT
 
 WRITTEN = params.read(ROOT / "params.yaml")
 RAW = params.with_library(WRITTEN)
+STUDIES = params.read(ROOT / "pipeline/studies/paper/params.yaml")
 PAPER = params.read(ROOT / "pipeline/paper.yaml")
 ABSENT = "(absent)"  # as text, so that every process names its tests alike
 
@@ -50,7 +51,7 @@ def load_paper(raw: object) -> params.Paper:
 
 
 def load_study(raw: object):
-    load(raw)
+    files.write_text("pipeline/studies/paper/params.yaml", json.dumps(raw))
     return studies.settings("theorem_2_2")
 
 
@@ -115,7 +116,7 @@ MISTAKES = [  # path, value, words of the message besides the path
     ("run.seeds", ["0; touch X #"], ["whole number"]),
     ("run.variants", ["osa_rq"], ["variants", "osa_qr"]),
     ("run.variants", ["vit; touch X #"], ["pattern"]),
-    ("labels.osa_qr", "a $\\foo$", ["$"]),
+    ("labels.vit", "a $\\foo$", ["$"]),
     # variants
     ("variants.osa_qr.method", ABSENT, ["missing"]),
     ("variants.osa_ns.epsilon", ABSENT, ["missing"]),
@@ -138,20 +139,18 @@ def test_a_mistake_is_one_sentence_with_key_and_cause(path, value, words):
         assert word in message, message
 
 
-def test_a_mistake_in_the_section_of_a_study_is_named_when_it_runs():
-    raw = edited(("theorem_2_2", "depths"), [0, "1"])
-    load(raw)
-    message = refusal(load_study, raw)
-    assert all(word in message for word in ("theorem_2_2", "depths", "text"))
-
-
 @pytest.mark.parametrize(
-    "keys, value, word",
-    [(("recipe", "train", "epoch"), 3, "epochs"), (("left_open", 0, "key"), "train.dcay_all", "decay_all")],
+    "load, raw, keys, value, words",
+    [
+        (load_study, STUDIES, ("theorem_2_2", "depths"), [0, "1"], ["theorem_2_2", "depths", "text"]),
+        (load_paper, PAPER, ("recipe", "train", "epoch"), 3, ["epochs"]),
+        (load_paper, PAPER, ("left_open", 0, "key"), "train.dcay_all", ["decay_all"]),
+    ],
 )
-def test_a_mistake_in_the_papers_file_is_one_sentence_too(keys, value, word):
-    message = refusal(load_paper, edited(keys, value, PAPER))
-    assert message.startswith("pipeline/paper.yaml") and word in message and "\n" not in message
+def test_a_mistake_in_another_file_is_one_sentence_too(load, raw, keys, value, words):
+    message = refusal(load, edited(keys, value, raw))
+    assert message.startswith("pipeline/") and "\n" not in message
+    assert all(word in message for word in words)
 
 
 def test_a_misspelt_key_is_named_rather_than_the_one_it_leaves_missing():
@@ -257,7 +256,12 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize(
-    "path, raw, read", [("params.yaml", WRITTEN, load_study), ("pipeline/paper.yaml", PAPER, load_paper)]
+    "path, raw, read",
+    [
+        ("params.yaml", WRITTEN, load),
+        ("pipeline/paper.yaml", PAPER, load_paper),
+        ("pipeline/studies/paper/params.yaml", STUDIES, load_study),
+    ],
 )
 @given(data=st.data(), value=VALUES)
 def test_any_value_anywhere_is_taken_or_refused_in_one_sentence(path, raw, read, data, value):
@@ -266,13 +270,17 @@ def test_any_value_anywhere_is_taken_or_refused_in_one_sentence(path, raw, read,
 
 
 @pytest.mark.parametrize(
-    "place, value",
-    [(("train", "learning_rate"), 10**400), (("variants",), {"1": 1}), (("theorem_2_2", "depths"), [0, {}])],
-    ids=str,
+    "read, raw, place, value",
+    [
+        (load, WRITTEN, ("train", "learning_rate"), 10**400),
+        (load, WRITTEN, ("variants",), {"1": 1}),
+        (load, WRITTEN, ("run",), {"\ud800": None}),
+        (load_study, STUDIES, ("theorem_2_2", "depths"), [0, {}]),
+    ],
 )
-def test_values_that_libraries_stumble_over_are_refused_in_one_sentence(place, value):
-    message = refusal(load_study, edited(place, value, WRITTEN))
-    assert message.startswith("params.yaml") and "\n" not in message
+def test_values_that_libraries_stumble_over_are_refused_in_one_sentence(read, raw, place, value):
+    message = refusal(read, edited(place, value, raw))
+    assert "params.yaml" in message and "\n" not in message
 
 
 KEYS = ("train.epochs", "train.betas", "model.depth", "variant.skip", "init.head", "data", "train.x", "")

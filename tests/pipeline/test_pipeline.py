@@ -193,7 +193,7 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     kernels.write_bytes(whole)
     assert f"`git checkout {kernels}`" in Path(os.environ["LOG"]).read_text(encoding="utf-8") and results() == first
 
-    edit(Path("params.yaml"), lambda raw: raw["labels"].update(vit="The baseline"))
+    edit(Path("params.yaml"), lambda raw: raw.update(labels={"vit": "The baseline"}))
     assert set(dvc("repro")) == CHECKED | {"report paper"}
     assert "The baseline" in Path("paper_outputs/report.html").read_text(encoding="utf-8")
     commit()

@@ -50,8 +50,8 @@ def test_an_unknown_study_and_a_missing_section_are_named(tmp_path, monkeypatch)
     with pytest.raises(UserError, match="theorem_4_2"):
         studies.get("theorem_4_3")
     monkeypatch.chdir(tmp_path)
-    files.write_text("params.yaml", "run: {}\n")
-    with pytest.raises(UserError, match=r"params\.yaml has no section theorem_4_2"):
+    files.write_text("pipeline/studies/paper/params.yaml", "theorem_4_1: {}\n")
+    with pytest.raises(UserError, match=r"paper/params\.yaml has no section theorem_4_2"):
         studies.settings("theorem_4_2")
 
 

@@ -68,3 +68,18 @@ def test_a_study_waits_for_no_training(upstream):
     for name, before in upstream.items():
         if re.match(r"(.*:)?(analytic|on_images|trained)@", name):
             assert {each for each in before if "runs@" not in each} <= {"check", "fetch", "sources"}, name
+
+
+def test_what_dvc_shows_of_experiments_are_parameters_and_accuracies():
+    """Besides, DVC has a column for each file or folder that a stage reads, and no setting leaves them out of its CSV."""
+    columns = dvc("exp", "show", "--csv").partition("\n")[0].split(",")
+    files = {column for column in columns if (ROOT / column).exists() or column.startswith(("data/", "paper_outputs/"))}
+    assert len(columns) <= 175 and len(set(columns) - files) <= 5 + 61, "experiment, and parameters with osa.NUMERICS"
+    assert len([column for column in files if column.endswith((":mean", ":sd", ":n"))]) == 3 * 6
+
+
+@pytest.mark.parametrize("arguments, lines, width", [(["tables"], 30, 40), (["--md", "report"], 50, 60), (["--md"], 90, 60)])
+def test_the_graph_fits_a_screen(arguments, lines, width):
+    shown = dvc("dag", "--collapse-foreach-matrix", *arguments).splitlines()
+    assert len(shown) <= lines and max(map(len, shown)) <= width
+    assert len((ROOT / "dvc.yaml").read_text(encoding="utf-8").splitlines()) <= 120

@@ -56,7 +56,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         runs[name] = identity | outcome(results, name)
     return {
         "limit": TRAINS * GUESS_LOSS,
-        "depths": sorted({run["depth"] for run in runs.values()}),
         "runs": runs,
         "not_trained": [name for name, run in runs.items() if not run["n"]],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},

@@ -135,11 +135,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         for draw, depth in itertools.product(DRAWS, settings.gradient_depths)
     ]
     slopes = {
-        draw: {
-            over: summary([log_log_slope(own.index.get_level_values(over), own) for _, own in sd[draw].groupby(level=fixed)])
-            for over, fixed in (("depth", "width"), ("width", "depth"))
-        }
-        for draw in DRAWS
+        draw: {"depth": summary([log_log_slope(own.index.get_level_values("depth"), own) for _, own in by_width])}
+        for draw, by_width in ((draw, sd[draw].groupby(level="width")) for draw in DRAWS)
     }
     gradients = [
         {"model": model, "depth": depth, "gradient": own["gradient"].tolist()}

@@ -76,7 +76,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
             tried = rows[columns].rename(columns={"learning_rate": "rate", "alpha_times_depth": "alpha"})
             learns = tried["loss"].iloc[0] < GUESS_LOSS - LEARNS
             models.append({"model": model, "learns": learns, "tried": tried.to_dict("records")})
-        searches.append({"depth": search.depth, "steps": search.steps, "last": search.last, "models": models})
+        searches.append({"depth": search.depth, "models": models})
     return {"searches": searches}
 
 

@@ -27,7 +27,7 @@ OF_TRAINING = 0.5  # whose lowest loss speed is compared at
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")
 CLAIMS += ("rotations_replace_norm",)
-KAPPAS = ("weight_kappa", "head_kappa", "layer_kappa")
+KAPPAS = ("head_kappa", "layer_kappa")
 DRAWN = {  # lines of the figure
     "osa_watched": "free",
     "osa_kept": "every head kept",

@@ -1,7 +1,7 @@
-"""How orthogonal attention and weights are as initialised, layer by layer, and what penalties on that can do to a training.
+"""What penalties on the orthogonality of attention and weights can do to a training, by its first gradient.
 
 The penalties are those of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and the study penalties
-trains with them. Beside them stands one that is 0 where Section 4 begins.
+trains with them.
 """
 
 import itertools
@@ -11,48 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from osa.constrained.penalties import (
-    AM,
-    LA,
-    LF,
-    attention_matrix,
-    gram_penalty,
-    head_penalty,
-    mlp_penalty,
-    projection_penalty,
-)
+from osa.constrained.penalties import AM, LA, LF, gram_penalty, head_penalty, mlp_penalty, projection_penalty
 from osa.vit import VisionTransformer
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.lab import Lab
 from pipeline.measures import attention_inputs
-from pipeline.studies import Study, Tables, check
+from pipeline.studies import Study, Tables
 
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
-WEIGHTS = (1e-6, 1e-8, 1e-10)  # λ of Section 3
+WEIGHT = 1e-6  # the largest λ of Section 3
 RANK_SHARE = 0.01  # of the largest singular value of A, up to which others do not count for its rank
-FLOAT32, FLOAT64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
 class Settings(Section):
     seeds: Seeds
-    images: PositiveInt = 32  # test images of the loss and of the attention
+    images: PositiveInt = 32  # test images of the loss
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Of each model and seed: the gradients' norms, and what the attention and the weights of each layer are, in float64."""
-    gradients, layers = [], []
+    """The gradients' norms of each model and seed, in float64."""
+    gradients = []
     for variant, seed in itertools.product(MODELS, settings.seeds):
-        config, identity = lab.config(variant), {"variant": variant, "seed": seed}
+        config = lab.config(variant)
         images, labels = (each[: settings.images] for each in lab.images(config.data.pixel_scaling))
-        model = lab.model(config, seed).double()
-        gradients.append(identity | gradient_norms(model, images, labels))
-        with torch.no_grad():
-            inputs = zip(model.blocks, attention_inputs(model, images), strict=True)
-            for layer, (block, (attention, x)) in enumerate(inputs, 1):
-                row = attention_row(attention_matrix(attention, x)) | weight_row(block)
-                layers.append(identity | {"layer": layer} | row)
-    return {"gradients": pd.DataFrame(gradients), "layers": pd.DataFrame(layers)}
+        norms = gradient_norms(lab.model(config, seed).double(), images, labels)
+        gradients.append({"variant": variant, "seed": seed} | norms)
+    return {"gradients": pd.DataFrame(gradients)}
 
 
 def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
@@ -94,31 +79,12 @@ def weight_row(block: nn.Module) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Whether OSA begins where its own constraints are met; each model's distance from orthogonality, on average over layers
-    and seeds, and how much of the first gradient each penalty has at the largest λ."""
-    layers, gradients, most = tables["layers"], tables["gradients"], max(WEIGHTS)
-    means = layers.drop(columns=["seed", "layer"]).groupby("variant", sort=False).mean()
+    """How much of each model's first gradient the penalties have together at the largest λ: a sum of medians over seeds."""
     rows = []
-    for variant, own in gradients.groupby("variant", sort=False):
-        shares = {name: float((own[name] / own["cross_entropy"]).median()) for name in TERMS}
-        first = {name: most * share for name, share in shares.items()}
-        rows.append(
-            {"variant": variant, "first": first, "together": sum(first.values()), "equal_at": 1 / max(shares.values())}
-        )
-        rows[-1] |= {"mean": means.loc[variant].to_dict()}
-    exact = layers[layers["variant"] == "osa_exact"]
-    return {"most": most, "models": rows, "checks": begins_orthogonal(exact, lab)}
-
-
-def begins_orthogonal(exact: pd.DataFrame, lab: Lab) -> dict:
-    """What is 0 by construction is 0, and SUO is where it has to be; each over what rounding allows."""
-    model = lab.paper.recipe.model
-    d, hidden = model.embed_dim, round(model.embed_dim * model.mlp_ratio)
-    suo = d * (max(1.0, hidden / d) - 1) ** 2 + min(d, hidden) * (max(1.0, d / hidden) - 1) ** 2
-    tokens = lab.config("osa_exact").options().num_tokens
-    rounding = {"attention": (d * tokens * FLOAT64) ** 2, "heads": (d * FLOAT32) ** 2, "mlp": d * suo * FLOAT32}
-    errors = {"attention": exact["penalty"], "heads": exact["heads"], "mlp": (exact["mlp"] - suo).abs()}
-    return {name: check(float(error.max()) / rounding[name], 1.0) for name, error in errors.items()}
+    for variant, own in tables["gradients"].groupby("variant", sort=False):
+        shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]
+        rows.append({"variant": variant, "together": sum(WEIGHT * share for share in shares)})
+    return {"most": WEIGHT, "models": rows}
 
 
 STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -30,7 +30,7 @@ NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations 
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BESIDE = ("vit", "vit_noskip_nonorm")  # of Table 2: the accuracy without a penalty
-SHOWN = ("attention", "overlap", "projections", "mlp", "weight_norm", "accuracy_0.5")
+SHOWN = ("attention", "projections", "mlp")
 
 
 @torch.no_grad()
@@ -90,12 +90,9 @@ def row(name: str, settings: Settings, results: Results) -> dict:
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: mean_of(results.last_watched(name, column)).mean for column in SHOWN}
-    weight, accuracy = options.get("penalty_weight", 0.0), mean_of(results.accuracies(name))
-    penalty = options.get("penalty", "none")
-    return {"name": name, "variant": training.variant, "penalty": penalty, "weight": weight, "n": accuracy.n} | {
-        "accuracy": accuracy,
-        "seen": seen,
-    }
+    penalty = {"penalty": options.get("penalty", "none"), "weight": options.get("penalty_weight", 0.0)}
+    accuracy = mean_of(results.accuracies(name))
+    return {"name": name, "variant": training.variant, **penalty, "n": accuracy.n, "accuracy": accuracy, "seen": seen}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:

@@ -28,7 +28,7 @@ def step(path: Path) -> dict[str, Any]:
     over_vit = facts["ratios"][weights]["over_vit"]
     rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
     newton_schulz = over_vit["osa_ns"] / over_vit["osa_qr"] if {"osa_ns", "osa_qr"} <= over_vit.keys() else None
-    return {"environment": facts["environment"], "weights": weights, "rows": rows, "ns_over_qr": newton_schulz}
+    return {"environment": facts["environment"], "rows": rows, "ns_over_qr": newton_schulz}
 
 
 def kernels() -> dict[str, int]:

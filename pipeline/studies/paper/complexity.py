@@ -40,7 +40,6 @@ KEYS = ["sweep", "part", "pass"]
 TIMED = ("tokens", "widths")  # the sweeps whose times are taken
 METHODS = {"osa_qr": "qr", "osa_ns": "newton_schulz", "osa_exact": "exact", "osa_qr_literal": "qr_literal"}
 SMALLEST = 64  # tokens; N = 50 in the paper, from which 16,384 is 8 doublings
-NORMS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # ‖S‖₂ at which the products that exp[S] takes are counted
 NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
@@ -70,8 +69,8 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: it is not used, and no number depends on its file
-    made = {"counts": count, "exponential": count_products, "times": measure_times}
-    return {name: table(settings, record.default_device()) for name, table in made.items()}
+    device = record.default_device()
+    return {"counts": count(settings, device), "times": measure_times(settings, device)}
 
 
 def count(settings: Settings, device: torch.device) -> pd.DataFrame:
@@ -98,16 +97,6 @@ def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
     names = ["seconds", "lower_quartile", "upper_quartile", "samples"]
     table = pd.DataFrame(rows, columns=[*KEYS, "tokens", "width", *names])
     return table.assign(machine=record.machine(record.describe_environment(device)))
-
-
-def count_products(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """How many products of 2d×2d matrices exp[S] takes, by ‖S‖₂ and by d: multiply–adds in units of (2d)³."""
-    rows = []
-    for norm, d in [(norm, settings.width) for norm in NORMS] + [(NORM, d) for d in settings.widths]:
-        small, _ = parts(Inputs.draw(settings.tokens, d, norm, device))["phi1"].tensors
-        exponential = cost.cost(Call(torch.linalg.matrix_exp, (small,)), device)
-        rows.append(("exponential", norm, d, exponential.multiply_adds / (2 * d) ** 3))
-    return pd.DataFrame(rows, columns=["part", "norm", "width", "products"])
 
 
 def points(settings: Settings) -> list[tuple[str, int, int]]:

@@ -59,7 +59,7 @@ def compare(again: Run, there: Run) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """How many repeats on one kind of machine have the same bits; those elsewhere, and where one more seed would be."""
+    """How many repeats on one kind of machine have the same bits, and whether those elsewhere are within one more seed."""
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]
     here = (table["machine"] == table["machine_there"]) & (table["torch"] == table["torch_there"])
@@ -67,8 +67,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     elsewhere = []
     for row in table[~here].to_dict("records"):
         low, high = one_more_run(results_of(lab).accuracies(row["variant"]))
-        here_and_there = {"difference": row["test_accuracy"] - row["test_accuracy_there"], "low": low, "high": high}
-        elsewhere.append(row | here_and_there | {"within": low <= row["test_accuracy"] <= high})
+        difference = row["test_accuracy"] - row["test_accuracy_there"]
+        elsewhere.append({"difference": difference, "within": low <= row["test_accuracy"] <= high})
     return {"repeated": int(here.sum()), "same_bits": int(same.sum()), "elsewhere": elsewhere}
 
 

@@ -21,7 +21,6 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         "runs": verdict.n,
         "stable": round(verdict.n * verdict.estimate) if verdict.n else 0,
         "largest_rise": max(rises, default=None),
-        "allowed_rise": claim.at_most_rise,
         "verdict": verdict if verdict.n >= LEAST_RUNS else None,
     }
 

@@ -10,7 +10,6 @@ from pipeline.studies.paper.section_3 import Settings
 def test_only_the_literal_qr_loses_digits(lab):
     settings = Settings(seeds=[0, 1], conditions=[1, 1e5])
     methods = section_3.summarise(settings, section_3.measure(settings, lab), lab)["methods"]
-    assert methods["qr_literal"]["worst"] > 100 * methods["qr_literal"]["best"]
     for method in ("qr", "exact", "newton_schulz"):
         assert methods[method]["worst"] < 1e-5 < methods["qr_literal"]["worst"]
 

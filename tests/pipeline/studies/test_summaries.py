@@ -1,4 +1,4 @@
-"""Layers as initialised are those of the model; of trained ones only what is evaluated counts. The worst case of a check."""
+"""What studies share: layers as initialised and trained, the worst case of a check, claims about the runs that they list."""
 
 import math
 
@@ -7,8 +7,12 @@ import pandas as pd
 import pytest
 import torch
 
-from pipeline import measures
-from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case, worst_of_seeds
+from pipeline import measures, studies
+from pipeline.claims import read_claims
+from pipeline.core.files import ROOT
+from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case
+from pipeline.studies.deep import depth, six_blocks
+from pipeline.studies.orthogonal import keeping, penalties
 from tests.pipeline.synthetic import SMALL
 
 
@@ -25,11 +29,20 @@ def test_every_layer_of_every_orthogonal_model_sees_what_the_model_passes_it(lab
         torch.testing.assert_close(x, expected)
 
 
-def test_trained_layers_are_summarised_over_seeds(lab):
-    rows = [("osa_ns", 0, 0.1), ("osa_ns", 0, 0.3), ("osa_ns", 1, 0.5), ("osa_qr", 0, 0.2), ("osa_qr", 0, np.nan)]
-    lab.tables = {"layers": pd.DataFrame(rows, columns=["variant", "seed", "error_max"])}
-    worst = worst_of_seeds(trained_layers(lab, "error_max"), "error_max")
-    assert (worst["osa_ns"].mean, worst["osa_ns"].n) == (0.4, 2) and worst["osa_qr"].mean == 0.2
+OF_STUDIES = {"deep": (depth, six_blocks), "orthogonal": (penalties, keeping)}
+
+
+@pytest.mark.parametrize("wing", OF_STUDIES)
+def test_claims_are_judged_by_runs_that_are_listed_or_of_table_2(wing, lab):
+    claims = read_claims(ROOT / f"pipeline/studies/{wing}/claims.yaml")
+    for study in OF_STUDIES[wing]:
+        known = {*studies.settings(study.__name__.rpartition(".")[2]).runs, *lab.params.run.variants}
+        own = [claims.pop(name) for name in study.CLAIMS]
+        assert all(set(claim.models) <= known for claim in own)
+        if wing == "orthogonal":  # whose claims are all predictions
+            assert {claim.expected for claim in own} <= {"so here", "not so here", "open here"}
+            assert all(claim.why for claim in own)
+    assert set(claims) <= {"penalties_boost_transduction"}, "no claim without its study"
 
 
 def test_layers_that_are_not_evaluated_are_left_out(lab):

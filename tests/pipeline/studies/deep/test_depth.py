@@ -7,13 +7,12 @@ import pandas as pd
 import pytest
 import torch
 
-from pipeline.claims import Results, read_claims
-from pipeline.core import params
+from pipeline import studies
+from pipeline.claims import Results
 from pipeline.core.files import ROOT
 from pipeline.runs import FOLDER, Run
 from pipeline.studies import comparison
 from pipeline.studies.deep import depth, six_blocks
-from pipeline.studies.deep.depth import Settings
 from pipeline.training.loop import Training
 from tests.pipeline.mnist_files import write_mnist
 
@@ -37,11 +36,6 @@ def tables(losses, epochs=1):
     return {"runs": pd.DataFrame(runs), "histories": pd.DataFrame(histories)}
 
 
-def settings():
-    section = params.read(ROOT / "pipeline/studies/deep/params.yaml")["depth"]
-    return params.validate(Settings, section, "params.yaml: depth")
-
-
 def test_what_fails_is_never_averaged_with_what_trains():
     outcome = comparison.outcome(Results(tables(LOSSES)), "osa_72")
     assert (outcome["n"], outcome["trained"], outcome["missing"]) == (3, 1, 0)
@@ -51,7 +45,7 @@ def test_what_fails_is_never_averaged_with_what_trains():
 
 
 def test_runs_that_are_not_there_are_listed_and_not_counted(lab):
-    found = depth.summarise(settings(), tables(LOSSES), lab)
+    found = depth.summarise(studies.settings("depth"), tables(LOSSES), lab)
     assert "osa_iso_72" in found["not_trained"] and "osa_72" not in found["not_trained"]
     assert found["runs"]["osa_iso_72"]["n"] == 0 and found["runs"]["osa_72"]["depth"] == 72
     assert found["claims"]["osa_iso_trains_at_72"]["osa_iso_72"].word == "not trained"
@@ -59,30 +53,18 @@ def test_runs_that_are_not_there_are_listed_and_not_counted(lab):
 
 
 def test_the_figure_has_a_line_for_each_outcome(lab):
-    (axes,) = depth.draw(settings(), tables(LOSSES), lab).axes
+    (axes,) = depth.draw(studies.settings("depth"), tables(LOSSES), lab).axes
     assert len(axes.texts) == 3, "36 blocks, 72 that train, 72 that fail"
     assert sum("(n = 2)" in text.get_text() for text in axes.texts) == 2, "36 blocks, and 72 that fail"
-    assert depth.draw(settings(), tables({}), lab) is None
+    assert depth.draw(studies.settings("depth"), tables({}), lab) is None
 
 
 @pytest.mark.parametrize("study", ["depth", "six_blocks", "long_sequences"])
 def test_every_committed_run_is_in_a_list(study):
-    section = params.read(ROOT / "pipeline/studies/deep/params.yaml")[study]
-    listed = {
-        Run(run["variant"], seed, study, run.get("set", {})).folder
-        for run in section["runs"].values()
-        for seed in run["seeds"]
-    }
+    requests = [request for _, request in studies.settings(study).requests()]
+    listed = {Run(variant, seed, study, overrides).folder for variant, overrides, seed in requests}
     there = {path.parent.relative_to(ROOT) for path in (ROOT / FOLDER / study).glob("*/*/record.json")}
     assert there and there <= listed
-
-
-def test_every_claim_is_judged_by_runs_that_exist():
-    claims = read_claims(ROOT / "pipeline/studies/deep/claims.yaml")
-    assert set(claims) == {*depth.CLAIMS, *six_blocks.CLAIMS}
-    for study, names in (("depth", depth.CLAIMS), ("six_blocks", six_blocks.CLAIMS)):
-        runs = params.read(ROOT / "pipeline/studies/deep/params.yaml")[study]["runs"].keys() | {*six_blocks.BESIDE}
-        assert all(set(claims[name].models) <= runs for name in names)
 
 
 def test_six_blocks_stand_beside_table_2_and_the_most_accurate_comes_first(lab):

@@ -23,33 +23,35 @@ SMALL = Settings(seeds=[0], depths=[1, 6, 40], tokens=70, types=40, layer_depths
 CHECKS = ("schedule", "skips", "corrected", "uncorrected", "spectrum", "trace_joint")
 
 
-def summary(lab):
-    return kernels_with_depth.summarise(SMALL, measure(SMALL, lab), lab)
+def one_block_late(depth, last):
+    return exponential_schedule(depth + 1, last)[: depth + 1]
 
 
-def test_all_is_as_in_the_figures(lab):
-    found = summary(lab)
-    assert all(found[name]["holds"] for name in CHECKS)
-    assert all(row["ends"]["holds"] for row in found["rows"])
-    assert found["trace_per_head"] > 1e-3 and found["skips_printed"] > found["skips"]["value"]
+def drawn_per_head(attention, joint_value_output, **options):
+    init_orthogonal_attention_(attention, **options)
 
 
-def test_a_schedule_one_block_late_fails(monkeypatch):
-    right = kernels_with_depth.exponential_schedule
-    monkeypatch.setattr(kernels_with_depth, "exponential_schedule", lambda depth, last: right(depth + 1, last)[: depth + 1])
-    assert max(row["error"] for row in kernels_with_depth.schedules(SMALL)) > kernels_with_depth.TOLERANCE
+def not_orthogonal(*size, **options):
+    return 1.001 * stiefel_uniform(*size, **options)
 
 
-def test_value_and_output_drawn_per_head_change_the_trace(lab, monkeypatch):
-    per_head = lambda attention, joint_value_output, **options: init_orthogonal_attention_(attention, **options)  # noqa: E731
-    monkeypatch.setattr(osa.models, "init_orthogonal_attention_", per_head)
-    assert not summary(lab)["trace_joint"]["holds"]
-
-
-def test_weights_that_are_not_orthogonal_change_the_spectrum(lab, monkeypatch):
-    loose = lambda *size, **options: 1.001 * stiefel_uniform(*size, **options)  # noqa: E731
-    monkeypatch.setattr(kernels_with_depth, "stiefel_uniform", loose)
-    assert not summary(lab)["spectrum"]["holds"]
+@pytest.mark.parametrize(
+    "module, name, wrong, fails",
+    [
+        (kernels_with_depth, "TOLERANCE", kernels_with_depth.TOLERANCE, set()),  # nothing is wrong
+        (kernels_with_depth, "exponential_schedule", one_block_late, {"schedule"}),
+        (osa.models, "init_orthogonal_attention_", drawn_per_head, {"trace_joint"}),
+        (kernels_with_depth, "stiefel_uniform", not_orthogonal, {"spectrum"}),
+    ],
+    ids=["as in the figures", "late", "per head", "not orthogonal"],
+)
+def test_the_checks_hold_and_fail_of_wrong_code(module, name, wrong, fails, lab, monkeypatch):
+    monkeypatch.setattr(module, name, wrong)
+    found = kernels_with_depth.summarise(SMALL, measure(SMALL, lab), lab)
+    assert fails <= {check for check in CHECKS if not found[check]["holds"]}
+    if not fails:
+        assert all(found[check]["holds"] for check in CHECKS) and all(row["ends"]["holds"] for row in found["rows"])
+        assert found["trace_per_head"] > 1e-3 and found["skips_printed"] > found["skips"]["value"]
 
 
 def test_eq_25_is_the_square():

@@ -15,10 +15,6 @@ from pipeline.studies.deep.signals import Settings, kept, measure, of_tokens
 SMALL = Settings(seeds=[0], depths=[6], images=2, alpha_seeds=[0], alpha_depths=[6, 9], alpha_patches=[14, 7])
 
 
-def is_kept(lab):
-    return all(row["error"] < signals.TOLERANCE for row in kept(SMALL, lab))
-
-
 def test_models_and_checks_of_what_is_measured(lab, monkeypatch):
     few = [*signals.DRAWN, "espa_skip"]
     monkeypatch.setattr(signals, "MODELS", few)
@@ -35,31 +31,32 @@ def test_models_and_checks_of_what_is_measured(lab, monkeypatch):
     assert signals.draw(SMALL, tables, lab).axes
 
 
-def test_value_and_output_drawn_per_head_are_noticed(lab, monkeypatch):
-    def per_head(attention, joint_value_output=False, **options):
-        osa.init.init_orthogonal_attention_(attention, **options)
-
-    monkeypatch.setattr(osa.models, "init_orthogonal_attention_", per_head)
-    assert not is_kept(lab)
+def drawn_per_head(attention, joint_value_output=False, **options):
+    osa.init.init_orthogonal_attention_(attention, **options)
 
 
-def test_heads_drawn_alone_are_noticed_in_signal_preserving_attention(lab, monkeypatch):
-    def per_head(attention, generator):
-        osa.init.init_signal_preserving_attention_(attention, generator=generator)
-        width = attention.embed_dim // attention.num_heads
-        for rows in attention.value.weight.data.split(width):
-            rows.copy_(osa.init.stiefel_uniform(attention.embed_dim, width, generator=generator).mT)
-
-    monkeypatch.setattr(osa.models, "init_signal_preserving_attention_", per_head)
-    assert not is_kept(lab)
+def heads_drawn_alone(attention, generator):
+    osa.init.init_signal_preserving_attention_(attention, generator=generator)
+    width = attention.embed_dim // attention.num_heads
+    for rows in attention.value.weight.data.split(width):
+        rows.copy_(osa.init.stiefel_uniform(attention.embed_dim, width, generator=generator).mT)
 
 
-def test_a_schedule_one_block_late_is_noticed(lab, monkeypatch):
-    def late(kernel, num_tokens, depth, last, **options):
-        return signal_preserving_attention(kernel, num_tokens, depth + 1, last, **options)[:-1]
+def one_block_late(kernel, num_tokens, depth, last, **options):
+    return signal_preserving_attention(kernel, num_tokens, depth + 1, last, **options)[:-1]
 
-    monkeypatch.setattr(osa.models, "signal_preserving_attention", late)
-    assert not is_kept(lab)
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("init_orthogonal_attention_", drawn_per_head),
+        ("init_signal_preserving_attention_", heads_drawn_alone),
+        ("signal_preserving_attention", one_block_late),
+    ],
+)
+def test_wrong_draws_and_schedules_are_noticed(name, wrong, lab, monkeypatch):
+    monkeypatch.setattr(osa.models, name, wrong)
+    assert max(row["error"] for row in kept(SMALL, lab)) > signals.TOLERANCE
 
 
 def test_tokens_by_hand():

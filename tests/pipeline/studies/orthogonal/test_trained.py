@@ -8,8 +8,6 @@ import torch
 
 from osa.constrained.penalties import gram_penalty
 from pipeline import studies
-from pipeline.claims import read_claims
-from pipeline.core.files import ROOT
 from pipeline.studies.orthogonal import keeping, penalties
 from pipeline.training.loop import Training
 
@@ -28,15 +26,6 @@ def tables(settings, **changes):
             histories += [row | {"epoch": epoch, "train_loss": 2.3 - 2 * epoch} for epoch in EPOCHS]
             watched += [row | {"epoch": e, "layer": 1, "head": 0} | {k: v[e] for k, v in changes.items()} for e in EPOCHS]
     return {"runs": pd.DataFrame(runs), "histories": pd.DataFrame(histories), "watched": pd.DataFrame(watched)}
-
-
-@pytest.mark.parametrize("name", ["penalties", "keeping"])
-def test_claims_speak_of_runs_that_are_listed_or_of_table_2(name, lab):
-    known = {*studies.settings(name).runs, *lab.params.run.variants}
-    claims = read_claims(ROOT / "pipeline/studies/orthogonal/claims.yaml")
-    own = {"penalties": penalties, "keeping": keeping}[name].CLAIMS
-    assert all(set(claims[claim].models) <= known for claim in own)
-    assert all(claims[claim].expected in ("so here", "not so here", "open here") and claims[claim].why for claim in own)
 
 
 def test_penalties_are_rows_with_what_was_seen_after_training(lab):

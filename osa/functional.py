@@ -85,7 +85,7 @@ def orthogonal_attention(
     for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes
     M T, in function transforms and traces on the CPU in float64; a kernel of CUDA chooses between M T and a basis by itself.
     Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN, with a
-    warning where no kernel is used.
+    warning.
     On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
     pass of "qr_literal", which is autograd's own, the program's setting holds.
 

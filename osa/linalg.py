@@ -244,12 +244,8 @@ def imbalance(gram: Tensor, scale: Tensor) -> Tensor:
     return norm.square() / spectrum.clamp(min=1)
 
 
-@torch.library.custom_op("osa::warn_where_lost", mutates_args=())
-def warn_where_lost(is_lost: Tensor) -> Tensor:
-    """The same, with a warning if any of it is true: an operator, so that traces and function transforms warn too.
-
-    On CUDA, whose answers are not waited for, it comes with a later call, and not from a captured graph.
-    """
+def warn_of_loss(is_lost: Tensor) -> None:
+    """Warns if any of it is true: on CUDA, whose answers are not waited for, in a later call, and not from a CUDA graph."""
     answers = []
     if not is_lost.is_cuda:
         answers = [is_lost.any()]
@@ -263,10 +259,18 @@ def warn_where_lost(is_lost: Tensor) -> Tensor:
     if any(answers):
         cause = 'orthogonal attention is NaN where query and key cancel so far that "exact" keeps no digit of them'
         warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
-    return is_lost.clone()
 
 
 _UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # answers of CUDA, on their way
+
+
+@torch.library.custom_op("osa::warn_where_lost", mutates_args=())
+def warn_where_lost(is_lost: Tensor) -> Tensor:
+    """The same, after `warn_of_loss`: an operator, so that traces and function transforms warn too."""
+    warn_of_loss(is_lost)
+    return is_lost.clone()
+
+
 warn_where_lost.register_fake(torch.empty_like)
 warn_where_lost.register_vmap(lambda _, in_dims, is_lost: (warn_where_lost(is_lost), in_dims[0]))
 

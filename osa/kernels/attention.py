@@ -142,7 +142,7 @@ def forward_kernel(
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """output = exp(S) V of `count` matrices, and for "qr" the basis."""
+    """output = exp(S) V of `count` matrices, and `basis`: that of "qr", or each matrix's c of "exact" without a basis."""
     SIZE: tl.constexpr = 2 * WIDTH
     own = slice_of(scratch, tl.program_id(0), scratch_size)
     m, own = matrix(own, tokens, SIZE)
@@ -169,6 +169,7 @@ def forward_kernel(
             _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
         elif ALL_ROWS == 0:
             c = tl.where(is_balanced(g, c, LOST, own, TILES), c, float("nan"))
+            tl.store(basis + i, c)
             _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
         else:
             keeps_digits = is_balanced(g, c, IMBALANCE, own, TILES)

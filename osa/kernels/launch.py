@@ -65,8 +65,14 @@ def terms_size(size: int, constants: dict) -> int:
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Of the basis."""
-    return (*query.shape[:-1], 2 * query.shape[-1]) if method == "qr" else (1, 1, 1, 1)
+    """Of the basis, or of a number for each matrix."""
+    return (*query.shape[:-1], 2 * query.shape[-1]) if method == "qr" else (*query.shape[:2], 1, 1)
+
+
+def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
+    """c of each matrix, NaN where its φ₁ has no digit: of "exact" where no basis is at hand."""
+    has_basis = attention_constants(method, "forward", query, value, 0)["ALL_ROWS"]
+    return saved if method == "exact" and not has_basis else None
 
 
 def _launch_heads(

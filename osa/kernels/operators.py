@@ -99,6 +99,9 @@ def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
     ) -> tuple[Tensor, Tensor]:
         output, saved = empty_output(query, key, value, scale, num_iterations, epsilon)
         kernels.forward(method, query, key, value, scale, output, saved, num_iterations, epsilon)
+        kept = kernels.kept_scale(method, query, value, saved)
+        if kept is not None:  # in here, where a compiler cannot drop it
+            linalg.warn_of_loss(kept.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
     @torch.library.custom_op(f"osa::{name}_backward", mutates_args=())

@@ -92,6 +92,12 @@ def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, int]:
     return count, -(-(4 * width + 4 * width**2 + 4 * width * value.shape[-1] + 1) // 16) * 16
 
 
+def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
+    """c of each matrix of "exact", NaN where its φ₁ has no digit: the last that `long.saved_matrices` finds."""
+    width, value_width = query.shape[-1], value.shape[-1]
+    return saved[:, 4 * width * (1 + width + value_width)] if method == "exact" else None
+
+
 def split(query: Tensor, value: Tensor) -> tuple[int, int]:
     """In how many parts a sequence is taken, and the rows of each."""
     count, _, tokens, _ = _shape(query)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -48,6 +49,18 @@ METHODS = list(REFERENCE)
 
 def attend(query, key, value, scale, method, num_iterations=None):
     return operators.attend(query, key, value, scale, method, num_iterations, linalg.EPSILON)
+
+
+def attend_and_warn(*arguments):
+    """What `attend` returns, and how often it warns of digits that are lost: on CUDA when the next call asks."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        output = attend(*arguments)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        linalg.warn_of_loss(torch.tensor(False, device=DEVICE))
+    assert all('take method="qr"' in str(each.message) for each in found)
+    return output, len(found)
 
 
 def errors(method, query, key, value, scale, num_iterations=None):
@@ -167,20 +180,26 @@ def test_exact_takes_a_basis_where_no_balancing_helps(mu, monkeypatch):
     constants = launch.attention_constants
     monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": 0})
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    output = attend(*inputs, scales(1.0), "exact")
+    output, warned = attend_and_warn(*inputs, scales(1.0), "exact")
     grads = torch.autograd.grad(output.sum(), inputs[:2])
+    assert warned == output.isnan().any()
     if mu >= 1e4:
         assert all(x.isnan().all() for x in (output, *grads))
     elif not output.isnan().any():
         assert relative_error(output.cpu(), reference.orthogonal_attention(query, key, value, 1.0).cpu()) < 1e-3
 
 
-def test_a_head_that_is_nan_leaves_the_others_alone():
+@pytest.mark.parametrize("rows", [0, 16])
+def test_a_head_that_is_nan_leaves_the_others_alone(rows, monkeypatch):
+    """And is not warned of, with a basis at hand or without."""
+    constants = launch.attention_constants
+    monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
     query, key, value = random(7, 3, 3, (1, 2))
-    expected = attend(query, key, value, scales(0.1), "exact")
+    expected = attend(query, key, value, scales(0.1, 0.1), "exact")
     query[0, 0, 2, 1] = torch.nan
-    actual = attend(query, key, value, scales(0.1), "exact")
-    assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1])
+    for scale in (scales(0.1, 0.1), scales(torch.nan, 0.1)):
+        actual, warned = attend_and_warn(query, key, value, scale, "exact")
+        assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1]) and not warned
 
 
 @pytest.mark.parametrize(

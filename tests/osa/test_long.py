@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from osa.kernels import launch, operators, sequences
 from tests.osa.interpreter import DEVICE, Races, quick, random
-from tests.osa.test_kernels import attend, errors, scales
+from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
 HALF = torch.bfloat16
@@ -75,7 +75,7 @@ def test_bfloat16_is_as_orthogonal_as_its_rounding():
 
 
 def test_where_no_digit_is_left_and_where_a_head_is_nan():
-    """The result is NaN, and that of the other head as before; Q = K W for a symmetric W is what no balancing helps."""
+    """The result is NaN, and that of the other head as before; with a warning for Q = K W, which no balancing helps."""
     query, key, value = random(70, 4, 4, (1, 2))
     expected = attend(query, key, value, scales(0.01, 0.01), "exact")
     broken = query.clone()
@@ -83,8 +83,9 @@ def test_where_no_digit_is_left_and_where_a_head_is_nan():
     symmetric = query.clone()
     w = torch.randn(4, 4, device=DEVICE)
     symmetric[0, 0] = key[0, 0] @ (w + w.mT) + 1e-6 * query[0, 0]
-    for other, scale in ((broken, 0.01), (symmetric, 1e3), (query, 1e9)):
-        actual = attend(other, key, value, scales(scale, 0.01), "exact")
+    for other, scale in ((broken, 0.01), (query, torch.nan), (symmetric, 1e3), (query, 1e9)):
+        actual, warned = attend_and_warn(other, key, value, scales(scale, 0.01), "exact")
+        assert warned == (other is symmetric)
         assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1])
 
 

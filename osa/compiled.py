@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from osa import functional, linalg
+from osa.linalg import Scale
 
 KEPT: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of what autograd recorded, for the backward pass
 NUMBERS = itertools.count()
+INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """Whether torch.compile traces these tensors on the CPU, outside of function transforms, which take operators apart.
 
     A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
@@ -34,13 +36,7 @@ _goes_elsewhere._dynamo_marked_constant = True  # `torch.compiler.assume_constan
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | Tensor | None,
-    method: str,
-    num_iterations: int | None,
-    epsilon: float,
+    query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
     """`orthogonal_attention` of tensors that fit."""
     if scale is None:
@@ -51,45 +47,32 @@ def attend(
     return _operator(query, key, value, scale, method, num_iterations, epsilon, keep)[0]
 
 
-@torch.library.custom_op("osa::attend_by_value", mutates_args=())
-def _operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    method: str,
-    num_iterations: int | None,
-    epsilon: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
+)
+def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     """The heads, and the number under which `KEPT` has their graph for as long as that number lives."""
-    number = torch.tensor(next(NUMBERS), device="cpu")
+    options, number = (method, num_iterations, epsilon), torch.tensor(next(NUMBERS), device="cpu")
     if not keep:
-        return functional.plain_attention(query, key, value, scale, method, num_iterations, epsilon).contiguous(), number
+        return functional.plain_attention(query, key, value, scale, *options).contiguous(), number
     if method == "qr":
         key = key.clone()  # like the next two kept by autograd, though the compiled program may write to their memory again
-    inputs, output = _recorded(query, key, value.clone(), scale.clone(), method, num_iterations, epsilon)
+    inputs, output = _recorded(query, key, value.clone(), scale.clone(), *options)
     KEPT[number.item()] = inputs, output
     weakref.finalize(number, KEPT.pop, number.item(), None)
     return output.detach().contiguous(), number
 
 
-@torch.library.custom_op("osa::attend_by_value_backward", mutates_args=())
-def _gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    number: Tensor,
-    grad: Tensor,
-    method: str,
-    num_iterations: int | None,
-    epsilon: float,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "osa::attend_by_value_backward",
+    mutates_args=(),
+    schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]",
+)
+def _gradients(query, key, value, scale, number, grad, *options):
     """From the graph that is kept, whose tensors have no shape that a trace could know, or from one that is made again."""
-    kept = KEPT.get(number.item()) or _recorded(query, key, value, scale, method, num_iterations, epsilon)
+    inputs, output = KEPT.get(number.item()) or _recorded(query, key, value, scale, *options)
     with _autograd_in_an_operator():
-        grads = torch.autograd.grad(kept[1], kept[0], grad, retain_graph=True)
+        grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)
     return [x.contiguous() for x in grads]  # which parts those of query and key, that share memory
 
 
@@ -119,13 +102,13 @@ def _backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
 
 
 @_operator.register_fake
-def _(query, key, value, scale, method, num_iterations, epsilon, keep):
+def _(query, key, value, *others):
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     return value.new_empty(*batch, *value.shape[-2:]), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @_gradients.register_fake
-def _(query, key, value, scale, number, grad, method, num_iterations, epsilon):
+def _(query, key, value, scale, *others):
     return [x.new_empty(x.shape) for x in (query, key, value, scale)]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from osa.linalg import (
     EPSILON,
+    Scale,
     apply_j,
     balanced,
     flat,
@@ -46,7 +47,7 @@ def orthogonal_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     enable_gqa: bool = False,
     method: str = "exact",
     num_iterations: int | None = None,
@@ -73,21 +74,17 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr" is "qr_literal" in exact arithmetic, with exp[S] − I = φ₁([S]) [S] and a gradient that does not pass through QR.
-    "exact" needs no orthonormal basis because f(AB) A = A f(BA) (Higham 2008, Section 1.8; for the exponential of a
-    low-rank matrix see Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9: by the same identity
-    its B = M h(G) enters through the Gram matrix G_K = BᵀB = G h(G)² alone. The result is orthogonal only as far as its K
-    iterations have converged (Theorem 3.1); where they have, it is that of "exact". "polar_express" is the same with the
-    steps of Amsel et al. (2025), seven for singular values down to 10⁻³ ‖M‖_F; it computes in float64.
+    "qr" is "qr_literal" in exact arithmetic, with a gradient that does not pass through QR. "exact" needs no basis because
+    f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of
+    Eq. 9, which by the same identity enters through G_K = BᵀB alone; the result is orthogonal as far as its K iterations
+    have converged (Theorem 3.1). "polar_express" has the steps of Amsel et al. (2025) instead, and computes in float64.
 
     The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K). That of "exact" grows with ‖S‖₂
-    alone: where M asks for it, it takes M T with a T that leaves S as it is (see `balanced`), and where that is not enough,
-    for Q ≈ K W with W symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes
-    M T, in function transforms and traces on the CPU in float64; a kernel of CUDA chooses between M T and a basis by itself.
-    Where these lose their digits too, on CUDA with more tokens than a kernel holds a basis of, the result is NaN, with a
-    warning.
-    On CUDA all products are in full float32 even where the program allows TF32; under torch.compile, and in the backward
-    pass of "qr_literal", which is autograd's own, the program's setting holds.
+    alone: where M asks for it, it takes M T of the same S (see `balanced`), and where that is not enough, for Q ≈ K W with W
+    symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes M T, on the CPU in
+    float64; a kernel of CUDA chooses between M T and a basis by itself. Where these lose their digits too, on CUDA with more
+    tokens than a kernel holds a basis of, the result is NaN, with a warning. On CUDA all products are in full float32 even
+    where the program allows TF32; under torch.compile, and in the backward pass of "qr_literal", its setting holds.
 
     Args:
         query: (..., N, d).
@@ -125,7 +122,7 @@ def orthogonal_attention_matrix(
     query: Tensor,
     key: Tensor,
     *,
-    scale: float | Tensor | None = None,
+    scale: Scale = None,
     method: str = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
@@ -147,19 +144,8 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     """exp(S) V as Section 3 has it, by the library's own QR and matrix exponential, which autograd differentiates.
 
     The gradient passes through QR, whose derivative holds R⁻¹: its error grows with the condition number of M, and where M
-    is rank-deficient it is undefined, NaN or without a correct digit. For N < 2d torch inverts the first N columns of R
-    alone, so that what has to be independent is the first N columns of M.
-
-    Before its correction (PyTorch issue 196592) `matrix_exp` of a single matrix, a batch of one too, is off by up to
-    2·10⁻³ ‖[S]‖⁵ for ‖[S]‖₁ up to 0.58 in float32 and 0.05 in float64. Of a batch of two or more it is right.
-
-    Args:
-        query, key: (..., N, d).
-        value: (..., N, d_value).
-        scale: (..., 1, 1).
-
-    Returns:
-        (..., N, d_value).
+    is rank-deficient it is undefined, NaN or without a correct digit. `matrix_exp` of a single matrix, a batch of one too,
+    is off by up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
     """
     m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
     basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
@@ -185,9 +171,7 @@ def _goes_to_onnx() -> bool:
 _goes_to_onnx._dynamo_marked_constant = True  # which is false to a trace if asked directly
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str, num_iterations: int | None
-) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None) -> None:
     check_method(method, num_iterations)
     if method in ("qr", "qr_literal") and _goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
@@ -216,13 +200,7 @@ def _check(
 
 
 def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | Tensor | None,
-    method: str,
-    num_iterations: int | None,
-    epsilon: float,
+    query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
     """One of `_ROUTES` on tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
     with without_autocast(query.device), full_precision(query.device):

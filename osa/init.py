@@ -123,10 +123,8 @@ def init_ji_attention_(
     U and V Haar on O(d), the entries of Z_i independent N(0, 1/d), and in the place of a Z_i + b I the nearest matrix of
     rank d_v: from the singular value decomposition P Σ Rᵀ, W^Q_i = P Σ^½ and W^K_i = R Σ^½, cut to d_v columns.
 
-    The paper, as read in summaries of it, takes a = 2, b = 0.6 and c = 3 for a ViT-B with labels, orthogonal MLPs
-    (`init_suo_mlp_`) and for its best results the optimiser SOAP. Our reading: U and V hold all heads, Z_i is drawn for each
-    head, and the logits are divided by √d_v as ever. c² goes out in the next LayerNorm, so that c changes only how far a
-    step turns the weights; without LayerNorm c = 1 keeps the tokens' size.
+    The paper, as read in summaries of it, has a = 2, b = 0.6 and c = 3, and orthogonal MLPs (`init_suo_mlp_`). Our reading:
+    U and V hold all heads, and Z_i is drawn for each. Without LayerNorm c = 1 keeps the tokens' size.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -229,26 +227,9 @@ def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator:
 
         W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E φ² − κ₁²) d/H),
 
-    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
-
-    Why this g: let |x|² = d. Then z = s U x has |z|² = H, and its entries are N(0, 1) in the limit of wide layers. Split
-    φ(z) = κ₁ z + r with r ⟂ z and |r|² = H (E φ² − κ₁²). Here Uᵀz = s x, and Uᵀr ⟂ x. Given z, the rest of the frame is
-    uniform in the complement of z, so that E |Uᵀr|² = |r|² (d − 1)/(H − 1). Hence, with d/H for that ratio,
-    E |W₂ φ(z)|² = g² (κ₁² + (E φ² − κ₁²) d/H) d, which is to be d.
-
-    What it keeps: the mean square of tokens, and, where φ is nearly linear, their angles: W₂ κ₁ W₁ = g κ₁ R has condition 1
-    at any width, where the product of two independent draws is a corner of an orthogonal H×H matrix and ill-conditioned.
-    Each weight alone is distributed as before, U and U Rᵀ both uniform and independent of R: only their dependence is new.
-
-    What remains: of independent draws, |W₂ W₁ x|²/|x|² has the variance 2 (1 − d/H)/d in each of L MLPs. Here only the share
-    1 − κ² of φ fluctuates, κ² = κ₁²/E φ². For a smooth φ, whose r is nearly quadratic, log |x|² has the variance
-    20 (1 − κ²)/H in an MLP. An activation shaped for the depth has 1 − κ² of the order 1/L (ln 5/L for `dks_gelu`), so that
-    the sum over L MLPs is of the order 1/H at any depth.
-
-    Sources: orthogonal weights keep products well-conditioned (Saxe et al. 2014), for activations that are nearly linear
-    (Pennington et al. 2017); log-normal fluctuations of the order L/width in products of independent layers (Hanin and Nica
-    2018, 2020), less in orthogonal ones (Day, Kahn and Roberts 2023, arXiv:2310.07765). The nearest relative is the "looks
-    linear" initialisation of Balduzzi et al. (2017). The joint draw with g is ours.
+    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1). The mean square of tokens is kept on average, for any φ, and
+    their angles where φ is nearly linear, at any width. docs/depth.md derives this g, says what still fluctuates, and names
+    the relatives of this draw, which is ours.
 
     Args:
         mlp: with linear layers fc1 and fc2.

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+Scale = float | Tensor | None  # of Q Kᵀ − K Qᵀ; None: 1/√d
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # by function: what fits, and the kernel
 EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
 
@@ -72,16 +73,12 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """The same from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, for whole batches and without a guard to read.
 
-    Householder's Q is that of M + E, ‖E‖ a few eps ‖M‖ (Higham 2002, Theorem 19.4). So an E of that size, added on
-    purpose to the diagonal, costs nothing, and no null vector of M is one of M + E. In float64 the Gram matrix holds
-    singular values down to 10⁻⁸ ‖M‖, and a shift of the first decomposition makes up for its rounding; the second
-    removes what both have left of BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
+    Householder's Q is that of M + E, ‖E‖ a few eps ‖M‖ (Higham 2002, Theorem 19.4): an E of that size on the diagonal costs
+    nothing, and no null vector of M is one of M + E. A shift of the first decomposition, in float64, makes up for its
+    rounding; the second removes what is left of BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
-
-    Returns:
-        B: (..., N, n) with BᵀB = I.
     """
     x = m.double()
     norm = torch.linalg.matrix_norm(x).clamp(min=torch.finfo(m.dtype).tiny)[..., None, None]  # (..., 1, 1)
@@ -98,17 +95,12 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
 def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
     """G_K = M_KᵀM_K of the Newton–Schulz iterate M_K (Eq. 9), given G₀ = M₀ᵀM₀.
 
-    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_{k+1} = T_k G_k T_k: the iteration never leaves 2d_v×2d_v
-    matrices, where all factors are polynomials in G₀ and commute. Where the singular values of M₀ have converged, G_K is
-    the projector onto its row space. Small ones do not converge in few steps; that is part of the method and is not
-    corrected here.
+    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_{k+1} = T_k G_k T_k, of factors that commute. Small singular values
+    do not converge in few steps; that is part of the method.
 
     Args:
         gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ < √3. Its gradient is the symmetric part of the gradient.
         num_iterations: K ≥ 1. Appendix D: 6.
-
-    Returns:
-        (..., n, n), symmetric.
     """
     if is_readable(gram):
         return _NewtonSchulzGram.apply(flat(gram), num_iterations).view(gram.shape)
@@ -156,16 +148,12 @@ class _NewtonSchulzGram(torch.autograd.Function):
 def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
     """G_K = M_KᵀM_K of the Polar Express iterate M_K, given G₀ = M₀ᵀM₀: `newton_schulz_gram` with other steps.
 
-    M_{k+1} = M_k T_k with T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025), and so G_{k+1} = T_k G_k T_k. Seven steps
-    take singular values in [10⁻³, 1] to 1 within 10⁻⁶, where Newton–Schulz takes about twenty.
+    T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven take singular values in [10⁻³, 1] to 1 within 10⁻⁶, where
+    Newton–Schulz takes about twenty.
 
     Args:
-        gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ ≤ 1. float64, because a Gram matrix squares the condition number:
-            float32 does not hold the eigenvalues of 10⁻⁶ that are raised to 1.
+        gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ ≤ 1. float64: float32 does not hold eigenvalues of 10⁻⁶.
         num_iterations: K ≥ 1.
-
-    Returns:
-        (..., n, n), symmetric.
     """
     for k in range(num_iterations):
         a, b, c = POLAR_EXPRESS[min(k, len(POLAR_EXPRESS) - 1)]
@@ -178,20 +166,15 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, which singular matrices have too.
 
-    A Taylor polynomial by Horner's rule in Z², on blocks as narrow as Y. Its degree is the least whose remainder, in value
-    and gradient, is below the rounding. What counts is the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM
-    too: between M and J Mᵀ its series is one in S).
+    A Taylor polynomial by Horner's rule in Z², on blocks as narrow as Y, of the least degree whose remainder, in value and
+    gradient, is below the rounding for the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too).
 
     For ρ > 4, Z is halved s times, to ρ ≤ 1, and its φ₁ doubled as often, φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). So it is, with a fixed s, wherever reading ρ would
-    stop the device or break a trace.
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4); with a fixed s where ρ cannot be read.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
         y: (..., n, m), the same batch dimensions.
-
-    Returns:
-        (..., n, m).
     """
     shape, z, y = y.shape, flat(z), flat(y)
     return (kernel("phi1_times", z, y) or plain_phi1_times)(z, y).view(shape)
@@ -279,18 +262,14 @@ def balanced(m: Tensor) -> Tensor:
     """M T of the same S, with T symplectic, T J Tᵀ = J, and columns as short as they can be pair by pair.
 
     S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over the pairs of columns, and no 2×2 matrix of determinant 1 changes
-    the term of the pair that it multiplies. T consists of these: the shorter column loses its projection on the longer one;
-    then one is multiplied by s and the other by 1/s, which makes them equally long. With them ‖q_j‖² + ‖k_j‖² is twice the
-    area ‖q_j k_jᵀ − k_j q_jᵀ‖₂ that the pair spans, and no pair of that term has less.
+    the term of the pair that it multiplies: the shorter column loses its projection on the longer one, then one is
+    multiplied by s and the other by 1/s, which makes them equally long.
 
     T is a constant of the derivatives: the function does not depend on it. The subtraction is in float64, lest Q ≈ K in
     float32 lose digits to it, except on Apple's GPUs (MPS), which do not have it.
 
     Args:
         m: [Q, K], (b, N, 2d).
-
-    Returns:
-        (b, N, 2d), of m's type.
     """
     query, key = (m if m.device.type == "mps" else m.double()).chunk(2, dim=-1)  # (b, N, d)
     tiny = torch.finfo(m.dtype).tiny

@@ -64,14 +64,11 @@ def load_pretrained(name: str, *, folder: str | Path) -> VisionTransformer:
     for option, value in MODELS[name].items():
         if getattr(model.config, option) != value:
             raise ValueError(f"{path} is not of {name}: {option} is {getattr(model.config, option)!r}, not {value!r}")
-    weights = load_file(Path(folder, WEIGHTS))
-    expected = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    actual = {key: tuple(tensor.shape) for key, tensor in weights.items()}
-    if differing := sorted(key for key in expected | actual if expected.get(key) != actual.get(key)):
-        key = differing[0]
-        sides = (f"{shapes.get(key, 'absent')} by {file}" for shapes, file in ((actual, WEIGHTS), (expected, CONFIG)))
-        raise ValueError(f"weights and configuration in {folder} disagree: {key} is {' and '.join(sides)}")
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(load_file(Path(folder, WEIGHTS)), assign=True)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()
+        raise ValueError(f"weights and configuration in {folder} disagree: {first}") from None
     return model.eval()
 
 

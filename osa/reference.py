@@ -94,32 +94,6 @@ def multi_head_orthogonal_attention(
     return total
 
 
-def multi_head_softmax_attention(
-    x: Tensor,
-    query_weights: Tensor,
-    key_weights: Tensor,
-    value_weights: Tensor,
-    out_weights: Tensor,
-    query_biases: Tensor,
-    key_biases: Tensor,
-    value_biases: Tensor,
-    out_bias: Tensor,
-) -> Tensor:
-    """SSA(X) = Σᵢ softmax(QᵢKᵢᵀ/√d_v) Vᵢ Wᵢ^O + b^O with Qᵢ = XWᵢ^Q + bᵢ^Q and so on, (..., N, d).
-
-    Vaswani et al., 2017, Section 3.2. Shapes as in `multi_head_orthogonal_attention`; biases (h, d_v) and (d,).
-    """
-    x = x.double()
-    total = torch.zeros_like(x)
-    for i, w_out in enumerate(out_weights):
-        query = x @ query_weights[i].double() + query_biases[i].double()
-        key = x @ key_weights[i].double() + key_biases[i].double()
-        value = x @ value_weights[i].double() + value_biases[i].double()
-        weights = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)
-        total = total + weights @ value @ w_out.double()
-    return total + out_bias.double()
-
-
 def _exponential(s: Tensor) -> Tensor:
     """torch's `matrix_exp` of a batch: of a single small matrix it is off by up to 3.3e-10 (PyTorch issue 196592)."""
     return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

@@ -287,11 +287,8 @@ class ValueSkipInitSelfAttention(SelfAttention):
 def alpha_of_depth(total: float, depth: int) -> float:
     """α = `total`/L for orthogonal attention in a network of L blocks.
 
-    S = α/√d_v · X W̃ Xᵀ with ‖W̃‖₂ = 1 at initialisation (Section 4.2 of the OSA paper), so that a change dX of the tokens
-    changes S by at most 2 α/√d_v ‖X‖₂ ‖dX‖_F, a head's exp(S) X W^V W^O by at most ‖J₁‖ ‖dX‖_F, ‖J₁‖ ≤ 2 ‖X‖₂² α/√d_v, and
-    a layer, with W^O drawn for all h heads together, by √h times as much. L blocks then multiply gradients by up to
-    exp(L √h ‖J₁‖): bounded in depth if α falls as 1/(L ‖X‖₂²). Where the activation keeps X, as GELU does not, ‖X‖₂² stays
-    of the order of N d.
+    With ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2 of the OSA paper), L layers whose W^O is drawn for all h heads together
+    multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v): bounded in depth if α falls as 1/L and the activation keeps ‖X‖₂.
     """
     return total / depth
 
@@ -337,8 +334,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
         E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}:
 
     in the limit of wide layers q = 1 is kept, tokens without correlation stay without, and the cosine map of the whole
-    network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1). q = 1 is no stable point: what finite width
-    throws off it does not come back. `osa.init.init_isometric_mlp_` makes those throws small.
+    network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1).
 
     Raises:
         ValueError: no GELU is as curved as so few nonlinearities need: for a slope of 5 their number is 5 or more.

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from osa import functional, linalg
+from osa.compiled import INPUTS
 from osa.kernels import launch, sequences
 from osa.kernels.launch import padded
+from osa.linalg import Scale
 
 METHODS = ("exact", "newton_schulz", "qr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +24,7 @@ TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
 
 
-def fits(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor | None, method: str) -> bool:
+def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """Whether `attend` takes tensors such as these of CUDA: by a method that has a kernel, and under no function transform.
 
     A kernel that does not compile, or gives other numbers than the plain route when it is first used, does not fit either,
@@ -67,13 +69,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | Tensor | None,
-    method: str,
-    num_iterations: int | None,
-    epsilon: float,
+    query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
     """`orthogonal_attention` of tensors that fit."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
@@ -93,34 +89,27 @@ def attend(
 def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
     """A module's kernels as osa::NAME, of (batch, heads, N, d) and (batch, heads, 1, 1), and osa::NAME_backward."""
 
-    @torch.library.custom_op(f"osa::{name}", mutates_args=())
-    def attend_heads(
-        query: Tensor, key: Tensor, value: Tensor, scale: Tensor, num_iterations: int, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        output, saved = empty_output(query, key, value, scale, num_iterations, epsilon)
-        kernels.forward(method, query, key, value, scale, output, saved, num_iterations, epsilon)
+    options = "int num_iterations, float epsilon"
+    forward = f"({INPUTS}, {options}) -> (Tensor, Tensor)"
+    backward = f"({INPUTS}, Tensor saved, Tensor grad, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
+
+    @torch.library.custom_op(f"osa::{name}", mutates_args=(), schema=forward)
+    def attend_heads(query, key, value, scale, *options):
+        output, saved = empty_output(query, key, value, scale, *options)
+        kernels.forward(method, query, key, value, scale, output, saved, *options)
         kept = kernels.kept_scale(method, query, value, saved)
         if kept is not None:  # in here, where a compiler cannot drop it
             linalg.warn_of_loss(kept.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
-    @torch.library.custom_op(f"osa::{name}_backward", mutates_args=())
-    def gradients(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: Tensor,
-        saved: Tensor,
-        grad: Tensor,
-        num_iterations: int,
-        epsilon: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    @torch.library.custom_op(f"osa::{name}_backward", mutates_args=(), schema=backward)
+    def gradients(query, key, value, scale, saved, grad, *options):
         grads = empty_grads(query, key, value, scale)
-        kernels.backward(method, query, key, value, scale, saved, grad, grads, num_iterations, epsilon)
+        kernels.backward(method, query, key, value, scale, saved, grad, grads, *options)
         return grads
 
     @attend_heads.register_fake
-    def empty_output(query, key, value, scale, num_iterations, epsilon):
+    def empty_output(query, key, value, *others):
         batch, heads, tokens, width = value.shape
         output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # as the heads' concatenation wants it
         return output, query.new_empty(kernels.saved_shape(method, query, value), dtype=torch.float32)
@@ -135,14 +124,14 @@ def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
         ctx.save_for_backward(*tensors, output[1])
 
     @linalg.in_own_types
-    def backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         *tensors, saved = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             options = method, ctx.num_iterations or None, ctx.epsilon
             return *linalg.recorded_grad(lambda *x: functional.plain_attention(*x, *options), tensors, grad), None, None
         return *gradients(*tensors, saved, grad, ctx.num_iterations, ctx.epsilon), None, None
 
-    attend_heads.register_autograd(backward, setup_context=save)
+    attend_heads.register_autograd(differentiate, setup_context=save)
     return attend_heads
 
 

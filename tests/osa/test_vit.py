@@ -52,13 +52,15 @@ def reference_logits(model, name, batch):
         layer, shape = block.attention, block.mlp.activation
         a, b, c, e = dataclasses.astuple(shape) if dataclasses.is_dataclass(shape) else (1, 0, 1, 0)
         projections = (layer.query, layer.key, layer.value)
-        weights = [linear.weight.mT.unflatten(-1, (4, 16)).movedim(-2, 0) for linear in projections]
-        weights.append(layer.out.weight.mT.unflatten(0, (4, 16)))
         if hasattr(layer, "alpha"):
+            weights = [linear.weight.mT.unflatten(-1, (4, 16)).movedim(-2, 0) for linear in projections]
+            weights.append(layer.out.weight.mT.unflatten(0, (4, 16)))
             y = reference.multi_head_orthogonal_attention(norm(block.norm1, x), *weights, layer.alpha, attention)
         else:
-            biases = [*(linear.bias.view(4, 16) for linear in projections), layer.out.bias]
-            y = reference.multi_head_softmax_attention(norm(block.norm1, x), *weights, *biases)
+            heads = (norm(block.norm1, x) @ each.weight.mT + each.bias for each in projections)
+            query, key, value = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in heads)
+            heads = torch.softmax(query @ key.mT / 4, dim=-1) @ value  # (B, h, N, d_v)
+            y = heads.transpose(1, 2).flatten(2) @ layer.out.weight.mT + layer.out.bias
         x = join(x, y, block.shortcut)
         hidden = norm(block.norm2, x) @ block.mlp.fc1.weight.mT + block.mlp.fc1.bias
         hidden = hidden * a + b

@@ -1,4 +1,4 @@
-"""`pip install .` gives `osa` and nothing else: its wheel is built, installed beside torch alone, and trains a block."""
+"""`pip install .` gives `osa` and nothing else: its wheel is built, installed beside torch alone, and trains."""
 
 import shutil
 import subprocess
@@ -16,24 +16,9 @@ from pipeline.core.files import ROOT
 
 pytestmark = pytest.mark.slow
 TRAINING = """
-import torch
+import osa, torch
 
-import osa
-
-torch.manual_seed(0)
-attention = osa.OrthogonalSelfAttention(embed_dim=12, num_heads=2)
-block = osa.Block(attention, osa.MLP(12, 24), embed_dim=12, skip=False, norm=False)
-x, target = torch.randn(2, 3, 7, 12)  # each (3, 7, 12)
-optimizer = torch.optim.Adam(block.parameters(), lr=0.01)
-losses = []
-for _ in range(20):
-    loss = (block(x) - target).square().mean()
-    losses.append(loss.item())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-assert losses[-1] < 0.9 * losses[0], losses
-assert osa.create_model("osa_qr", depth=1)(x.new_zeros(1, 1, 28, 28)).shape == (1, 10)
+osa.create_model("osa_qr", depth=1)(torch.rand(2, 1, 28, 28)).sum().backward()
 print(osa.__file__)
 """
 
@@ -71,8 +56,7 @@ def test_trains_in_an_environment_of_its_own(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(command, check=True)
     (packages,) = (tmp_path / "venv/lib").glob("*/site-packages")
-    (packages / "torch.pth").write_text(
-        f"{Path(torch.__file__).parents[1]}\n", encoding="utf-8"
-    )  # torch is found there, osa is not
+    path = packages / "torch.pth"  # torch is found there, osa is not
+    path.write_text(f"{Path(torch.__file__).parents[1]}\n", encoding="utf-8")
     imported = subprocess.check_output([python, "-I", "-W", "error", "-c", TRAINING], cwd=tmp_path, text=True)
     assert Path(imported.strip()).is_relative_to(packages)

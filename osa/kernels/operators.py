@@ -33,19 +33,13 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     """
     tokens, width = query.shape[-2:]
     tensors, is_short = (query, key, value), _is_short(query, value)
+    dtypes, rows = tuple(x.dtype for x in tensors), padded(tokens) if is_short else TRIED_TOKENS
     return (
         method in (METHODS if is_short else LONG_METHODS)
         and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH and _is_whole(x) for x in tensors)
         and not (isinstance(scale, Tensor) and not _is_whole(scale))
         and (method != "qr" or padded(tokens) * padded(2 * width) <= launch.MAX_BASIS)
-        and _is_right(
-            method,
-            query.device,
-            tuple(x.dtype for x in tensors),
-            padded(tokens) if is_short else TRIED_TOKENS,
-            width,
-            value.shape[-1],
-        )
+        and _is_right(method, query.device, dtypes, rows, width, value.shape[-1])
     )
 
 
@@ -174,13 +168,10 @@ _TRIED: dict[tuple, bool] = {}  # whether a kernel of these types, rows and widt
 
 
 @torch._dynamo.assume_constant_result
-def _is_right(
-    method: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
-) -> bool:
-    """Whether a kernel's numbers are right on this device: tried once, and never while a graph is recorded."""
+def _is_right(*form) -> bool:
+    """Whether `_agrees` for a form of a kernel: tried once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and so is what follows
-    form = method, device, dtypes, rows, width, value_width
     if form not in _TRIED and not torch.cuda.is_current_stream_capturing():
         _TRIED[form] = _agrees(*form)
     return _TRIED.get(form, False)
@@ -193,12 +184,7 @@ def _agrees(
 
     Whatever goes wrong between Triton, the C compiler, its cache on the disk and the driver is a reason to do without it.
     """
-    with (
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), linalg.without_autocast(device):
         generator = torch.Generator().manual_seed(0)
         if method == "phi1":
             shapes = (6, width, width), (6, width, value_width), (6, width, value_width)

@@ -19,7 +19,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
 )
-from tests.osa.helpers import Results, draw, orthogonality_error, polar_express_basis, relative_error
+from tests.osa.helpers import Results, draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]
 RADII = [0, 1e-6, 1e-3, 1, 2.9, 3.1, 11.9, 12.1, 1e2, 1e3]  # of the spectrum; φ₁Y changes its algorithm near 3 and 12
@@ -101,15 +101,13 @@ def test_the_cholesky_basis_is_as_good_as_householders(name):
 
 @pytest.mark.parametrize("least", [1e-3, 0.1])
 def test_seven_steps_of_polar_express_make_small_singular_values_one(least):
-    """Orthonormal to 1e-6 for σ_min ≥ 10⁻³ ‖M‖_F, which Newton–Schulz is not; and as the iteration on N×2d matrices."""
+    """Orthonormal to 1e-6 for σ_min ≥ 10⁻³ ‖M‖_F, which Newton–Schulz is not."""
     m = torch.randn(3, 11, 5, dtype=torch.float64)
     values = torch.logspace(math.log10(least), 0, 5, dtype=torch.float64)
     m = torch.linalg.qr(m).Q * (values / values.norm()) @ torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64)).Q
     gram = m.mT @ m / (1 + EPSILON) ** 2
     assert torch.linalg.matrix_norm(polar_express_gram(gram) - torch.eye(5), 2).max() < 1e-6
     assert torch.linalg.matrix_norm(newton_schulz_gram(gram, 7) - torch.eye(5), 2).min() > 1e-2
-    basis = polar_express_basis(m, 9)
-    torch.testing.assert_close(polar_express_gram(gram, 9), basis.mT @ basis, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -185,21 +183,17 @@ def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_small_and_large_matrices_in_one_batch(dtype):
-    """Matrices of a batch may share their number of doublings; the small ones lose nothing by it."""
-    radii = 0, 1e-6, 1, 1e3
+@pytest.mark.parametrize("value", [math.nan, math.inf, "large"])
+@pytest.mark.parametrize("largest", [1, 3.9, 1e3])
+def test_matrices_of_a_batch_do_not_touch_each_other(largest, value, dtype):
+    """Small ones lose nothing by the doublings that they share with large ones, and none by one that is lost."""
+    radii = 0, 1e-6, 1, largest
     z = torch.stack([skew_symmetric(radius, dtype) for radius in radii])
     y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype)
-    for radius, actual, expected in zip(radii, phi1_times(z, y), dense_phi1(z) @ y.double(), strict=True):
-        assert relative_error(actual, expected) < 30 * torch.finfo(dtype).eps * (1 + radius)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
-@pytest.mark.parametrize("radius", [1.0, 3.9, 30.0])
-def test_a_matrix_that_is_lost_does_not_touch_the_others(radius, value):
-    z, y = skew_symmetric(radius), torch.randn(2, 3, 7, 5, dtype=torch.float64)
-    expected = dense_phi1(z) @ y
-    z[1, 2, 0, 1] = value
+    expected = dense_phi1(z) @ y.double()
+    z[2, 1, 2, 0, 1] = torch.finfo(dtype).max ** 0.65 if value == "large" else value
     actual = phi1_times(z, y)
-    assert not actual[1, 2].isfinite().all()
-    assert relative_error(actual.flatten(0, 1)[:5], expected.flatten(0, 1)[:5]) < 1e-12
+    assert not actual[2, 1, 2].isfinite().all()
+    actual[2, 1, 2] = expected[2, 1, 2]
+    for radius, *pair in zip(radii, actual, expected, strict=True):
+        assert relative_error(*pair) < 30 * torch.finfo(dtype).eps * (1 + radius)

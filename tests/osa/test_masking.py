@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import osa
 from osa import orthogonal_attention
 from osa.functional import METHODS
 from tests.osa.helpers import draw, relative_error
@@ -81,31 +80,3 @@ def test_what_has_no_orthogonal_matrix_is_refused_with_its_reason(arguments, cau
     others = {name: value for name, value in arguments.items() if name != "key_heads"}
     with pytest.raises(ValueError, match=cause):
         orthogonal_attention(query, key[:, :heads], value[:, :heads], **others)
-
-
-LAYERS = {
-    "orthogonal": osa.OrthogonalSelfAttention,
-    "softmax": osa.SoftmaxSelfAttention,
-    "value_skipinit": osa.shaped.ValueSkipInitSelfAttention,
-    "signal_preserving": lambda d, h, **k: osa.shaped.SignalPreservingSelfAttention(d, h, torch.full((7, 7), 1 / 7), **k),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_takes_one_sequence_a_device_and_a_type_and_says_what_it_is(name):
-    layer = LAYERS[name](12, 3, dtype=torch.float64)
-    x = torch.randn(2, 7, 12, dtype=torch.float64)
-    torch.testing.assert_close(layer(x[1]), layer(x)[1])
-    torch.testing.assert_close(layer(x[1], 1), layer(x)[1, :1])
-    block = osa.Block(layer, osa.MLP(12, 24, dtype=torch.float64), embed_dim=12, skip=True, norm=True, dtype=torch.float64)
-    torch.testing.assert_close(block(x[0], 2), block(x)[0, :2])
-    empty = LAYERS[name](12, 3, device="meta", dtype=torch.bfloat16)
-    assert {(tensor.device.type, tensor.dtype) for tensor in empty.state_dict().values()} == {("meta", torch.bfloat16)}
-    assert all("num_heads=3" in repr(each) for each in (layer, empty))
-
-
-@pytest.mark.parametrize("shapes", [[(2, 7, 12)] * 3, [(2, 7, 12)] * 2, [(2, 3, 7, 12)], [(12,)], [(2, 7, 11)]])
-@pytest.mark.parametrize("name", LAYERS)
-def test_other_inputs_of_a_layer_are_a_sentence(name, shapes):
-    with pytest.raises(ValueError, match=r"layer\(x\)" if len(shapes) > 1 else r"\(B, N, 12\)"):
-        LAYERS[name](12, 3)(*(torch.randn(shape) for shape in shapes))

@@ -298,14 +298,12 @@ def _check(name: str, value: Any, kind: Any, bounds: dict) -> None:
             raise ValueError(f"{name} must be True or False, not {value!r}")
     else:
         number, word = (numbers.Integral, "a whole number") if kind is int else (numbers.Real, "a finite number")
-        least, above, below = (bounds.get(bound) for bound in ("least", "above", "below"))
+        limits = {"least": -math.inf, "above": -math.inf, "below": math.inf} | bounds
         fits = isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
-        fits = fits and (least is None or value >= least) and (above is None or value > above)
-        if not (fits and (below is None or value < below)):
-            words = [word]
-            words += [f"{least} or more"] if least is not None else []
-            words += [f"{side} {bound}" for side, bound in (("above", above), ("below", below)) if bound is not None]
-            raise ValueError(f"{name} must be {', '.join(words)}, not {value!r}")
+        if not (fits and value >= limits["least"] and limits["above"] < value < limits["below"]):
+            words = {"least": "{} or more", "above": "above {}", "below": "below {}"}
+            said = [word, *(form.format(bounds[bound]) for bound, form in words.items() if bound in bounds)]
+            raise ValueError(f"{name} must be {', '.join(said)}, not {value!r}")
 
 
 # The models

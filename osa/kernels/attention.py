@@ -18,11 +18,10 @@ programs: every run gives the same bits.
 import triton
 import triton.language as tl
 
-from osa.kernels.mixing import is_balanced, mixing, mixing_gradients
+from osa.kernels.mixing import LOST, is_balanced, mixing, mixing_gradients
 from osa.kernels.tiles import columns_of, head, load, matrix, multiply, scratch_at, slice_of, store, transpose
 
 IMBALANCE = tl.constexpr(64.0)  # up to which "exact" keeps its digits, as in osa/linalg.py
-LOST = tl.constexpr(2.0**16)  # from which on none is left: `osa.functional.LOST` in float32
 
 
 @triton.jit

@@ -15,12 +15,11 @@ lost, and the sums are taken again of the sheared columns.
 import triton
 import triton.language as tl
 
-from osa.kernels.mixing import is_balanced, mixing
+from osa.kernels.mixing import LOST, is_balanced, mixing
 from osa.kernels.rows import product, saved_matrices, sheared, times
 from osa.kernels.tiles import columns_of, copy, diagonal, head, load, matrix, slice_of, store, transpose
 
 NUMBERS = ["count", "heads", "tokens", "splits", "rows_of_split", "size"]
-LOST = tl.constexpr(2.0**16)  # as in osa/kernels/attention.py
 LEAST = tl.constexpr(2.0**-46)  # of the larger square norm
 KEPT = tl.constexpr(2.0**-5)  # of a column's square norm, below which float32 has lost five bits of what is left
 

@@ -31,6 +31,8 @@ from osa.kernels.tiles import (
     transpose,
 )
 
+LOST = tl.constexpr(2.0**16)  # imbalance from which on "exact" has no digit: `osa.functional.LOST` in float32
+
 
 @triton.jit
 def is_balanced(gram, scale, limit, scratch, TILES: tl.constexpr):

@@ -52,14 +52,10 @@ def test_timms_attention_is_ours_with_timms_weights():
     query, key, value = layer.qkv(x).unflatten(-1, (3, 3, 64)).movedim((2, 3), (0, 2))
     heads = orthogonal_attention(layer.q_norm(query), layer.k_norm(key), value, scale=0.75 / 8, method="qr")
     assert relative_error(layer(x), layer.proj(heads.transpose(1, 2).flatten(2))) < 1e-9
-    ours.float()(torch.randn(2, 3, 16, 16)).sum().backward()
-    assert all(block.attn.alpha.grad.abs().min() > 0 for block in ours.blocks)
-
-
-def test_timms_dropout_of_attention_is_refused_in_training():
-    pytest.importorskip("timm")
-    model = timm_vit(attn_layer=integrations.timm_attention(), attn_drop_rate=0.1)
     images = torch.randn(2, 3, 16, 16)
+    ours.float()(images).sum().backward()
+    assert all(block.attn.alpha.grad.abs().min() > 0 for block in ours.blocks)
+    model = timm_vit(attn_layer=integrations.timm_attention(), attn_drop_rate=0.1)  # which is refused in training
     assert model.eval()(images).shape == (2, 7)
     with pytest.raises(ValueError, match="dropout_p"):
         model.train()(images)

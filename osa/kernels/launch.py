@@ -9,42 +9,28 @@ from osa.kernels import attention, phi1
 MAX_BASIS = 256 * 64  # entries of a basis, which Gram–Schmidt holds in registers
 
 
-def forward(
-    method: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    output: Tensor,
-    basis: Tensor,
-    num_iterations: int,
-    epsilon: float,
-) -> None:
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, heads, N, width), and scale (batch, heads, 1, 1)
+
+
+def forward(method: str, inputs: Inputs, output: Tensor, basis: Tensor, num_iterations: int, epsilon: float) -> None:
     """Fills the output, (batch, heads, N, d_value), and for "qr" the basis, in one launch: a program for a matrix."""
-    tensors, (size, block) = (query, key, value, scale, output, basis), _sizes(query, value)
+    query, _, value, _ = inputs
+    tensors, (size, block) = (*inputs, output, basis), _sizes(query, value)
     scratch_size = (2 * query.shape[-2] + 2) * size + 6 * size**2 + 4 * block
     constants = attention_constants(method, "forward", query, value, num_iterations)
     _launch_heads(attention.forward_kernel, tensors, tensors[:5], scratch_size, epsilon, constants)
 
 
 def backward(
-    method: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    basis: Tensor,
-    grad: Tensor,
-    grads: tuple[Tensor, ...],
-    num_iterations: int,
-    epsilon: float,
+    method: str, inputs: Inputs, basis: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
 ) -> None:
     """Fills the gradients of query, key, value and scale, in one launch."""
-    tensors, (size, block) = (query, key, value, scale, basis, grad), _sizes(query, value)
+    query, _, value, _ = inputs
+    size, block = _sizes(query, value)
     constants = attention_constants(method, "backward", query, value, num_iterations)
     scratch_size = (3 * query.shape[-2] + 2) * size + 10 * size**2 + 9 * block + terms_size(size, constants)
-    with_strides = query, key, value, scale, grad, grads[0], grads[2]
-    _launch_heads(attention.backward_kernel, (*tensors, *grads), with_strides, scratch_size, epsilon, constants)
+    tensors, with_strides = (*inputs, basis, grad, *grads), (*inputs, grad, grads[0], grads[2])
+    _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
 
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
@@ -133,14 +119,19 @@ def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, 
     Gram–Schmidt holds ALL_ROWS of a basis, 32 entries a thread: "qr" forward takes as many threads as that needs, "exact"
     has a basis only where its threads suffice.
     """
-    constants, rows = tile_constants(2 * query.shape[-1]), padded(query.shape[-2])
+    constants, rows = mix_constants(method, query, value, num_iterations), padded(query.shape[-2])
     warps = rows * constants["TILES"][0] // (32 * 32)
     if (method, kernel) == ("qr", "forward"):
         constants["num_warps"] = max(constants["num_warps"], warps)
     elif method != "exact" or 2 * warps > constants["num_warps"]:
         rows = 0
+    return constants | {"ALL_ROWS": rows}
+
+
+def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
+    """The same of what lies between Gram matrices alone."""
     names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": method, "ITERATIONS": num_iterations}
-    return names | {"ALL_ROWS": rows, **constants}
+    return names | tile_constants(2 * query.shape[-1])
 
 
 def tile_constants(size: int) -> dict:

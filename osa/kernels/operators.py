@@ -90,7 +90,7 @@ def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
     @torch.library.custom_op(f"osa::{name}", mutates_args=(), schema=forward)
     def attend_heads(query, key, value, scale, *options):
         output, saved = empty_output(query, key, value, scale, *options)
-        kernels.forward(method, query, key, value, scale, output, saved, *options)
+        kernels.forward(method, (query, key, value, scale), output, saved, *options)
         kept = kernels.kept_scale(method, query, value, saved)
         if kept is not None:  # in here, where a compiler cannot drop it
             linalg.warn_of_loss(kept.view(scale.shape).isnan() & ~scale.isnan())
@@ -99,7 +99,7 @@ def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
     @torch.library.custom_op(f"osa::{name}_backward", mutates_args=(), schema=backward)
     def gradients(query, key, value, scale, saved, grad, *options):
         grads = empty_grads(query, key, value, scale)
-        kernels.backward(method, query, key, value, scale, saved, grad, grads, *options)
+        kernels.backward(method, (query, key, value, scale), saved, grad, grads, *options)
         return grads
 
     @attend_heads.register_fake

@@ -5,23 +5,14 @@ import triton
 from torch import Tensor
 
 from osa.kernels import launch, long, long_backward
-from osa.kernels.launch import padded
+from osa.kernels.launch import Inputs, padded
 
 LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as the device has multiprocessors
 
 
-def forward(
-    method: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    output: Tensor,
-    saved: Tensor,
-    num_iterations: int,
-    epsilon: float,
-) -> None:
+def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
     """Fills the output, (batch, heads, N, d_value), and for the gradients a row for each matrix."""
+    query, key, value, scale = inputs
     (count, heads, tokens, width), value_width = _shape(query), value.shape[-1]
     splits, rows = split(query, value)
     length, size = 3 * width**2 + 2 * width * value_width, saved.shape[-1]
@@ -34,7 +25,7 @@ def forward(
     tensors, common = (query, key, value, sums, pairs, shears), common | small_tile(query, value) | {"METHOD": method}
     launch.launch(long.reduce_kernel, count * splits, tensors, strides, common)
     numbers = {"heads": heads, "splits": splits, "size": size, "epsilon": epsilon}
-    constants = mix_constants(method, query, value, num_iterations)
+    constants = launch.mix_constants(method, query, value, num_iterations)
     block = constants["TILES"][1]  # columns of T
     scratch_size = 6 * (2 * width) ** 2 + (5 * block + 2) * 2 * width
     work = count * triton.cdiv(value_width, block)
@@ -48,22 +39,14 @@ def forward(
 
 
 def backward(
-    method: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    saved: Tensor,
-    grad: Tensor,
-    grads: tuple[Tensor, ...],
-    num_iterations: int,
-    epsilon: float,
+    method: str, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
 ) -> None:
     """Fills the gradients of query, key, value, and of the scale of each matrix, given that of the output."""
+    query, key, value, _ = inputs
     (count, heads, tokens, width), value_width, size = _shape(query), value.shape[-1], saved.shape[-1]
     splits, rows = split(query, value)
     form, tile = _form(query, value), small_tile(query, value)
-    constants = mix_constants(method, query, value, num_iterations)
+    constants = launch.mix_constants(method, query, value, num_iterations)
     block = constants["TILES"][1]
     blocks = triton.cdiv(value_width, block)
     sums = _floats(query, count, splits, 2 * width * value_width)
@@ -137,11 +120,6 @@ def _threads(tile: tuple[int, ...], is_small: bool) -> dict:
     if max(tile) <= 32:
         return {"num_warps": 4, "maxnreg": 255}
     return {"num_warps": 8, "maxnreg": 128 if is_small else 255}
-
-
-def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-    names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": method, "ITERATIONS": num_iterations}
-    return names | launch.tile_constants(2 * query.shape[-1])
 
 
 def _form(query: Tensor, value: Tensor) -> dict:

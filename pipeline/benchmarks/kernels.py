@@ -85,8 +85,9 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             shapes = (2, 3, 1, 1), kernels.saved_shape(name, query, query)
             scale, saved = (torch.empty(shape, device="meta") for shape in shapes)
             iterations = ITERATIONS.get(name, 0), 1e-7
-            kernels.forward(name, query, query, query, scale, query, saved, *iterations)
-            kernels.backward(name, query, query, query, scale, saved, query, (query, query, query, scale), *iterations)
+            inputs = query, query, query, scale
+            kernels.forward(name, inputs, query, saved, *iterations)
+            kernels.backward(name, inputs, saved, query, inputs, *iterations)
     return found
 
 

@@ -64,9 +64,7 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
 
 
 @torch.library.custom_op(
-    "osa::attend_by_value_backward",
-    mutates_args=(),
-    schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]",
+    "osa::attend_by_value_backward", mutates_args=(), schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]"
 )
 def _gradients(query, key, value, scale, number, grad, *options):
     """From the graph that is kept, whose tensors have no shape that a trace could know, or from one that is made again."""

@@ -3,17 +3,7 @@
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import (
-    add,
-    columns_of,
-    copy,
-    inner_product,
-    matrix,
-    multiply,
-    set_identity,
-    slice_of,
-    transpose,
-)
+from osa.kernels.tiles import add, columns_of, copy, inner_product, matrix, multiply, set_identity, slice_of, transpose
 
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)

@@ -39,10 +39,7 @@ def balanced(q, k, kept, rows, columns, WIDTH: tl.constexpr):
     """Columns of the two halves of M, balanced."""
     q_tile, k_tile = sheared(q, k, kept[0], rows, columns, WIDTH)
     sigma = transpose(kept[1])
-    return (
-        load(sigma, tl.arange(0, 1), columns) * q_tile,
-        load(sigma, tl.arange(0, 1), columns + WIDTH) * k_tile,
-    )
+    return (load(sigma, tl.arange(0, 1), columns) * q_tile, load(sigma, tl.arange(0, 1), columns + WIDTH) * k_tile)
 
 
 @triton.jit

@@ -232,7 +232,7 @@ def warn_of_loss(is_lost: Tensor) -> None:
     answers = []
     if not is_lost.is_cuda:
         answers = [is_lost.any()]
-    elif not torch.cuda.is_current_stream_capturing():
+    elif not is_captured(is_lost):
         while _UNREAD and _UNREAD[0][0].query():
             answers.append(_UNREAD.pop(0)[1])
         event, answer = torch.cuda.Event(), torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -330,6 +330,11 @@ def is_eager(x: Tensor) -> bool:
         or get_proxy_mode()
         or forward_ad._current_level >= 0
     )
+
+
+def is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph takes up what is done with x, for later."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded(*inputs: Tensor) -> bool:

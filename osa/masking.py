@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from osa.linalg import is_eager
+from osa.linalg import is_captured, is_eager
 
 
 def check_neutral(dropout_p: float, is_causal: bool) -> None:
@@ -46,7 +46,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
     if mask.shape[-2] > 1:
         is_padding = (mask == first).all()
         message = "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal"
-        if not is_eager(mask) or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not is_eager(mask) or is_captured(mask):
             torch._assert_async(is_padding, message)
         elif not is_fake(mask) and not is_padding:
             raise ValueError(message)

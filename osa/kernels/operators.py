@@ -92,7 +92,7 @@ def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
         output, saved = empty_output(query, key, value, scale, *options)
         kernels.forward(method, (query, key, value, scale), output, saved, *options)
         kept = kernels.kept_scale(method, query, value, saved)
-        if kept is not None:  # in here, where a compiler cannot drop it
+        if kept is not None and not linalg.is_captured(kept):  # in here, where a compiler cannot drop it
             linalg.warn_of_loss(kept.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 

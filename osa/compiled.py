@@ -4,7 +4,6 @@ A trace has no values, and the routes of osa/functional.py then take a fixed num
 """
 
 import itertools
-import math
 import weakref
 from contextlib import AbstractContextManager
 
@@ -39,8 +38,6 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
     """`orthogonal_attention` of tensors that fit."""
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1] or 1)
     if not isinstance(scale, Tensor):
         scale = query.new_full((), scale, dtype=torch.promote_types(query.dtype, torch.float32))
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, scale))

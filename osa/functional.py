@@ -47,7 +47,7 @@ def orthogonal_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
-    scale: Scale = None,
+    scale: Scale | None = None,
     enable_gqa: bool = False,
     method: str = "exact",
     num_iterations: int | None = None,
@@ -110,19 +110,18 @@ def orthogonal_attention(
     check_neutral(dropout_p, is_causal)
     if enable_gqa:
         key, value = repeated(query, key), repeated(query, value)
-    _check(query, key, value, scale, method, num_iterations)
+    scale = _checked(query, key, value, scale, method, num_iterations)
     if attn_mask is not None:
         query, key = without_padding(query, key, attn_mask)
-    options = scale, method, num_iterations, epsilon
     attend = kernel("attend", query, key, value, scale, method) or plain_attention
-    return attend(query, key, value, *options)
+    return attend(query, key, value, scale, method, num_iterations, epsilon)
 
 
 def orthogonal_attention_matrix(
     query: Tensor,
     key: Tensor,
     *,
-    scale: Scale = None,
+    scale: Scale | None = None,
     method: str = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
@@ -134,7 +133,7 @@ def orthogonal_attention_matrix(
     Returns:
         (..., N, N).
     """
-    _check(query, key, query, scale, method, num_iterations)
+    scale = _checked(query, key, query, scale, method, num_iterations)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     return plain_attention(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
@@ -171,7 +170,10 @@ def _goes_to_onnx() -> bool:
 _goes_to_onnx._dynamo_marked_constant = True  # which is false to a trace if asked directly
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None) -> None:
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, scale: Scale | None, method: str, num_iterations: int | None
+) -> Scale:
+    """The scale, once nothing is found wrong with any argument."""
     check_method(method, num_iterations)
     if method in ("qr", "qr_literal") and _goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
@@ -197,6 +199,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str,
             raise ValueError(
                 f"scale must broadcast against {(*batch, 1, 1)} with two last dimensions of 1, not {tuple(scale.shape)}"
             )
+    return 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale  # of no columns S is 0 at any scale
 
 
 def plain_attention(
@@ -207,8 +210,6 @@ def plain_attention(
         least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
         dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-        if scale is None:
-            scale = 1 / math.sqrt(query.shape[-1] or 1)  # of no columns S is 0 at any scale
         scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale, dtype=dtype)
         shape = *batch, *value.shape[-2:]
         inputs = *(x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value)), scale.expand(*batch, 1, 1)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-Scale = float | Tensor | None  # of Q Kᵀ − K Qᵀ; None: 1/√d
+Scale = float | Tensor  # of Q Kᵀ − K Qᵀ
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # by function: what fits, and the kernel
 EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
 

@@ -1,7 +1,6 @@
 """The kernels as operators of torch, which autograd and torch.compile know as a whole, and when they are taken."""
 
 import functools
-import math
 import warnings
 
 import torch
@@ -67,8 +66,6 @@ def attend(
 ) -> Tensor:
     """`orthogonal_attention` of tensors that fit."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
     if not isinstance(scale, Tensor):
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
     inputs = [x.expand(*batch, *x.shape[-2:]) for x in (query, key, value, scale.view(*scale.shape[:-2], 1, 1))]

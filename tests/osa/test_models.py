@@ -39,7 +39,8 @@ def test_the_generator_and_nothing_else_sets_the_initial_weights(name):
 def test_orthogonal_models_start_by_section_4_from_the_same_weights():
     first, *others = (weights(create(name)) for name in ORTHOGONAL)
     assert all(torch.equal(other, first) for other in others)
-    for block in create("osa_qr").blocks:
+    drawn = []
+    for block in create("osa_qr", depth=2).blocks:
         attention = block.attention
         assert torch.equal(attention.alpha, torch.full((4,), 0.1))
         for i in range(4):
@@ -47,6 +48,9 @@ def test_orthogonal_models_start_by_section_4_from_the_same_weights():
             query_key = torch.cat([attention.query.weight[head], attention.key.weight[head]])
             for rows in (query_key, attention.value.weight[head], attention.out.weight[:, head].mT):
                 torch.testing.assert_close(rows @ rows.mT, torch.eye(len(rows)), rtol=0, atol=1e-6)
+                drawn.append(rows[-16:])
+    for pair in itertools.combinations(drawn, 2):  # neither copies nor blocks of one draw: angles between 0 and 90 degrees
+        assert 0.3 < torch.linalg.svdvals(pair[0] @ pair[1].mT).max() < 0.999
     for transposed, wide, narrow in ((False, 4, 1), (True, 1, 4)):
         for block in create("osa_qr", suo_transposed=transposed).blocks:
             fc1, fc2 = block.mlp.fc1.weight, block.mlp.fc2.weight

@@ -1,6 +1,9 @@
 """What a study works with: the paper's recipe as configurations and models, images, random streams, trainings, tables."""
 
 import functools
+import itertools
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,11 +12,11 @@ import torch
 from torch import Generator, Tensor
 
 from osa.vit import VisionTransformer
-from pipeline.core import files, params
+from pipeline.core import files, params, record
 from pipeline.core.params import Overrides, Paper, Params, RunConfig
 from pipeline.runs import Run
 from pipeline.training import data
-from pipeline.training.loop import build_model, random_stream
+from pipeline.training.loop import Training, build_model, random_stream
 
 TABLES = Path("paper_outputs/tables")
 
@@ -37,6 +40,10 @@ class Lab:
         with default_dtype(dtype):
             return build_model(config, seed)
 
+    def training(self, config: RunConfig, seed: int) -> Training:
+        """A training before its first step, on the device that a run would take."""
+        return Training(config, seed, record.default_device())
+
     def generator(self, seed: int, name: str) -> Generator:
         """A random stream of its own for each name."""
         return random_stream(seed, name)
@@ -59,6 +66,24 @@ class Lab:
     def tables(self) -> dict[str, pd.DataFrame]:
         """What the stage `tables` made of Table 2's runs: runs, summary, curves, histories, layers, per_class, confusion."""
         return {path.stem: files.read_csv(path) for path in sorted(TABLES.glob("*.csv"))}
+
+
+def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
+    """The first steps of a training, from the draws and over the images of a whole one, up to a loss that is not finite.
+
+    loss       of the step's minibatch, before the step
+    gradient   ‖∂loss/∂θ‖₂ over all parameters, before it is clipped
+    """
+    norms: list[Tensor] = []
+    training.with_graph = False  # in whose replay no hook runs
+    for parameter in training.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.double().norm()))
+    for step, batch in enumerate(itertools.islice(training.batches(0), steps)):
+        norms.clear()
+        loss = training.step(*batch)[0].item()
+        yield {"step": step, "loss": loss, "gradient": torch.stack(norms).norm().item()}
+        if not math.isfinite(loss):
+            return
 
 
 @contextmanager

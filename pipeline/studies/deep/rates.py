@@ -11,9 +11,8 @@ from pydantic import Field
 
 from pipeline.claims import GUESS_LOSS
 from pipeline.core.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed
-from pipeline.lab import Lab
+from pipeline.lab import Lab, first_steps
 from pipeline.studies import Study, Tables
-from pipeline.studies.deep.pilot import short_training
 
 OSA = "osa_shaped"  # whose α L is sought at its best rate
 ALPHA = 0.36  # α L until then
@@ -55,7 +54,7 @@ def train(search: Search, seed: int, model: str, rate: float, alpha: float, lab:
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}
-    losses = [step["loss"] for step in short_training(lab.config(model, changes), seed, search.steps)]
+    losses = [step["loss"] for step in first_steps(lab.training(lab.config(model, changes), seed), search.steps)]
     last = losses[-search.last :]
     row = {"model": model, "depth": search.depth, "learning_rate": rate, "alpha_times_depth": alpha}
     return row | {"steps": search.steps, "seed": seed, "loss": sum(last) / len(last)}

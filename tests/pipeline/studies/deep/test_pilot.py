@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from pipeline.lab import first_steps
 from pipeline.studies.deep import pilot
 from pipeline.studies.deep.pilot import Settings, measure
 from pipeline.training.loop import Training
@@ -35,7 +36,7 @@ def test_the_steps_are_those_of_the_training(lab):
         losses.append(training.step(images, labels)[0].item())
         if len(losses) == 1:
             norm = math.hypot(*(gradient.double().norm().item() for gradient in gradients))
-    seen = pd.DataFrame(pilot.short_training(lab.config("osa_iso", SHALLOW), 1, 3))
+    seen = pd.DataFrame(first_steps(lab.training(lab.config("osa_iso", SHALLOW), 1), 3))
     assert seen["step"].tolist() == [0, 1, 2] and seen["loss"].tolist() == losses
     assert seen["gradient"][0] == pytest.approx(norm, rel=1e-5), "before it is clipped"
 

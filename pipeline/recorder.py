@@ -1,4 +1,4 @@
-"""A training written down: curves and record at every point, a checkpoint at every epoch, its outputs at the end.
+"""A training written down: curves, record and a checkpoint at every point, its outputs at the end.
 
 Whoever watches the scratch folder sees the run grow.
 """
@@ -61,10 +61,9 @@ class Recorder(Observer):
             self.times = times
             self.times.resumptions += 1
         self._begin()
-        images = self.training.sampler.images_per_epoch
         self.bar = tqdm(
-            total=images * self.training.config.train.epochs,
-            initial=images * self.training.progress.epoch,
+            total=self.training.sampler.images_per_epoch * self.training.config.train.epochs,
+            initial=self.times.images,
             desc=f"{self.run.name} seed {self.run.seed}",
             unit="image",
             unit_scale=True,
@@ -90,11 +89,9 @@ class Recorder(Observer):
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         files.write_json(self.scratch / "record.json", self.record("running"))
-        self._interval_start = time.perf_counter()
-
-    def on_epoch(self) -> None:
         self._clock()
         checkpoint.save(self.scratch / "checkpoint.pt", self.training, self.times)
+        self._interval_start = time.perf_counter()
 
     def _clock(self) -> None:
         self.times.seconds = self._before + time.perf_counter() - self._start

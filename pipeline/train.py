@@ -1,7 +1,7 @@
 """Trains one variant with one seed: `python -m pipeline.train osa_qr 0`.
 
 Runs on CUDA if there is a device, there as a CUDA graph with the same numbers, else on the CPU. Killed at any moment, the
-same command resumes at the last epoch's end and finishes with the same bits as an undisturbed run.
+same command resumes at the last point of its curves and finishes with the same bits as an undisturbed run.
 
 With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/runs/tries, which DVC and git leave alone.
 """

@@ -3,7 +3,7 @@
 They are those of Table 2 and of the paper's studies; `--only` names others. Each is a process of its own with one thread, or
 on its share of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
 and parameters and send each run's files back (requirements-cluster.txt); a training that a dying node takes with it begins
-again on another. Killed, the same command goes on where each run stood at the end of its last epoch; a cluster trains again.
+again on another. Killed, the same command goes on at the last point of each run's curves; a cluster trains again.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def alone(lock: Path) -> Iterator[None]:
     except Timeout:
         raise UserError(f"another {lock.stem} works here ({lock} is locked): wait for it, or end it.") from None
     except KeyboardInterrupt:
-        raise UserError("interrupted: the same command goes on at the end of each run's last epoch.") from None
+        raise UserError("interrupted: the same command goes on at the last point of each run's curves.") from None
 
 
 def train(jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None) -> Iterator[Run]:

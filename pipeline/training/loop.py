@@ -153,10 +153,7 @@ class Observer:
         """The device has done all steps up to the point that is evaluated next."""
 
     def on_evaluation(self) -> None:
-        """A point was added to the history."""
-
-    def on_epoch(self) -> None:
-        """An epoch is over, or the training diverged in it: the moment for a checkpoint."""
+        """A point was added to the history: the moment for a checkpoint."""
 
 
 class Training:
@@ -190,11 +187,11 @@ class Training:
             observer.on_evaluation()
         while progress.epoch < self.config.train.epochs and not progress.diverged:
             self._run_epoch(observer)
-            observer.on_epoch()
 
     def _run_epoch(self, observer: Observer) -> None:
         progress, total = self.progress, _Total(self.device)
-        for i, (images, labels) in enumerate(self.batches(progress.epoch), 1):
+        done = progress.step - progress.epoch * self.sampler.steps  # before a kill
+        for i, (images, labels) in enumerate(self.batches(progress.epoch, done), done + 1):
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
             if i in self.sampler.points:
@@ -212,10 +209,10 @@ class Training:
         self.progress.history.append(dict(zip(COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
 
-    def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of each step of an epoch."""
+    def batches(self, epoch: int, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each step of an epoch that is not done."""
         order = self.sampler.order(self.seed, epoch).to(self.device)
-        for batch in order.split(self.config.train.batch_size)[: self.sampler.steps]:
+        for batch in order.split(self.config.train.batch_size)[done : self.sampler.steps]:
             yield self.data.train_images[batch], self.data.train_labels[batch]
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

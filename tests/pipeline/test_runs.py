@@ -271,7 +271,8 @@ def processes():
     return context
 
 
-WRITES = 5 * 2 + 2 + 4  # points × (history, record), checkpoints, outputs
+POINTS = 5
+WRITES = POINTS * 3 + 4  # history, record and checkpoint of each point, outputs
 
 
 @pytest.mark.slow
@@ -291,19 +292,19 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, p
         run = trained()
         assert outputs(run) == expected, number
         resumptions.append(recorded(run)["resumptions"])
-    before_the_first_checkpoint = 7
+    before_the_first_checkpoint = 3
     assert resumptions == [0] * before_the_first_checkpoint + [1] * (WRITES - before_the_first_checkpoint)
 
 
 @pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "warmup_steps": 6, "schedule": "cosine"}])
-def test_resumed_at_each_epoch_it_ends_with_the_same_bytes(monkeypatch, options):
+def test_resumed_at_each_point_it_ends_with_the_same_bytes(monkeypatch, options):
     write_params(train=options)
     expected = outputs(trained())
-    for _ in range(SHORT["epochs"]):
-        interrupted("osa_exact", monkeypatch, after="on_epoch")
+    for _ in range(POINTS):
+        interrupted("osa_exact", monkeypatch, after="on_evaluation")
     run = trained()
     assert outputs(run) == expected
-    assert recorded(run)["resumptions"] == SHORT["epochs"]
+    assert recorded(run)["resumptions"] == POINTS
 
 
 def test_time_is_summed_over_resumptions(monkeypatch):

@@ -284,13 +284,10 @@ def test_an_observer_is_told_of_everything_and_changes_nothing():
         def on_evaluation(self):
             events.append("point")
 
-        def on_epoch(self):
-            events.append("epoch")
-
     watched = training()
     watched.run(Spy())
     half = ["interval", "point"]
-    assert events == ["point", *([13, 13, *half, 13, 4, *half, "epoch"] * 2)]
+    assert events == ["point", *([13, 13, *half, 13, 4, *half] * 2)]
     assert watched.progress == finished().progress
     assert_same_state(watched.model, finished().model)
 

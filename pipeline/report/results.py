@@ -58,6 +58,18 @@ def table_2(lab: Lab) -> list[dict[str, Any]]:
     return rows
 
 
+def new_seeds(lab: Lab) -> list[dict[str, Any]]:
+    """Runs of `run.seeds` that Table 2 does not have yet: test accuracy in per cent, None where the run diverged."""
+    shown = {(run.variant, run.seed) for run in runs.of_table_2(lab.params)}
+    rows = []
+    for variant, seed in itertools.product(lab.params.run.variants, lab.params.run.seeds):
+        if (variant, seed) not in shown and (run := Run(variant, seed)).record():
+            metrics = run.read("metrics")
+            accuracy = None if metrics["diverged"] else 100 * metrics["test_accuracy"]
+            rows.append({"variant": variant, "seed": seed, "accuracy": accuracy})
+    return rows
+
+
 def table_2_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
     """`table_2` as a file: per cent, and percentage points."""
     return pd.DataFrame(

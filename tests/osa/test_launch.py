@@ -113,6 +113,18 @@ def test_under_a_compiler_without_a_break(as_on_cuda):
 
 
 @pytest.mark.slow
+@INTERPRETED
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_compiled_program_warns_of_digits_that_are_lost(monkeypatch):
+    monkeypatch.setattr(operators, "MAX_TOKENS", 0)  # the kernels of long sequences have no basis at hand
+    query, key, value = random(7, 2)
+    query = key @ torch.tensor([[2.0, 1.0], [1.0, 3.0]]) + 1e-6 * query
+    compiled = torch.compile(partial(orthogonal_attention, scale=1e3), backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match='take method="qr"'):
+        assert compiled(query, key, value).isnan().all()
+
+
+@pytest.mark.slow
 def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(as_on_cuda):
     *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))
 

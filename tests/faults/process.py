@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from pipeline import recorder, train
 from pipeline.core.files import ROOT
@@ -43,7 +44,8 @@ class Training:
         os.close(handle)
         self.log = Path(name)
         self.process = FORKS.Process(target=_train, args=(Path.cwd(), self.log, before))
-        self.process.start()
+        with mock.patch.dict(os.environ, {"PYTHONPATH": str(ROOT)}):  # or what starts them would find no module of ours
+            self.process.start()
 
     def end(self) -> tuple[int, list[str]]:
         """Its exit status, and its errors, warnings and tracebacks."""

@@ -1,19 +1,17 @@
 """Runs: a training leaves whole files with the same bytes, killed or not, and whoever watches it changes nothing."""
 
+import functools
 import hashlib
 import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import shlex
 import signal
 import subprocess
-import threading
 import types
 from datetime import datetime
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -29,6 +27,7 @@ from pipeline.runs import Run
 from pipeline.studies import comparison
 from pipeline.training import checkpoint, data, loop
 from pipeline.training.loop import build_model, evaluate_split
+from tests.faults.process import Training
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
     SHORT,
@@ -245,8 +244,8 @@ def interrupted(variant: str, monkeypatch: pytest.MonkeyPatch, *, before: str = 
     return scratch
 
 
-def train_until_write(number: int) -> None:
-    """Trains, and kills this process when it has written its `number`th file, under the temporary name."""
+def die_at_write(number: int) -> None:
+    """Kills this process when it has written its `number`th file, under the temporary name."""
     replace, writes = os.replace, itertools.count(1)
 
     def mortal(*arguments):
@@ -256,19 +255,6 @@ def train_until_write(number: int) -> None:
 
     os.replace = mortal
     torch.set_num_threads(1)
-    recorder.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process leaks
-    trained()
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Starts processes that have torch imported but share no state with this one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])  # which the first optimiser imports
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        forkserver.ensure_running()
-    return context
 
 
 POINTS = 5
@@ -276,7 +262,7 @@ WRITES = POINTS * 3 + 4  # history, record and checkpoint of each point, outputs
 
 
 @pytest.mark.slow
-def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, processes):
+def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch):
     writes, replace = [], os.replace
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *arguments: (writes.append(arguments[1]), replace(*arguments)))
@@ -285,10 +271,7 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch, p
     resumptions = []
     for number in range(1, WRITES + 1):
         enter(project, str(number), monkeypatch)
-        process = processes.Process(target=train_until_write, args=(number,))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert Training(functools.partial(die_at_write, number)).end() == (-signal.SIGKILL, [])
         run = trained()
         assert outputs(run) == expected, number
         resumptions.append(recorded(run)["resumptions"])

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
     with alone(locks.FAN_OUT):
         left = [job for job in list_jobs(params.load(), chosen.only) if not is_there(*job)]
-        if untold := [
-            target(run) for run in train(left, chosen.jobs, chosen.no_tracking, chosen.cluster) if not commit(run)
-        ]:
+        trained = train(left, chosen.jobs, chosen.no_tracking, chosen.cluster)
+        if untold := [target(run) for run in trained if not commit(run)]:
             raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(untold)}`.")
 
 
@@ -304,9 +303,7 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
             raise
 
 
-def as_they_end(
-    tasks: dict[Any, Run], wait: Callable[[list], Iterable], come: Callable[[Run, Any], None]
-) -> Iterator[Run | None]:
+def as_they_end(tasks: dict[Any, Run], wait: Callable, come: Callable) -> Iterator[Run | None]:
     """Yields each run when its task has ended and `come` has taken its result, or None where `wait` gives no task for long.
 
     Raises:

@@ -310,6 +310,7 @@ def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
     assert curve(by_name()["ViT"], "test_accuracy") == [(0, 10), (117, 60)]
 
 
+@pytest.mark.slow
 def test_what_somebody_edited_in_mlflow_is_written_again(database):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish(), sync()
     before = {name: run.data for name, run in by_name().items()}
@@ -341,6 +342,7 @@ def test_parameters_that_are_none_stop_no_import(database):
     assert sync() == (1, 1) and set(by_name(level="single")) == {"vit, seed 0"}
 
 
+@pytest.mark.slow
 def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsys):
     base = Path("foreign")
     for seed in range(8):

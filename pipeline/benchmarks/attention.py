@@ -80,8 +80,12 @@ def check(row: dict, peak: float) -> None:
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    device = record.default_device()
+    parser = results.parser("attention", __doc__)
+    parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
+    parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
+    parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
+    options, device = parser.parse_args(arguments), record.default_device()
     table, peak = measure(options, device)
     results.write(
         file_name(options),
@@ -94,15 +98,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = results.parser("attention", __doc__)
-    parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
-    parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
-    parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
-    return parser.parse_args(arguments)
-
-
 def file_name(options: argparse.Namespace) -> str:
     """attention, and what of the options is not the usual: attention_bfloat16, attention_512_heads, attention_norm_8."""
     unusual = {
@@ -113,17 +108,12 @@ def file_name(options: argparse.Namespace) -> str:
     return "_".join(["attention", *(name for name, is_unusual in unusual.items() if is_unusual)])
 
 
-def sizes(largest: int) -> list[int]:
-    """50, 128, 256, … up to `largest`."""
-    doubled = itertools.takewhile(lambda n: n <= largest, (DOUBLED_FROM * 2**k for k in itertools.count()))
-    return [SMALLEST, *doubled]
-
-
 def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, float]:
     dtype, order = DTYPES[options.dtype], random.Random(SEED)
     peak, rows = 0.0, []
     last: dict[Key, tuple[int, float]] = {}  # tokens and seconds where a route was last measured
-    points = list(itertools.product(WIDTHS, sizes(options.largest)))
+    doubled = itertools.takewhile(lambda n: n <= options.largest, (DOUBLED_FROM * 2**k for k in itertools.count()))
+    points = list(itertools.product(WIDTHS, [SMALLEST, *doubled]))
     for width, tokens in tqdm(points, desc="attention", unit="size", disable=None):
         x = Inputs.draw(tokens, width, options.norm, device)
         tensors = tuple(each.to(dtype).repeat(1, options.heads, 1, 1) for each in (x.query, x.key, x.value))

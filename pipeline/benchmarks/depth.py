@@ -15,7 +15,6 @@ from pipeline.benchmarks.results import INITIALISED
 from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_whole_batches
 from pipeline.core import params, record
 from pipeline.core.errors import entry_point
-from pipeline.core.params import RunConfig
 from pipeline.lab import Lab
 from pipeline.training.loop import make_deterministic
 
@@ -31,18 +30,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     make_deterministic()
     device, lab = record.default_device(), Lab("depth", params.load(), params.load_paper())
-    configs = {model: config_of(model, options.depth, lab) for model in MODELS}
     loaded, steps = {}, {}
-    for model, config in tqdm(configs.items(), desc="prepare", disable=None):
-        steps[model] = our_step(load(model, INITIALISED, config, loaded, device))
+    for model in tqdm(MODELS, desc="prepare", disable=None):
+        config = lab.config(model, {"model": {"depth": options.depth}})  # rate and α change nothing of the time
+        steps[model] = our_step(load(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
     facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": lab.paper.recipe.train.batch_size}
     results.write("depth", compared(samples), device, options, **facts)
-
-
-def config_of(model: str, depth: int, lab: Lab) -> RunConfig:
-    """As the study trains it; rate and α change nothing of the time."""
-    return with_whole_batches(lab.config(model, {"model": {"depth": depth}}))
 
 
 def compared(samples: dict[str, list[float]]) -> pd.DataFrame:

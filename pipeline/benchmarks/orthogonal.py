@@ -56,16 +56,11 @@ class Layer:
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    device = record.default_device()
-    results.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = results.parser("orthogonal", __doc__)
     parser.set_defaults(repeats=5)
     parser.add_argument("--largest", type=int, default=1024, help="largest n, of 4, 8, 16, ...")
-    return parser.parse_args(arguments)
+    options, device = parser.parse_args(arguments), record.default_device()
+    results.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import matplotlib
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -34,20 +33,14 @@ def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
                 if (points["n"] > 1).any():
                     band = {"color": style.colour, "alpha": 0.15, "linewidth": 0}
                     axes.fill_between(points["epoch"], points["min"], points["max"], gid=f"{curve}.{variant}.band", **band)
-            axes.set(title=PANELS[curve], xlabel="Epoch")
-            of_losses(axes)
+            axes.set(title=PANELS[curve], xlabel="Epoch", yscale="log")
+            axes.margins(x=0.02)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, handlelength=4)
         return figure
-
-
-def of_losses(axes: Axes) -> None:
-    """Lets axes show losses, logarithmic, by epoch."""
-    axes.set_yscale("log")
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def svg(figure: Figure, sources: Iterable[str] = ()) -> str:

@@ -67,7 +67,9 @@ def fetch(source: str) -> None:
     folder, (mirrors, digests) = data.folder(source), published(source)
     variable = VARIABLE.format(source.upper())
     first = os.environ.get(variable)
-    mirrors = [*([_as_url(first)] if first else []), *mirrors]
+    if first and "://" not in first:
+        first = files.found(first).resolve().as_uri()
+    mirrors = [*([first] if first else []), *mirrors]
     for name, digest in digests.items():
         path, failures = Path(folder, name), []
         if not (path.is_file() and _digest(path.read_bytes(), digest) == digest):
@@ -126,12 +128,6 @@ def _download(url: str, digest: str) -> bytes:
 def _digest(content: bytes, known: str) -> str:
     """By the algorithm of the digest that is known."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
-
-
-def _as_url(mirror: str) -> str:
-    if "://" in mirror:
-        return mirror
-    return files.found(mirror).resolve().as_uri()
 
 
 def _proxy(url: str) -> str:

@@ -3,8 +3,6 @@
 Whoever watches the scratch folder sees the run grow.
 """
 
-import csv
-import io
 import math
 import shutil
 import sys
@@ -85,7 +83,9 @@ class Recorder(Observer):
         self.times.timestamps.append(time.time_ns() // 1_000_000)
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
-            self.times.watched += [{"epoch": row["epoch"]} | plain(seen) for seen in self.watch(self.training)]
+            for seen in self.watch(self.training):  # as Python's own numbers: torch.load with weights_only refuses NumPy's
+                own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
+                self.times.watched.append({"epoch": row["epoch"]} | own)
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         files.write_json(self.scratch / "record.json", self.record("running"))
@@ -157,16 +157,7 @@ class Recorder(Observer):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def plain(seen: dict[str, float]) -> dict[str, float]:
-    """Numbers as Python's own: torch.load with weights_only, and so a resumed training, refuses those of NumPy."""
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
-
-
 def history_csv(history: list[dict[str, float]]) -> str:
     """The points below one another; a number that is not finite is an empty field."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for row in history:
-        writer.writerow({key: value if math.isfinite(value) else "" for key, value in row.items()})
-    return text.getvalue()
+    table = pd.DataFrame(history, columns=COLUMNS)
+    return table.replace([math.inf, -math.inf], math.nan).to_csv(index=False, lineterminator="\n")

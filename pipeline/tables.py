@@ -108,16 +108,14 @@ def measured(runs: list[dict], name: str) -> pd.DataFrame:
     parts = []
     for run in runs:
         if run["status"] == "finished" and run[name]:
-            table = long_form(np.array(run[name])) if name == "confusion" else pd.DataFrame(run[name])
+            table = pd.DataFrame(run[name])
+            if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
+                label, prediction = np.indices(table.shape)
+                pairs = {"label": label.ravel(), "prediction": prediction.ravel(), "count": table.to_numpy().ravel()}
+                table = pd.DataFrame(pairs)
             parts.append(table.assign(variant=run["variant"], seed=run["seed"]))
     table = pd.concat(parts) if parts else pd.DataFrame()
     return table.reindex(columns=RUN + MEASURED[name])  # an earlier evaluation may have measured less
-
-
-def long_form(confusion: np.ndarray) -> pd.DataFrame:
-    """Counts (classes, classes) as one row for each pair of label and prediction."""
-    label, prediction = np.indices(confusion.shape)
-    return pd.DataFrame({"label": label.ravel(), "prediction": prediction.ravel(), "count": confusion.ravel()})
 
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:

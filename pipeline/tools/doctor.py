@@ -46,19 +46,16 @@ def machine() -> Iterator[Line]:
     remedy = "" if fits else "install 3.11 or 3.12, and `make setup PYTHON=python3.11`"
     yield "Python", f"{sys.version.split()[0]} at {sys.executable}", remedy, True
     pins = re.findall(r"^([\w.-]+)==(\S+)$", Path("requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    present = {name: _version(name) for name, _ in pins}
-    other = [name for name, pin in pins if (present[name] or "").partition("+")[0] != pin]
+    present = {}
+    for name, _ in pins:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            present[name] = importlib.metadata.version(name)
+    other = [name for name, pin in pins if present.get(name, "").partition("+")[0] != pin]
     remedy = f"`make setup`, and .venv/bin first on PATH; not so: {', '.join(other[:3])}" if other else ""
-    is_needed = not {"dvc", "torch", "pydantic"} <= {name for name in present if present[name]}
+    is_needed = not {"dvc", "torch", "pydantic"} <= present.keys()
     yield "packages", f"{len(pins) - len(other)} of {len(pins)} as pinned", remedy, is_needed
     free = shutil.disk_usage(".").free
     yield "disk", f"{free / 1e9:.1f} GB free", "" if free > LEAST_DISK else f"make room: {LEAST_DISK / 1e9:g} GB", True
-
-
-def _version(name: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
 
 
 def dvc() -> Iterator[Line]:

@@ -167,7 +167,7 @@ def test_a_key_that_does_not_apply_makes_no_other_configuration():
 # divergence
 
 
-def test_a_diverged_run_is_a_result():
+def test_a_diverged_run_is_a_result_even_if_it_is_killed_before_its_outputs(monkeypatch):
     write_params(train={"learning_rate": 1e30})
     run = trained("vit_noskip_nonorm")
     found, metrics = outputs(run), run.read("metrics")
@@ -184,6 +184,9 @@ def test_a_diverged_run_is_a_result():
     points = run.points()
     assert points["test_accuracy"].notna().tolist() == points["test_loss"].notna().tolist() == finite
     assert (points["train_accuracy"].notna() == points["train_loss"].notna()).all()
+    interrupted("vit_noskip_nonorm", monkeypatch, before="write_outputs")
+    again = trained("vit_noskip_nonorm")
+    assert recorded(again)["resumptions"] == 1 and outputs(again) == found
 
 
 def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatch):
@@ -203,15 +206,6 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
     settings = comparison.Settings(runs={"it": {"variant": "osa_exact", "seeds": [0]}})
     tables = comparison.measure(settings, lab)
     assert tables["runs"]["status"].tolist() == ["diverged"] and len(tables["histories"]) == 1 and "watched" not in tables
-
-
-def test_a_diverged_run_that_was_killed_before_its_outputs_stays_diverged(monkeypatch):
-    write_params(train={"learning_rate": 1e30})
-    interrupted("vit_noskip_nonorm", monkeypatch, before="write_outputs")
-    resumed = trained("vit_noskip_nonorm")
-    assert (recorded(resumed)["resumptions"], resumed.read("metrics")["diverged"]) == (1, True)
-    expected = outputs(resumed)
-    assert outputs(trained("vit_noskip_nonorm")) == expected
 
 
 # their records

@@ -65,13 +65,8 @@ class Images(NamedTuple):
 
 
 DIGITS = Images(1, 28, 10)
-IMAGES = {  # of the data sets that are published
-    "mnist": DIGITS,
-    "sample": DIGITS,
-    "fashion_mnist": DIGITS,
-    "kmnist": DIGITS,
-    "cifar10": Images(3, 32, 10),
-}
+IMAGES = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), DIGITS)  # of the data sets that are published
+IMAGES["cifar10"] = Images(3, 32, 10)
 FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and what describes them, beside them
 SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
 SHARED = get_args(SharedSection)
@@ -116,7 +111,7 @@ class Description(Section):
 
 
 class Data(Section):
-    source: Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10", "folder"]
+    source: Literal[*IMAGES, FOLDER]
     pixel_scaling: Literal["unit", "half", "standard"]
     path: Annotated[str, Field(min_length=1)] | None = None
     resize: Size | None = None
@@ -461,10 +456,8 @@ def parse_overrides(texts: list[str]) -> Overrides:
 
 def as_options(overrides: Overrides) -> list[str]:
     """What `parse_overrides` reads back."""
-    texts = [
-        f"{section}.{key}={json.dumps(value)}" for section, values in overrides.items() for key, value in values.items()
-    ]
-    return [option for text in texts for option in ("--set", text)]
+    values = ((f"{section}.{key}", value) for section, own in overrides.items() for key, value in own.items())
+    return [option for name, value in values for option in ("--set", f"{name}={json.dumps(value)}")]
 
 
 def seed(text: str) -> int:
@@ -476,11 +469,8 @@ def seed(text: str) -> int:
 
 def run_name(variant: str, overrides: Overrides | None = None) -> str:
     """The folder of a run among those of its study: vit, or vit+init.head=zeros where something is replaced."""
-    changes = [
-        f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for section, values in (overrides or {}).items()
-        for key, value in values.items()
-    ]
+    own = (overrides or {}).items()
+    changes = [f"{section}.{key}={plain(value)}" for section, values in own for key, value in values.items()]
     return "".join("+".join([variant, *sorted(changes)]).replace("/", "_").split())
 
 

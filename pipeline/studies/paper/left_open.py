@@ -22,6 +22,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         tried.setdefault(row["key"], []).append(row)
     return {
         "topics": len(lab.paper.left_open),
+        "margin": MARGIN,
         "tried": tried,
         "choices": sum(row["ours"].n > 0 for row in rows),
         "matter": [row for row in rows if row["matters"]],

@@ -12,11 +12,13 @@ import pandas as pd
 import pytest
 
 from pipeline import studies, study
-from pipeline.core import files
+from pipeline.core import files, params
 from pipeline.core.files import ROOT
+from pipeline.lab import Lab
 from pipeline.report import __main__ as report
-from pipeline.report import page
+from pipeline.report import page, results
 from pipeline.report.page import TEMPLATES, to_html, word_count
+from pipeline.runs import Run
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
 MADE_FROM = ("benchmarks", "runs", "studies", "tables", "sources")
@@ -54,6 +56,17 @@ def written(tmp_path_factory):
         command = [sys.executable, "-OO", "-m", "pipeline.report", "readme"]  # without docstrings too
         subprocess.run(command, env=os.environ | ascii_alone, check=True)
     return folder / "paper_outputs"
+
+
+def test_a_trained_seed_is_on_the_page_before_it_decides(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lab = Lab("paper", params.load(), params.load_paper())
+    shown = set(lab.tables["runs"][["variant", "seed"]].itertuples(index=False, name=None))
+    trained = {(v, s) for v in lab.params.run.variants for s in lab.params.run.seeds if Run(v, s).is_there()}
+    rows = results.new_seeds(lab)
+    assert {(row["variant"], row["seed"]) for row in rows} == trained - shown
+    for row in rows:
+        assert row["accuracy"] == 100 * Run(row["variant"], row["seed"]).read("metrics")["test_accuracy"]
 
 
 @pytest.mark.slow

@@ -62,6 +62,13 @@ def test_values_and_gradients_are_the_eager_ones_at_any_size(name):
         torch.testing.assert_close(actual, with_gradients(function, inputs, cotangent), **exactly)
 
 
+def test_every_backward_pass_of_the_package_is_compared():
+    """Those of the attention are inside of the operator that a trace of it has; kernels have tests of their own."""
+    functions = {each for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith("osa.")}
+    names = {each.__name__ for each in functions if ".kernels" not in each.__module__}
+    assert names == {"_ByGram", "_ByBasis", "_NewtonSchulzGram", "_Phi1Times", "_Givens", "_Cayley", "_Householder"}
+
+
 def test_a_compiled_model_runs_attention_once_a_step_and_keeps_nothing(monkeypatch):
     """As much work as eager; what autograd keeps goes with the graph, and a graph that is lost is made again."""
     calls, plain = [], functional.plain_attention

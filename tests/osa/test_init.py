@@ -1,6 +1,7 @@
 """Uniform draws from the Stiefel manifold (Algorithm 1) and scaled uniform orthogonal weights (Section 4.4)."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,23 @@ from osa.init import (
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("n, m", [(1, 1), (7, 1), (7, 3), (7, 7), (64, 32)])
+def test_stiefel_columns_are_orthonormal(n, m):
+    sample = stiefel_uniform(n, m, generator=generator())
+    assert sample.shape == (n, m)
+    assert not sample.requires_grad
+    torch.testing.assert_close(sample.mT @ sample, torch.eye(m, dtype=sample.dtype), rtol=0, atol=1e-6)
+
+
+def test_draws_follow_their_generator_or_the_global_stream():
+    for draw in (partial(stiefel_uniform, 7, 3), lambda **options: scaled_uniform_orthogonal_(torch.empty(7, 3), **options)):
+        global_state, stream = torch.get_rng_state(), generator(1)
+        first, second = draw(generator=stream), draw(generator=stream)
+        assert torch.equal(torch.get_rng_state(), global_state) and not torch.equal(first, second)
+        torch.manual_seed(1)
+        assert torch.equal(draw(), first) and torch.equal(draw(generator=generator(1)), first)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +78,7 @@ def test_stiefel_moments_are_those_of_the_uniform_distribution(n, m):
         assert_mean(each[:, 0, 0] * each[:, 1, 1], 0)
 
 
-@pytest.mark.parametrize("out_features, in_features", [(192, 49), (64, 256), (53, 53), (7, 1), (1, 1)])
+@pytest.mark.parametrize("out_features, in_features", [(192, 49), (64, 256), (53, 53)])
 def test_suo_weight_is_a_scaled_orthogonal_matrix(out_features, in_features):
     """max(1, √(out/in)) · Q for [out, in]: WᵀW = (out/in) I for a widening layer, WWᵀ = I for a narrowing one."""
     weight = scaled_uniform_orthogonal_(torch.empty(out_features, in_features), generator=generator())

@@ -49,3 +49,10 @@ def test_names_complete_in_bash(call):
     line = "COMP_WORDS=(python -m pipeline fan); COMP_CWORD=3; _pipeline python fan pipeline; echo ${COMPREPLY[@]}"
     script = f"{call('completion')}\n{line}"
     assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == "fan_out\n"
+
+
+@pytest.mark.slow
+def test_it_lists_and_helps_without_docstrings():
+    for arguments, shown in (([], "Trains one variant"), (["train", "--help"], "--eager")):
+        command = [sys.executable, "-OO", "-m", "pipeline", *arguments]
+        assert shown in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -141,6 +141,13 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
 # whether a run is of today
 
 
+def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
+    curve = iter([(2.3, 0.1), (2.3, 0.1), (0.4, 0.9), (0.1, 0.99), (0.5, 0.7), (1.5, 0.5)])  # step 0 measures both splits
+    monkeypatch.setattr(loop, "evaluate_split", lambda *arguments: next(curve))
+    metrics = trained("vit").read("metrics")
+    assert (metrics["test_loss"], metrics["test_accuracy"]) == (1.5, 0.5)
+
+
 def test_a_run_is_recorded_until_something_changes_that_can_change_its_numbers(monkeypatch):
     run, today = Run("vit", 0), config("vit")
     assert not runs.is_recorded(run, today)
@@ -293,6 +300,12 @@ def test_time_is_summed_over_resumptions(monkeypatch):
     assert 1000 < found["seconds"] < 1100
     assert found["started_at"] == "2025-01-01T00:00:00+00:00"
     assert len(found["timestamps"]) == 5
+
+
+def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
+    interrupted("osa_exact", monkeypatch, before="write_outputs")
+    write_params(train={"learning_rate": 0.02})
+    assert recorded(trained())["resumptions"] == 0
 
 
 DAMAGES = [

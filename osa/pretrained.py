@@ -41,7 +41,7 @@ def load_pretrained(name: str, *, folder: str | Path) -> VisionTransformer:
 
     Args:
         name: which of `MODELS` it is, of whatever size and start.
-        folder: where it is.
+        folder: where it is; or a file of weights alone, of the model as `create_model` builds it by that name.
 
     Raises:
         FileNotFoundError: the folder has no such model.
@@ -51,12 +51,13 @@ def load_pretrained(name: str, *, folder: str | Path) -> VisionTransformer:
     load_file = _safetensors().load_file
     if name not in MODELS:
         raise ValueError(f"model {name!r} is unknown; choose one of {', '.join(MODELS)}")
-    for file in (CONFIG, WEIGHTS):
-        if not Path(folder, file).exists():
-            raise FileNotFoundError(f"{Path(folder, file)} is missing; osa.save_pretrained writes it")
-    path = Path(folder, CONFIG)
+    is_file = Path(folder).is_file()
+    path, weights = (Path(folder), Path(folder)) if is_file else (Path(folder, CONFIG), Path(folder, WEIGHTS))
+    for file in (path, weights):
+        if not file.exists():
+            raise FileNotFoundError(f"{file} is missing; osa.save_pretrained writes it")
     try:
-        options = json.loads(path.read_text(encoding="utf-8"))
+        options = MODELS[name] if is_file else json.loads(path.read_text(encoding="utf-8"))
         with torch.device("meta"):
             model = build_vit(**options)
     except (ValueError, TypeError) as error:
@@ -65,7 +66,7 @@ def load_pretrained(name: str, *, folder: str | Path) -> VisionTransformer:
         if getattr(model.config, option) != value:
             raise ValueError(f"{path} is not of {name}: {option} is {getattr(model.config, option)!r}, not {value!r}")
     try:
-        model.load_state_dict(load_file(Path(folder, WEIGHTS)), assign=True)
+        model.load_state_dict(load_file(weights), assign=True)
     except RuntimeError as error:
         first = str(error).splitlines()[1].strip()
         raise ValueError(f"weights and configuration in {folder} disagree: {first}") from None

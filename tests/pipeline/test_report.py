@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+import osa
 from pipeline import studies, study
 from pipeline.core import files, params
 from pipeline.core.files import ROOT
+from pipeline.core.params import RunConfig
 from pipeline.lab import Lab
 from pipeline.report import __main__ as report
 from pipeline.report import page, results
@@ -70,6 +73,19 @@ def test_a_trained_seed_is_on_the_page_before_it_decides(monkeypatch):
     assert {(row["variant"], row["seed"]) for row in rows} == trained - shown
     for row in rows:
         assert row["accuracy"] == 100 * Run(row["variant"], row["seed"]).read("metrics")["test_accuracy"]
+
+
+WEIGHTS = sorted((ROOT / "paper_outputs/weights/table_2").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("path", WEIGHTS, ids=lambda path: path.parent.name)
+def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    name, seed = path.parent.name, int(path.stem)
+    images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
+    theirs = run.load_model(params.validate(RunConfig, params.written_config(run.read("record")["config"]), str(path)))
+    with torch.no_grad():
+        assert osa.load_pretrained(name, folder=path)(images).equal(theirs(images))
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
 
 _RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
 _MAX_DOUBLINGS = 14  # reaches ρ = 16,384 where it cannot be read off the data
+_LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # ρ of which these doublings keep four digits in float64
 _IMBALANCE = 64.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in accuracy: up to here, less than two digits
 
 
@@ -170,7 +171,8 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     gradient, is below the rounding for the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too).
 
     For ρ > 4, Z is halved s times, to ρ ≤ 1, and its φ₁ doubled as often, φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4); with a fixed s where ρ cannot be read.
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). Where ρ cannot be read s is fixed, and the result
+    NaN where −tr Z² = Σ|λ|² ≥ 2ρ² does not exclude that ρ is too large for it.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -190,6 +192,9 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
             return _Phi1Times.apply(z, y, square, _degree(radius, z.dtype))
         doublings = math.ceil(math.log2(radius))
         radius /= 2**doublings
+    else:
+        moduli = -(z.detach() * z.detach().mT).sum((-2, -1), keepdim=True)  # Σ|λ|², (b, 1, 1)
+        y = y * torch.where(moduli > 2 * _LARGEST**2, math.nan, 1.0).to(y.dtype)  # no digit that is wrong in silence
     z = z / 2**doublings
     identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
     phi = _taylor(identity, z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]

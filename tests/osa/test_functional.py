@@ -224,6 +224,16 @@ def test_digits_that_are_lost_in_a_transform_are_nan_with_a_warning_whose_remedy
     assert relative_error(torch.func.vmap(followed)(query, key, value), expected) < 1e-5
 
 
+@pytest.mark.parametrize("norm", [1e3, 1e4, 3e4, 5e4, 7e4, 1e5, 1.6e5, 1e6])
+def test_a_transform_is_right_or_nan_however_large_s_is(norm):
+    query, key, value = torch.randn(3, 2, 11, 4)
+    scale = (norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), 2).max()).float()  # as it is computed with
+    expected = reference.orthogonal_attention(query, key, value, scale)
+    ours = torch.func.vmap(lambda *inputs: orthogonal_attention(*inputs, scale=scale))(query, key, value)
+    assert norm > 1e4 or not ours.isnan().any()
+    assert all(y.isnan().all() or relative_error(y, right) < 1e-4 for y, right in zip(ours, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", METHODS)
 def test_half_precision_rounds_inputs_and_results_and_nothing_between(method, dtype):

@@ -60,7 +60,7 @@ def table_2(lab: Lab) -> list[dict[str, Any]]:
 
 def new_seeds(lab: Lab) -> list[dict[str, Any]]:
     """Runs of `run.seeds` that Table 2 does not have yet: test accuracy in per cent, None where the run diverged."""
-    shown = {(run.variant, run.seed) for run in runs.of_table_2(lab.params)}
+    shown = set(lab.tables["runs"][["variant", "seed"]].itertuples(index=False, name=None))
     rows = []
     for variant, seed in itertools.product(lab.params.run.variants, lab.params.run.seeds):
         if (variant, seed) not in shown and (run := Run(variant, seed)).record():

@@ -3,7 +3,6 @@ Newton–Schulz for its stable gradients. Its error grows with ‖S‖₂, which
 """
 
 import itertools
-import math
 from typing import Annotated
 
 import pandas as pd
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
+from pipeline.claims import GUESS_LOSS
 from pipeline.core.params import PositiveInt, Section, Seeds
 from pipeline.drawing.charts import legend, logarithmic, panels
 from pipeline.drawing.looks import look
@@ -22,7 +22,7 @@ from pipeline.measures import LAYER_IMAGES, attention_inputs, norm, orthogonalit
 from pipeline.studies import Study, Tables
 from pipeline.training.loop import Training
 
-LEARNT = math.log(10) - 0.1  # the mean loss of the last steps of a model that has left the guess of ten classes
+LEARNT = GUESS_LOSS - 0.1  # the mean loss of the last steps of a model that has left the guess
 LAST_STEPS = 20
 
 

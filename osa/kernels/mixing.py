@@ -15,6 +15,7 @@ for them: see `phi1_gradients` and `_projector_gradients`.
 import triton
 import triton.language as tl
 
+from osa.kernels import blocks
 from osa.kernels.phi1 import phi1_gradients, phi1_times
 from osa.kernels.tiles import (
     add,
@@ -46,10 +47,24 @@ def is_balanced(gram, scale, limit, scratch, TILES: tl.constexpr):
 @triton.jit
 def _projector(gram, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
     """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G)."""
-    g_t, scratch = matrix(scratch, gram[3], gram[3])
+    if TILES[0] == blocks.SIZE:
+        _projector_in_registers(gram, ITERATIONS)
+    else:
+        g_t, scratch = matrix(scratch, gram[3], gram[3])
+        for _ in range(ITERATIONS):
+            multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
+            multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+
+
+@triton.jit(noinline=True)
+def _projector_in_registers(gram, ITERATIONS: tl.constexpr):
+    g = blocks.load_square(gram, 1.0)
     for _ in range(ITERATIONS):
-        multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
-        multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+        g_t = blocks.combine(1.5, g, -0.5, blocks.times_square(g, g))
+        g = blocks.combine(1.5, g_t, -0.5, blocks.times_square(g_t, g))
+    tl.debug_barrier()
+    blocks.store_square(gram, g)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -60,17 +75,35 @@ def _projector_gradients(gram, grad, scratch, ITERATIONS: tl.constexpr, TILES: t
     the direction of the given one (Higham 2008, Chapter 3). It moves along with G, Ġ ← T Ġ T + Ṫ G T + (Ṫ G T)ᵀ with
     Ṫ = −½ Ġ.
     """
-    g_t, scratch = matrix(scratch, gram[3], gram[3])
-    half, scratch = matrix(scratch, gram[3], gram[3])
-    t_grad, scratch = matrix(scratch, gram[3], gram[3])
+    if TILES[0] == blocks.SIZE:
+        _projector_gradients_in_registers(gram, grad, ITERATIONS)
+    else:
+        g_t, scratch = matrix(scratch, gram[3], gram[3])
+        half, scratch = matrix(scratch, gram[3], gram[3])
+        t_grad, scratch = matrix(scratch, gram[3], gram[3])
+        for _ in range(ITERATIONS):
+            multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
+            multiply(half, grad, g_t, -0.5, None, 0.0, TILES)  # Ṫ G T
+            multiply(t_grad, gram, grad, -0.5, grad, 1.5, TILES)  # T Ġ
+            multiply(grad, t_grad, gram, -0.5, t_grad, 1.5, TILES)
+            add(grad, half, 1.0, TILES)
+            add(grad, transpose(half), 1.0, TILES)
+            multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+
+
+@triton.jit(noinline=True)
+def _projector_gradients_in_registers(gram, grad, ITERATIONS: tl.constexpr):
+    g, d = blocks.load_square(gram, 1.0), blocks.load_square(grad, 1.0)
     for _ in range(ITERATIONS):
-        multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
-        multiply(half, grad, g_t, -0.5, None, 0.0, TILES)  # Ṫ G T
-        multiply(t_grad, gram, grad, -0.5, grad, 1.5, TILES)  # T Ġ
-        multiply(grad, t_grad, gram, -0.5, t_grad, 1.5, TILES)
-        add(grad, half, 1.0, TILES)
-        add(grad, transpose(half), 1.0, TILES)
-        multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+        g_t = blocks.combine(1.5, g, -0.5, blocks.times_square(g, g))
+        half = blocks.times_square(d, g_t)
+        t_d = blocks.combine(1.5, d, -0.5, blocks.times_square(g, d))
+        d = blocks.combine(1.5, t_d, -0.5, blocks.times_square(t_d, g))
+        d = blocks.combine(1.0, d, -0.5, blocks.combine(1.0, half, 1.0, blocks.square_transpose(half)))
+        g = blocks.combine(1.5, g_t, -0.5, blocks.times_square(g_t, g))
+    tl.debug_barrier()
+    blocks.store_square(grad, d)
+    tl.debug_barrier()
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from osa.kernels import blocks
 from osa.kernels.tiles import add, columns_of, copy, inner_product, matrix, multiply, set_identity, slice_of, transpose
 
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
@@ -37,9 +38,28 @@ def _terms(z, TILES: tl.constexpr):
 @triton.jit
 def _taylor(out, z, fraction, y, degree, TILES: tl.constexpr):
     """out ← Σ_{k ≤ m} Z^k Y / (k + 1)! with Z times the fraction, by Horner's rule."""
-    multiply(out, z, y, fraction / (degree + 1), y, 1.0, TILES)
-    for k in range(1, degree):
-        multiply(out, z, out, fraction / (degree + 1 - k), y, 1.0, TILES)
+    if TILES[0] == blocks.SIZE:
+        _taylor_in_registers(out, z, fraction, y, degree)
+    else:
+        multiply(out, z, y, fraction / (degree + 1), y, 1.0, TILES)
+        for k in range(1, degree):
+            multiply(out, z, out, fraction / (degree + 1 - k), y, 1.0, TILES)
+
+
+@triton.jit(noinline=True)
+def _taylor_in_registers(out, z, fraction, y, degree):
+    z_blocks = blocks.load_square(z, fraction)
+    for column in range(0, out[4], blocks.BLOCK):
+        columns = column + tl.arange(0, blocks.BLOCK)
+        y_upper, y_lower = blocks.load_panel(y, columns)
+        upper, lower = y_upper, y_lower
+        for k in range(degree):
+            z_upper, z_lower = blocks.times_panel(z_blocks, (upper, lower))
+            weight = 1.0 / (degree + 1 - k)
+            upper, lower = y_upper + weight * z_upper, y_lower + weight * z_lower
+        tl.debug_barrier()  # `out` may be Y
+        blocks.store_panel(out, columns, (upper, lower))
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -85,27 +105,13 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILES: tl.constexpr):
     which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½; finally U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
     """
     halvings, degree, fraction = _terms(z, TILES)
-    size, width = y[3], y[4]
+    size = y[3]
     left, scratch = matrix(scratch, size, MOST_TERMS * TILES[1])
     right, scratch = matrix(scratch, size, MOST_TERMS * TILES[1])
-    copy(grad_z, z, 0.0, TILES)
-    copy(grad_y, h, 1.0, TILES)
-    for column in range(0, width, TILES[1]):
-        count = tl.minimum(TILES[1], width - column)
-        y_block, h_block = columns_of(y, column, count), columns_of(h, column, count)
-        copy(columns_of(right, degree * count, count), y_block, 1.0 / (degree + 2), TILES)
-        copy(columns_of(left, 0, count), h_block, 1.0, TILES)
-        for i in range(degree):
-            k = degree - 1 - i
-            later, weight = columns_of(right, (k + 1) * count, count), 1.0 / (k + 2)
-            multiply(columns_of(right, k * count, count), z, later, weight * fraction, y_block, weight, TILES)
-        multiply(columns_of(u, column, count), z, columns_of(right, 0, count), fraction, y_block, 1.0, TILES)
-        for k in range(1, degree + 2):
-            power, before = columns_of(left, k * count, count), columns_of(left, (k - 1) * count, count)
-            multiply(power, transpose(z), before, fraction / (k + 1), None, 0.0, TILES)
-            add(columns_of(grad_y, column, count), power, 1.0, TILES)
-        factors = (degree + 1) * count
-        multiply(grad_z, columns_of(left, 0, factors), transpose(columns_of(right, 0, factors)), 1.0, grad_z, 1.0, TILES)
+    if TILES[0] == blocks.SIZE:
+        _gradients_in_registers(u, grad_y, grad_z, z, y, h, degree, fraction, right)
+    else:
+        _gradients_in_scratch(u, grad_y, grad_z, z, y, h, degree, fraction, left, right, TILES)
     if halvings > 0:
         expm1, scratch = matrix(scratch, size, size)
         phi, scratch = matrix(scratch, size, size)
@@ -126,6 +132,64 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILES: tl.constexpr):
             copy(expm1, result, 1.0, TILES)
         multiply(u, phi, y, 1.0, None, 0.0, TILES)
         multiply(grad_y, transpose(phi), h, 1.0, None, 0.0, TILES)
+
+
+@triton.jit
+def _gradients_in_scratch(u, grad_y, grad_z, z, y, h, degree, fraction, left, right, TILES: tl.constexpr):
+    """What `phi1_gradients` does for Z times the fraction."""
+    width = y[4]
+    copy(grad_z, z, 0.0, TILES)
+    copy(grad_y, h, 1.0, TILES)
+    for column in range(0, width, TILES[1]):
+        count = tl.minimum(TILES[1], width - column)
+        y_block, h_block = columns_of(y, column, count), columns_of(h, column, count)
+        copy(columns_of(right, degree * count, count), y_block, 1.0 / (degree + 2), TILES)
+        copy(columns_of(left, 0, count), h_block, 1.0, TILES)
+        for i in range(degree):
+            k = degree - 1 - i
+            later, weight = columns_of(right, (k + 1) * count, count), 1.0 / (k + 2)
+            multiply(columns_of(right, k * count, count), z, later, weight * fraction, y_block, weight, TILES)
+        multiply(columns_of(u, column, count), z, columns_of(right, 0, count), fraction, y_block, 1.0, TILES)
+        for k in range(1, degree + 2):
+            power, before = columns_of(left, k * count, count), columns_of(left, (k - 1) * count, count)
+            multiply(power, transpose(z), before, fraction / (k + 1), None, 0.0, TILES)
+            add(columns_of(grad_y, column, count), power, 1.0, TILES)
+        factors = (degree + 1) * count
+        multiply(grad_z, columns_of(left, 0, factors), transpose(columns_of(right, 0, factors)), 1.0, grad_z, 1.0, TILES)
+
+
+@triton.jit(noinline=True)
+def _gradients_in_registers(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
+    """The same, with the W_k of a block of columns in scratch memory, where nothing waits for them."""
+    zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
+    sums = (zero, zero, zero, zero)
+    z_blocks = blocks.load_square(z, fraction)
+    transposed = blocks.square_transpose(z_blocks)
+    for column in range(0, y[4], blocks.BLOCK):
+        columns, own = column + tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.BLOCK)
+        y_upper, y_lower = blocks.load_panel(y, columns)
+        upper, lower = y_upper / (degree + 2), y_lower / (degree + 2)
+        for i in range(degree + 1):
+            k = degree - i
+            blocks.store_panel(columns_of(terms, k * blocks.BLOCK, blocks.BLOCK), own, (upper, lower))
+            z_upper, z_lower = blocks.times_panel(z_blocks, (upper, lower))
+            weight = 1.0 / (k + 1)
+            upper, lower = weight * (y_upper + z_upper), weight * (y_lower + z_lower)
+        blocks.store_panel(u, columns, (upper, lower))
+        tl.debug_barrier()
+        upper, lower = blocks.load_panel(h, columns)
+        sum_upper, sum_lower = upper, lower
+        for k in range(degree + 1):
+            term = blocks.load_panel(columns_of(terms, k * blocks.BLOCK, blocks.BLOCK), own)
+            sums = blocks.add_outer(sums, (upper, lower), term)
+            z_upper, z_lower = blocks.times_panel(transposed, (upper, lower))
+            weight = 1.0 / (k + 2)
+            upper, lower = weight * z_upper, weight * z_lower
+            sum_upper, sum_lower = sum_upper + upper, sum_lower + lower
+        blocks.store_panel(grad_y, columns, (sum_upper, sum_lower))
+        tl.debug_barrier()
+    blocks.store_square(grad_z, sums)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,0 +1,89 @@
+"""Matrices of at most 32 rows held in registers, as four blocks of 16 x 16: what a kernel repeats, without scratch memory.
+
+A product in scratch memory waits for its loads, for a barrier, and for what it stores to be read again. Terms of a series
+and iterations wait for each other, so that this is all their time. Blocks are the smallest that `tl.dot` takes, and leave
+its operands few registers.
+"""
+
+import triton
+import triton.language as tl
+
+from osa.kernels.tiles import load, store
+
+BLOCK = tl.constexpr(16)
+SIZE = tl.constexpr(32)  # rows of tiles whose matrices are held so
+
+
+@triton.jit
+def dot(a, b, sums):
+    return tl.dot(a, b, sums, input_precision="ieee")
+
+
+@triton.jit
+def load_square(a, alpha):
+    """The blocks (A₁₁, A₁₂, A₂₁, A₂₂) of α A."""
+    upper, lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
+    return (
+        alpha * load(a, upper, upper),
+        alpha * load(a, upper, lower),
+        alpha * load(a, lower, upper),
+        alpha * load(a, lower, lower),
+    )
+
+
+@triton.jit
+def store_square(out, a):
+    upper, lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
+    store(out, upper, upper, a[0])
+    store(out, upper, lower, a[1])
+    store(out, lower, upper, a[2])
+    store(out, lower, lower, a[3])
+
+
+@triton.jit
+def load_panel(a, columns):
+    """The upper and the lower block of some columns."""
+    return load(a, tl.arange(0, BLOCK), columns), load(a, BLOCK + tl.arange(0, BLOCK), columns)
+
+
+@triton.jit
+def store_panel(out, columns, a):
+    store(out, tl.arange(0, BLOCK), columns, a[0])
+    store(out, BLOCK + tl.arange(0, BLOCK), columns, a[1])
+
+
+@triton.jit
+def combine(alpha, a, beta, b):
+    """α A + β B of squares."""
+    return (
+        alpha * a[0] + beta * b[0],
+        alpha * a[1] + beta * b[1],
+        alpha * a[2] + beta * b[2],
+        alpha * a[3] + beta * b[3],
+    )
+
+
+@triton.jit
+def square_transpose(a):
+    return tl.trans(a[0]), tl.trans(a[2]), tl.trans(a[1]), tl.trans(a[3])
+
+
+@triton.jit
+def times_panel(a, b):
+    """A B of a square and a panel."""
+    zero = tl.zeros((BLOCK, BLOCK), tl.float32)
+    return dot(a[1], b[1], dot(a[0], b[0], zero)), dot(a[3], b[1], dot(a[2], b[0], zero))
+
+
+@triton.jit
+def times_square(a, b):
+    """A B of squares."""
+    left, right = times_panel(a, (b[0], b[2])), times_panel(a, (b[1], b[3]))
+    return left[0], right[0], left[1], right[1]
+
+
+@triton.jit
+def add_outer(sums, a, b):
+    """Σ + A Bᵀ of a square and two panels."""
+    upper, lower = tl.trans(b[0]), tl.trans(b[1])
+    return dot(a[0], upper, sums[0]), dot(a[0], lower, sums[1]), dot(a[1], upper, sums[2]), dot(a[1], lower, sums[3])

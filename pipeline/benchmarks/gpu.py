@@ -2,6 +2,7 @@
 
 check      values and gradients of every kernel against the reference in float64
 attention  one call by each method and by torch's softmax attention, as replays of a CUDA graph, at 1 and 64 heads
+warps      one call at the paper's size, by how many warps a matrix has
 step       a training step of each model of the paper, as a replay
 tests      the tests of kernels and CUDA graphs, where pytest is installed
 train      seed 0 of each model, where the pipeline's packages and data/mnist are: carry it along
@@ -35,7 +36,16 @@ from osa import reference  # noqa: E402
 SECONDS = 570  # of a step
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 METHODS = ("exact", "qr", "newton_schulz")
-NEEDED = ("pandas", "numpy", "scipy", "matplotlib", "pydantic", "ruamel", "tqdm")  # for a training
+NEEDED = (
+    "pandas",
+    "numpy",
+    "scipy",
+    "matplotlib",
+    "pydantic",
+    "ruamel",
+    "tqdm",
+    "hypothesis",
+)  # for a training and its tests
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -65,9 +75,27 @@ def attention(tiny: bool) -> Iterator[dict]:
     for heads, width, tokens, dtype in (case for case in cases if case[0] * case[2] <= 2**20):
         inputs = [torch.randn(1, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
         for method, call in calls.items():
-            case = {"method": method, "heads": heads, "width": width, "tokens": tokens, "dtype": dtype}
-            forward, both = (partial(differentiate, call, inputs[: 3 * n], inputs) for n in (0, 1))
-            yield case | {"forward": seconds(forward), "both": seconds(both)}
+            yield {"method": method, "heads": heads, "width": width, "tokens": tokens, "dtype": dtype} | timings(
+                call, inputs
+            )
+
+
+def warps(tiny: bool) -> Iterator[dict]:
+    """One call at the paper's size, by how many warps a matrix has; `osa.kernels.launch` chooses one."""
+    from osa.kernels import launch
+
+    chosen = launch.tile_constants
+    inputs = [torch.randn(2 if tiny else 128, 4, 50, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
+    for method, count in itertools.product(METHODS, (1, 2, 4)):
+        launch.tile_constants = lambda size, count=count: chosen(size) | {"num_warps": count}
+        call = partial(osa.orthogonal_attention, scale=0.01, method=method)
+        yield {"method": method, "warps": count} | timings(call, inputs)
+
+
+def timings(call: Callable, inputs: list[torch.Tensor]) -> dict[str, float]:
+    """Seconds of a call, and of it with its gradients."""
+    forward, both = (partial(differentiate, call, inputs[: 3 * n], inputs) for n in (0, 1))
+    return {"forward": seconds(forward), "both": seconds(both)}
 
 
 def differentiate(call: Callable, wanted: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple:
@@ -102,20 +130,20 @@ def seconds(work: Callable[[], tuple], samples: int = 20) -> float:
     return statistics.median(clock(work, times, DEVICE) for _ in range(samples if DEVICE.type == "cuda" else 2))
 
 
-TABLES = {"check": check, "attention": attention, "step": step}
+TABLES = {"check": check, "attention": attention, "warps": warps, "step": step}
 
 
 def commands(name: str) -> list[list[str]]:
     """What a step that is no table runs: nothing where the machine lacks what that needs."""
+    has_packages = all(map(importlib.util.find_spec, NEEDED))
     if name == "tests" and importlib.util.find_spec("pytest"):
-        paths = [
-            "tests/osa/test_kernels.py",
-            "tests/osa/test_launch.py",
-            "tests/osa/test_long.py",
-            "tests/pipeline/test_cuda_graph.py",
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]  # other versions warn of other things
+        needs_packages = [[*pytest, "tests/pipeline/test_cuda_graph.py"]] if has_packages else []
+        return [
+            [*pytest, "--noconftest", *(f"tests/osa/test_{each}.py" for each in ("kernels", "launch", "long"))],
+            *needs_packages,
         ]
-        return [["-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *paths]]
-    if name == "train" and all(map(importlib.util.find_spec, NEEDED)) and (ROOT / "data/mnist").exists():
+    if name == "train" and has_packages and (ROOT / "data/mnist").exists():
         return [["-m", "pipeline.train", model, "0", "--no-tracking"] for model in MODELS[:-1]]
     return []
 

@@ -33,13 +33,13 @@ def rehearse(*arguments):
 
 @pytest.mark.slow
 def test_a_rehearsal_leaves_one_archive_with_its_tables(tmp_path):
-    done = rehearse("--rehearse", "--into", tmp_path / "gpu", "check", "attention", "step")
+    done = rehearse("--rehearse", "--into", tmp_path / "gpu", "check", "attention", "warps", "step")
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     tables = {path.stem: path.read_text(encoding="utf-8") for path in (tmp_path / "unpacked/gpu").glob("*.csv")}
     rows = {name: list(csv.DictReader(text.splitlines())) for name, text in tables.items()}
-    assert rows.keys() == {"check", "attention", "step"}
+    assert rows.keys() == {"check", "attention", "warps", "step"}
     bounds = {"torch.float32": 1e-5, "torch.bfloat16": 2e-2}
     errors = [(float(row[name]), bounds[row["dtype"]]) for row in rows["check"] for name in ("output", "query", "value")]
     assert all(error < bound for error, bound in errors) and len(errors) == 18

@@ -15,20 +15,32 @@ KERNELS = FOLDER / "kernels.csv"
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Step times over ViT's on each machine, and what the CUDA kernels take of a multiprocessor."""
-    return {"steps": [step(path) for path in sorted(FOLDER.glob("*/step.json"))], "kernels": kernels()}
+    """Step times over ViT's on each machine, CPUs first, and what the CUDA kernels take of a multiprocessor."""
+    cpus, gpus = (
+        map(of, sorted(FOLDER.glob(f"*/{name}"))) for of, name in ((on_cpu, "step.json"), (on_gpu, "gpu_step.csv"))
+    )
+    return {"steps": [*cpus, *gpus], "kernels": kernels()}
 
 
-def step(path: Path) -> dict[str, Any]:
-    """One machine's step of each model over ViT's, with trained weights if there.
-
-    `ns_over_qr` is what Section 3 expects to be below one: Newton–Schulz "tends to be more efficient than QR"."""
+def on_cpu(path: Path) -> dict[str, Any]:
+    """One machine's step of each model over ViT's, with trained weights if there."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
-    over_vit = facts["ratios"][weights]["over_vit"]
+    return machine(facts["environment"], facts["ratios"][weights]["over_vit"])
+
+
+def on_gpu(path: Path) -> dict[str, Any]:
+    """The same of what `make gpu STEP=step` leaves: replays of CUDA graphs, with weights as initialised."""
+    table = files.read_csv(path).set_index("model")
+    over_vit = table["seconds"] / table["seconds"]["vit"]
+    return machine({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())
+
+
+def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
+    """`ns_over_qr` is what Section 3 expects to be below one: Newton–Schulz "tends to be more efficient than QR"."""
     rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
     newton_schulz = over_vit["osa_ns"] / over_vit["osa_qr"] if {"osa_ns", "osa_qr"} <= over_vit.keys() else None
-    return {"environment": facts["environment"], "rows": rows, "ns_over_qr": newton_schulz}
+    return {"environment": environment, "rows": rows, "ns_over_qr": newton_schulz}
 
 
 def kernels() -> dict[str, int]:

@@ -24,6 +24,16 @@ def test_trained_weights_come_first():
     assert trained["ns_over_qr"] == pytest.approx(2.1 / 1.9)
 
 
+def test_a_gpu_comes_after_the_cpus():
+    environment = {"device_name": "B", "num_threads": 1}
+    files.write_json(benchmarks.FOLDER / "b/step.json", {"environment": environment, "ratios": RATIOS})
+    table = pd.DataFrame({"model": ["vit", "osa_qr", "osa_ns"], "seconds": [2.0, 2.5, 5.0], "device": "A"})
+    files.write_csv(benchmarks.FOLDER / "a/gpu_step.csv", table)
+    cpu, gpu = benchmarks.summarise(None, {}, None)["steps"]
+    assert cpu["environment"] == environment and gpu["environment"] == {"device_name": "A", "num_threads": None}
+    assert {"variant": "osa_qr", "over_vit": 1.25} in gpu["rows"] and gpu["ns_over_qr"] == 2
+
+
 def test_the_worst_kernel_is_reported():
     assert benchmarks.kernels() == {}
     files.write_csv(benchmarks.KERNELS, pd.DataFrame({"spilled_bytes": [0, 8, 0]}))

@@ -83,10 +83,14 @@ def test_a_run_that_diverges_is_not_stable(paper_lab):
 
 def test_a_larger_gap_on_harder_data(paper_lab):
     paper_lab.tables = {"runs": runs({"vit": [97.0, 97.1, 97.2], "vit_noskip": [95.0, 95.1, 95.2]})}
-    listed = Settings(runs={f"{name}_cifar10": {"variant": name, "seeds": [0]} for name in ("vit", "vit_noskip")})
+    models = "vit", "vit_noskip", "osa_qr"
+    listed = Settings(runs={f"{name}_cifar10": {"variant": name, "seeds": [0]} for name in models})
     assert harder_data.summarise(listed, {}, paper_lab)["verdict"].word == NOT_TRAINED
-    tables = {"runs": runs({"vit_cifar10": [60.0, 60.1, 60.2], "vit_noskip_cifar10": [50.0, 50.1, 50.2]})}
+    accuracies = {"vit_cifar10": [60.0, 60.1, 60.2], "vit_noskip_cifar10": [50.0, 50.1, 50.2]}
+    tables = {"runs": runs(accuracies | {"osa_qr_cifar10": [59.5, 59.6, 59.7]})}
     summary = harder_data.summarise(listed, tables, paper_lab)
     assert summary["verdict"].word == REPRODUCED and summary["verdict"].estimate == pytest.approx(8)
     assert summary["models"]["vit"]["harder"].mean == pytest.approx(60.1)
+    (matches,) = summary["osa_matches_vit"]
+    assert matches["variant"] == "osa_qr" and matches["verdict"].word == REPRODUCED
     assert summary["models"]["vit"]["mnist"].mean == pytest.approx(97.1)

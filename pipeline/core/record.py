@@ -34,7 +34,9 @@ def describe_environment(device: torch.device) -> dict:
 
 
 def machine(environment: dict) -> str:
-    """What was described, for a reader: e.g. AMD EPYC, 2 threads."""
+    """What was described, for a reader: e.g. AMD EPYC, 2 threads; a GPU's threads are none of the CPU's."""
+    if environment["device"] == "cuda":
+        return environment["device_name"]
     threads = environment["num_threads"]
     return f"{environment['device_name']}, {threads} {'thread' if threads == 1 else 'threads'}"
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,15 @@ def table_2_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
     )
 
 
-def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> list[dict[str, Any]]:
-    """For each model of Table 2: parameters, minutes a run, images a second and hours of its finished runs."""
-    table, rows = lab.tables["runs"], []
-    for variant in lab.params.run.variants:
-        own = table[(table["variant"] == variant) & (table["status"] == "finished")]
-        made = [records[variant, seed] for seed in own["seed"]]
-        if made:
-            minutes, speeds = [each["seconds"] / 60 for each in made], [each["images_per_second"] for each in made]
-            mean = {"minutes": sum(minutes) / len(made), "images_per_second": sum(speeds) / len(made)}
-            counts = {"parameters": int(own["num_parameters"].iloc[0]), "runs": len(made), "hours": sum(minutes) / 60}
-            rows.append({"variant": variant} | counts | mean)
-    return rows
+def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
+    """Of Table 2's models the parameters, least and most, and on each machine the minutes of a run, least and most."""
+    parameters, minutes = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
+    for made in records.values():
+        minutes[record.machine(made["environment"])].append(made["seconds"] / 60)
+    return {
+        "parameters": [int(parameters.min()), int(parameters.max())] if len(parameters) else None,
+        "minutes": [{"machine": name, "least": min(own), "most": max(own)} for name, own in sorted(minutes.items())],
+    }
 
 
 def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:

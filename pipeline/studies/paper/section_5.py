@@ -24,6 +24,7 @@ ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
+WIDEST = 8  # points of accuracy that a figure shows on either side of 0
 FRACTIONS = np.arange(1, 39) / 40  # of the second model's training: each point of a curve, but the last
 
 
@@ -111,7 +112,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     figure, panels = charts.panels(2, 2.9)
     kinds = {"accuracy": ("Accuracy difference (points)", " − "), "speed": ("Ratio of epochs", " / ")}
     for axes, (kind, (title, sign)) in zip(panels, kinds.items(), strict=True):
-        own = [row for row in rows if row["kind"] == kind]
+        own = [row for row in rows if row["kind"] == kind and (kind, row["verdict"].side) != ("speed", "above")]  # no share
         for y, row in enumerate(own):
             verdict, colour = row["verdict"], looks.look(row["models"][0]).colour
             axes.plot([verdict.low, verdict.high], [y, y], color=colour, linewidth=looks.LINE_WIDTH)
@@ -119,6 +120,9 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
             axes.plot([verdict.limit] * 2, [y - 0.35, y + 0.35], **charts.EXPECTED)
             if row["paper"] is not None:
                 axes.plot(row["paper"], y, "D", color=looks.INK, markerfacecolor="#ffffff", markersize=4.5)
+        if kind == "accuracy":
+            left, right = axes.get_xlim()
+            axes.set_xlim(max(left, -WIDEST), min(right, WIDEST))  # an interval that reaches the edge goes on
         axes.set_yticks(range(len(own)), [sign.join(map(lab.label, row["models"])) for row in own])
         axes.set(xlabel=title, ylim=(len(own) - 0.5, -0.5))
     return figure
@@ -130,7 +134,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
         return None
-    low = [model for model in models if found[model] and np.mean(found[model]) < 90]
+    low = [model for model in models if found[model] and min(found[model]) < 90]
     figure = Figure(figsize=(7.2, 0.7 + 0.24 * len(models)), layout="constrained")
     halves = [low, [model for model in models if model not in low]] if low else [models]
     for axes, own in zip(np.atleast_1d(figure.subplots(1, len(halves), sharey=True)), halves, strict=True):

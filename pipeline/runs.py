@@ -9,6 +9,7 @@ which git does not keep.
 """
 
 import hashlib
+import itertools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,6 +197,12 @@ def of_table_2(settings: Params) -> list[Run]:
         for variant in settings.run.variants
         for run in whichever_are_more([Run(variant, seed) for seed in seeds], exploratory(settings, variant))
     ]
+
+
+def beside_table_2(settings: Params) -> set[str]:
+    """The exploratory runs that Table 2 does not have, by name."""
+    variants, seeds = settings.run.variants, settings.run.exploratory_seeds
+    return {str(Run(*each)) for each in itertools.product(variants, seeds)} - set(map(str, of_table_2(settings)))
 
 
 def whichever_are_more(trained: list, known: list) -> list:

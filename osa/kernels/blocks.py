@@ -2,7 +2,7 @@
 
 A product in scratch memory waits for its loads, for a barrier, and for what it stores to be read again. Terms of a series
 and iterations wait for each other, so that this is all their time. Blocks are the smallest that `tl.dot` takes, and leave
-its operands few registers.
+its operands few registers: in one warp those of QR and of "exact" fit, those of Newton–Schulz spill.
 """
 
 import triton

@@ -38,6 +38,7 @@ OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
 SHARED = ("configuration", "data_sha256", "numerics", "mlflow.source.name", "mlflow.source.type")  # of a parent too
 _start = attrgetter("info.start_time")
+EXPLORATORY = "exploratory"  # what MLflow has as the study of runs that were Table 2's before the seeds that decide it
 REPORT = ("figure_1.svg", "figure_1.png", "report.html")  # artifacts of the newest parent
 
 
@@ -95,10 +96,11 @@ class Experiment:
 
     def __init__(self, client: Any) -> None:
         self.client, self.paper = client, params.load_paper()
-        try:
-            self.settings = params.load().model_dump()
-        except UserError:  # an edit that is under way must not stop it
-            self.settings = {}
+        self.settings, self.exploratory = {}, set()
+        with suppress(UserError):  # an edit that is under way must not stop it
+            settings = params.load()
+            self.settings = settings.model_dump()
+            self.exploratory = runs.beside_table_2(settings)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.paper.title
         if (present := client.get_experiment_by_name(name)) is None:
             location = None if store.address().startswith("http") else store.artifacts()
@@ -118,7 +120,8 @@ class Experiment:
 
     def write_views(self, paths: Iterable[Path]) -> dict[str, str]:
         """Saves the views of these records and of the runs that are there; the name of each by the end of its address."""
-        studies = {name.split("/")[0] for name in [*map(records.name_of, paths), *self.children]}
+        names = [*map(records.name_of, paths), *self.children]
+        studies = {name.split("/")[0] for name in names} | ({EXPLORATORY} if self.exploratory.intersection(names) else set())
         saved = views(study for study in studies if re.fullmatch(r"[\w.-]+", study))
         for key, (_, view) in saved.items():
             if self.tags.get(f"mlflow.sharedViewState.{key}") != view:
@@ -154,8 +157,8 @@ class Experiment:
             constants["num_parameters"] = metrics["num_parameters"]
         constants = {key: value for key, value in constants.items() if value is not None}
         constants |= {"run": name, "seed": training.run.seed}
-        title = f"{notes.title(record, self.settings)}, seed {training.run.seed}"
-        note = f"{notes.note(record, self.settings, self.paper)}\n\nTo make it again: `{training.run.command}`."
+        title = f"{notes.title(record | tags, self.settings)}, seed {training.run.seed}"
+        note = f"{notes.note(record | tags, self.settings, self.paper)}\n\nTo make it again: `{training.run.command}`."
         artifacts = training.files if training.has_ended else []
         span = training.started, training.ended
         return self._write(run, (title, note), span, values, constants, tags, artifacts, training.status)
@@ -163,9 +166,9 @@ class Experiment:
     def _tags(self, training: Training) -> dict[str, str]:
         """The tags of a child; `configuration` is what the seeds under one parent have in common."""
         record, environment = training.record, training.record["environment"]
-        tags = {key: record[key] for key in OWN}
+        tags = {key: record[key] for key in OWN} | ({"study": EXPLORATORY} if str(training.run) in self.exploratory else {})
         tags |= {key: environment[key] for key in ENVIRONMENT if environment.get(key) is not None}
-        family = [record["study"], record["name"], record["data_sha256"], params.written_config(record["config"])]
+        family = [tags["study"], record["name"], record["data_sha256"], params.written_config(record["config"])]
         tags |= {"level": "single", "configuration": files.digest(family)[:16], "files": training.digest}
         tags |= {"mlflow.source.name": "pipeline/train.py", "mlflow.source.type": "LOCAL"}
         tags |= {"mlflow.source.git.commit": tags["git_commit"]} if "git_commit" in tags else {}
@@ -220,7 +223,7 @@ class Experiment:
         newest = {_seed(run): run for run in sorted(family, key=_start) if run.info.status in ENDED}
         finished = [newest[seed] for seed in sorted(newest)]
         members = finished or family
-        study, name = _name(members[0]).split("/")[:2]
+        study, name = members[0].data.tags["study"], _name(members[0]).split("/")[1]
         tags = {key: value for key, value in members[0].data.tags.items() if key in SHARED}
         tags |= {"study": study, "name": name, "variant": name.partition("+")[0], "level": "mean"}
         tags |= {"seed": ",".join(str(_seed(run)) for run in members)}

@@ -1,6 +1,6 @@
-"""The evaluate stage: one run measured again from its weights: `python -m pipeline.evaluate osa_qr 0`.
+"""The evaluate stage: a model's runs measured again from their weights: `python -m pipeline.evaluate osa_qr`.
 
-Writes evaluation.json beside the run's other files: loss, accuracy, per-class accuracy and confusion matrix on the full
+Writes to paper_outputs/evaluations, for each run: loss, accuracy, per-class accuracy and confusion matrix on the full
 test set, and for each layer and head of orthogonal attention what the paper's theorems are about. Git keeps the file, so
 that a run need not be measured, nor its weights be there, where another one is added.
 """
@@ -33,11 +33,13 @@ TOLERANCE_IMAGES = 5  # by which the accuracy may differ from training's, as rou
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("evaluate", __doc__)
     parser.add_argument("variant", help="a name under variants in params.yaml")
-    parser.add_argument("seed", type=params.seed)
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("seeds", type=params.seed, nargs="*", metavar="seed", help="default: those of params.yaml")
+    chosen, settings = parser.parse_args(arguments), params.load()
     make_deterministic()
-    run = Run(chosen.variant, chosen.seed)
-    files.write_json(run.folder / "evaluation.json", evaluation(run, params.resolve(params.load(), run.variant)))
+    config = params.resolve(settings, chosen.variant)
+    for seed in chosen.seeds or settings.run.seeds:
+        run = Run(chosen.variant, seed)
+        files.write_json(run.evaluated, evaluation(run, config))
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:

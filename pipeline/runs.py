@@ -1,8 +1,9 @@
 """A run: where its files lie, whether they are what params.yaml asks for, and how a training gets there.
 
-    paper_outputs/runs/STUDY/NAME/SEED/    history.csv, metrics.json, record.json; of Table 2's runs evaluation.json, of a
-                                           study with a `watch` watched.csv; git keeps them
+    paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json; of a study with a `watch`
+                                                  watched.csv; git keeps them
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
+    paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
 Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
 which git does not keep.
@@ -27,7 +28,7 @@ from pipeline.core.schemas import Evaluation, Metrics, Record
 from pipeline.training.loop import build_model
 
 TABLE_2, TRIES = "table_2", "tries"
-FOLDER, WEIGHTS = Path("paper_outputs/runs"), Path("paper_outputs/weights")
+FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 KNOWN = ("history.csv", "metrics.json", "watched.csv")  # with their digests, to the record
 CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 SCHEMAS = {"metrics": Metrics, "record": Record, "evaluation": Evaluation}
@@ -54,6 +55,10 @@ class Run:
     @property
     def weights(self) -> Path:
         return self.base / WEIGHTS / self.study / self.name / f"{self.seed}.safetensors"
+
+    @property
+    def evaluated(self) -> Path:
+        return self.base / EVALUATIONS / self.name / str(self.seed) / "evaluation.json"
 
     @property
     def scratch(self) -> Path:
@@ -110,18 +115,17 @@ class Run:
         return f"`git checkout {shlex.quote(str(self.folder))}`, or make it again with `{self.command}`"
 
     def read(self, name: str) -> dict:
-        """One of its JSON files: metrics, record or evaluation. Raises UserError if it is absent or malformed, or the record
-        is that of another run."""
+        """Its metrics or its record. Raises UserError if it is absent or malformed, or the record is that of another run."""
         return read(self.folder / f"{name}.json", self.remedy)
 
     def evaluation(self) -> dict:
         """Its evaluation. Raises UserError if it is of another training."""
-        found, made = self.read("evaluation"), self.read("record")
+        again = f"`git checkout {shlex.quote(str(self.evaluated))}`, or `dvc repro -f evaluate@{self.variant}`"
+        found, made = read(self.evaluated, again), self.read("record")
         if any(found[key] != made[key] for key in ("metrics_sha256", "weights_sha256")):
-            again = f"`dvc repro -f evaluate@{self.variant}-{self.seed}`"
-            raise UserError(f"{self.folder}/evaluation.json is of another training: run {again}.")
+            raise UserError(f"{self.evaluated} is of another training: {again}.")
         if (made["status"] == "diverged") != (not found["confusion"]):
-            raise UserError(f"{self.folder}/evaluation.json does not fit the status of record.json: {self.remedy}.")
+            raise UserError(f"{self.evaluated} does not fit the status of {self.folder}/record.json: {again}.")
         return found
 
     def points(self) -> pd.DataFrame:

@@ -92,8 +92,8 @@ def find_runs(params: Params) -> list[dict]:
 
 def read_run(run: Run) -> dict:
     """The identity, the status, the metrics and the evaluation of one run."""
-    identity, path = {"variant": run.variant, "seed": run.seed}, run.folder / "evaluation.json"
-    if run.record() is None or not path.exists():
+    identity = {"variant": run.variant, "seed": run.seed}
+    if run.record() is None or not run.evaluated.exists():
         return identity | {"status": "missing"}
     metrics, evaluation = run.read("metrics"), run.evaluation()
     return identity | {"status": "diverged" if metrics["diverged"] else "finished"} | metrics | evaluation

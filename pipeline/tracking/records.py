@@ -14,7 +14,7 @@ from pipeline.core.errors import UserError
 
 # In the order in which they are logged, which is that of MLflow's pages: the page Compare opens on the first.
 CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-NAMES = ("history.csv", "metrics.json", "record.json", "evaluation.json", "watched.csv")
+NAMES = ("history.csv", "metrics.json", "record.json", "watched.csv")
 LOST_SECONDS = 900  # without a point, or four times the longest time between two, after which a training has ended
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # in MLflow's words
 
@@ -47,7 +47,8 @@ class Training:
     def files(self) -> list[Path]:
         if not self.has_ended:
             return [self.path]
-        present = [path for name in NAMES if (path := self.path.with_name(name)).exists()]
+        places = [*map(self.path.with_name, NAMES), *([self.run.evaluated] if self.run.study == runs.TABLE_2 else [])]
+        present = [path for path in places if path.exists()]
         for path in present:
             if path.is_symlink():  # which could show any file of this machine
                 raise UserError(f"{path.name} is a link")

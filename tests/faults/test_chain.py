@@ -144,7 +144,7 @@ def differing(path: Path, content: bytes) -> set[str]:
 def test_a_changed_file_of_a_run_is_named_before_tables_are_made_of_it(project, capsys):
     expected, cases, silent = read(project), 0, []
     assert not isinstance(expected, str)
-    for path in sorted(RUNS.glob("*/1/*")):
+    for path in sorted([*RUNS.glob("*/1/*"), *(OUTPUTS / "evaluations").glob("*/1/*")]):
         for content in [*contents(path), *(values(path) if path.suffix == ".json" else [])]:
             cases += 1
             with replaced(path, content):

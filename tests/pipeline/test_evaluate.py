@@ -31,7 +31,7 @@ def two_models(raw):
 
 def evaluated(variant: str, seed: int) -> dict:
     evaluate.main([variant, str(seed)])
-    return Run(variant, seed).read("evaluation")
+    return Run(variant, seed).evaluation()
 
 
 def test_it_holds_what_the_weights_say(project):
@@ -155,12 +155,12 @@ def test_weights_may_contradict_the_metrics_by_what_rounding_tips_over_and_no_mo
     change_accuracy(evaluate.TOLERANCE_IMAGES)
     evaluate.main(["osa_ns", "1"])
     change_accuracy(1)
-    before = (Run("osa_ns", 1).folder / "evaluation.json").read_bytes()
+    before = Run("osa_ns", 1).evaluated.read_bytes()
     with pytest.raises(SystemExit):
         evaluate.main(["osa_ns", "1"])
     message = capsys.readouterr().err
     assert "osa_ns/1/metrics.json" in message and "dvc repro -f train@osa_ns-1" in message
-    assert (Run("osa_ns", 1).folder / "evaluation.json").read_bytes() == before
+    assert Run("osa_ns", 1).evaluated.read_bytes() == before
 
 
 def test_a_flipped_label_is_named(project, capsys):

@@ -13,7 +13,7 @@ from pipeline import tables
 from pipeline.core import files
 from tests.pipeline import synthetic
 
-FOLDER, RUNS = Path("paper_outputs/tables"), Path("paper_outputs/runs/table_2")
+FOLDER, RUNS, EVALUATIONS = (Path("paper_outputs", name) for name in ("tables", "runs/table_2", "evaluations"))
 DIVERGED = ("vit", 2)
 
 
@@ -44,7 +44,7 @@ def row(name: str, variant: str, seed: int | None = None) -> pd.Series:
 
 
 def test_tables_hold_what_evaluate_measured(project):
-    measured = files.read_json(RUNS / "osa_ns/1/evaluation.json")
+    measured = files.read_json(EVALUATIONS / "osa_ns/1/evaluation.json")
     of_run = row("runs", "osa_ns", 1)
     assert (of_run["test_loss"], of_run["test_accuracy"]) == (measured["test_loss"], measured["test_accuracy"])
     own = {name: table(name).query("variant == 'osa_ns' and seed == 1") for name in tables.MEASURED}
@@ -129,7 +129,7 @@ def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, m
     own, other = (files.read_json(RUNS / f"osa_ns/{seed}/record.json") for seed in (1, 0))
     digests = {key: value for key, value in other.items() if key.endswith("_sha256")}
     files.write_json(RUNS / "osa_ns/1/record.json", own | digests | {"started_at": "2026-01-01T00:00:00+00:00"})
-    shutil.copy(RUNS / "osa_ns/0/evaluation.json", RUNS / "osa_ns/1/evaluation.json")
+    shutil.copy(EVALUATIONS / "osa_ns/0/evaluation.json", EVALUATIONS / "osa_ns/1/evaluation.json")
     tables.main()
     again = table("again").to_dict("records")
     here = files.read_json(RUNS / "osa_ns/0/metrics.json")["test_accuracy"]
@@ -141,7 +141,7 @@ def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, m
 
 def test_missing_and_unlisted_runs_are_named(project, capsys):
     shutil.rmtree(RUNS / "vit/1")
-    (RUNS / "osa_ns/2/evaluation.json").unlink()
+    (EVALUATIONS / "osa_ns/2/evaluation.json").unlink()
     shutil.copytree(RUNS / "osa_ns/0", RUNS / "osa_ns/5")
     tables.main()
     missing, unlisted = capsys.readouterr().err.splitlines()
@@ -155,7 +155,7 @@ def test_missing_and_unlisted_runs_are_named(project, capsys):
 
 
 def test_an_evaluation_that_measured_less_leaves_its_columns_empty(project):
-    path = RUNS / "osa_ns/1/evaluation.json"
+    path = EVALUATIONS / "osa_ns/1/evaluation.json"
     measured = files.read_json(path)
     for layer in measured["layers"]:
         del layer["layer_kappa"]

@@ -226,7 +226,7 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     sync()
     Run("vit", 0, [0.1, 0.6], minutes=10).finish()  # `dvc repro -f`
     assert sync() == (1, 2)
-    files.write_json(runs.Run("vit", 0).folder / "evaluation.json", {})  # files that come later are added
+    files.write_json(runs.Run("vit", 0).evaluated, {})  # files that come later are added
     assert sync() == (0, 2)
     assert sync(Run("vit", 0, [0.1, 0.2], minutes=-10).finish(Path("older"))) == (1, 1)
     explored = Run("vit", 0, [0.1, 0.9], minutes=20)

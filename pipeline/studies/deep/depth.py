@@ -21,6 +21,7 @@ from pipeline.training.loop import Training
 
 CLAIMS = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
 CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
+CLAIMS += ("attention_matters_at_72",)
 DRAWN = {  # OSA's runs: how the MLPs are drawn
     "osa_36": "independent",
     "osa_72": "independent",

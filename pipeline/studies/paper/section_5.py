@@ -15,6 +15,7 @@ from pipeline.core import files
 from pipeline.drawing import charts, looks
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
+from pipeline.statistics import summarise as summary
 from pipeline.verdicts import LEVEL, WORDS, holm
 
 CLAIMS = "pipeline/studies/paper/claims.yaml"
@@ -35,12 +36,13 @@ def results_of(lab: Lab, which: str = "") -> Results:
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     claims = read_claims(CLAIMS)
-    judged = judge_all(claims, results_of(lab), lab)
+    judged, known = judge_all(claims, results_of(lab), lab), results_of(lab, "exploratory_")
     return {
         "judged_seeds": sorted({*lab.tables["runs"]["seed"].tolist()}) if "runs" in lab.tables else [],
         "exploratory_seeds": lab.params.run.exploratory_seeds,
         "claims": judged,
-        "exploratory": judge_all(claims, results_of(lab, "exploratory_"), lab) if "exploratory_runs" in lab.tables else {},
+        "exploratory": judge_all(claims, known, lab) if len(known.runs) else {},
+        "exploratory_accuracies": {name: summary(known.accuracies(name)) for name in lab.params.run.variants},
         "headline": headline(judged),
         "second_line": count(judged[name]["osa_ns_vs_" + baseline(claims[name])]["verdict"] for name in PRIMARY),
         "ahead_from_epoch": {model: ahead_from_epoch(results_of(lab), model, "vit_noskip") for model in MODELS},

@@ -11,15 +11,13 @@ from pipeline.core import files
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
 
-KERNELS = FOLDER / "kernels.csv"
-
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Step times over ViT's on each machine, CPUs first, and what the CUDA kernels take of a multiprocessor."""
+    """Step times over ViT's on each machine, CPUs first."""
     cpus, gpus = (
         map(of, sorted(FOLDER.glob(f"*/{name}"))) for of, name in ((on_cpu, "step.json"), (on_gpu, "gpu_step.csv"))
     )
-    return {"steps": [*cpus, *gpus], "kernels": kernels()}
+    return {"steps": [*cpus, *gpus]}
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
@@ -41,14 +39,6 @@ def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
     rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
     newton_schulz = over_vit["osa_ns"] / over_vit["osa_qr"] if {"osa_ns", "osa_qr"} <= over_vit.keys() else None
     return {"environment": environment, "rows": rows, "ns_over_qr": newton_schulz}
-
-
-def kernels() -> dict[str, int]:
-    """The CUDA kernels as compiled ahead of time: how many, and how many bytes the worst of them spills."""
-    if not KERNELS.exists():
-        return {}
-    table = files.read_csv(KERNELS)
-    return {"compiled": len(table), "spilled_bytes": int(table["spilled_bytes"].max())}
 
 
 STUDY = Study(summarise=summarise)

@@ -14,8 +14,8 @@ from pipeline.claims import WEIGHTS, Claim, Results, epochs_to_reach, read_claim
 from pipeline.core import files
 from pipeline.drawing import charts, looks
 from pipeline.lab import Lab
-from pipeline.studies import Study, Tables
 from pipeline.statistics import summarise as summary
+from pipeline.studies import Study, Tables
 from pipeline.verdicts import LEVEL, WORDS, holm
 
 CLAIMS = "pipeline/studies/paper/claims.yaml"

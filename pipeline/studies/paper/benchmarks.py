@@ -14,10 +14,8 @@ from pipeline.studies import Study, Tables
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Step times over ViT's on each machine, CPUs first."""
-    cpus, gpus = (
-        map(of, sorted(FOLDER.glob(f"*/{name}"))) for of, name in ((on_cpu, "step.json"), (on_gpu, "gpu_step.csv"))
-    )
-    return {"steps": [*cpus, *gpus]}
+    cpus, gpus = (sorted(FOLDER.glob(f"*/{name}")) for name in ("step.json", "gpu_step.csv"))
+    return {"steps": [*map(on_cpu, cpus), *map(on_gpu, gpus)]}
 
 
 def on_cpu(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.core.schemas import Content
 from pipeline.lab import TABLES
+from pipeline.runs import EVALUATIONS
 from pipeline.runs import FOLDER as RUNS
 from pipeline.study import FOLDER as STUDIES
 
@@ -57,7 +58,7 @@ def compare(names: list[str], *more: Path) -> Chain:
     """
     if not Path("dvc.lock").exists():
         return Chain(False, {}, [])
-    roots = [TABLES, RUNS, BENCHMARKS, *more, *(STUDIES / name for name in names)]
+    roots = [TABLES, RUNS, EVALUATIONS, BENCHMARKS, *more, *(STUDIES / name for name in names)]
     digests, different, known = {}, {}, set()
     for folder in FOLDERS:
         for path, expected, remedy in entries(Path(folder)):

@@ -1,4 +1,4 @@
-"""Whether a training repeats: a run of Table 2, trained once more by another process.
+"""Whether a training repeats: runs of Table 2, trained once more by another process.
 
 On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the accuracy may be
 that of one more seed; other studies that trained a model of Table 2 with the same configuration and seed show it.
@@ -20,20 +20,24 @@ COLUMNS = ["variant", "seed", "study", "same_recipe", "same_points", "same_weigh
 COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
 
 
-class Settings(Section):
-    """The run that is trained again."""
-
+class Repeat(Section):
     variant: Name
     seed: Seed
 
 
+class Settings(Section):
+    """The runs that are trained again."""
+
+    runs: list[Repeat]
+
+
 def trainings(settings: Settings, lab: Lab) -> list[Request]:
-    return [(settings.variant, {}, settings.seed)]
+    return [(each.variant, {}, each.seed) for each in settings.runs]
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
     """A row for each run of a study that repeats one of Table 2, its own first."""
-    again = [lab.run(settings.variant, seed=settings.seed)]
+    again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
     for made in finished():
         if not made["overrides"] and made["study"] not in (TABLE_2, TRIES, lab.study):
             again.append(Run(made["variant"], made["seed"], made["study"]))

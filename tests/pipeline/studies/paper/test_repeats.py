@@ -11,7 +11,7 @@ from pipeline.verdicts import NOT_TRAINED, REPRODUCED
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
 
-SETTINGS = repeats.Settings(variant="vit", seed=0)
+SETTINGS = repeats.Settings(runs=[{"variant": "vit", "seed": 0}])
 LITERAL = "osa_qr_literal"
 
 

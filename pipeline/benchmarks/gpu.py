@@ -36,16 +36,7 @@ from osa import reference  # noqa: E402
 SECONDS = 570  # of a step
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 METHODS = ("exact", "qr", "newton_schulz")
-NEEDED = (
-    "pandas",
-    "numpy",
-    "scipy",
-    "matplotlib",
-    "pydantic",
-    "ruamel",
-    "tqdm",
-    "hypothesis",
-)  # for a training and its tests
+NEEDED = ("pandas", "numpy", "scipy", "matplotlib", "pydantic", "ruamel", "tqdm", "hypothesis")  # for a training, tested
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -75,9 +66,8 @@ def attention(tiny: bool) -> Iterator[dict]:
     for heads, width, tokens, dtype in (case for case in cases if case[0] * case[2] <= 2**20):
         inputs = [torch.randn(1, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
         for method, call in calls.items():
-            yield {"method": method, "heads": heads, "width": width, "tokens": tokens, "dtype": dtype} | timings(
-                call, inputs
-            )
+            case = {"method": method, "heads": heads, "width": width, "tokens": tokens, "dtype": dtype}
+            yield case | timings(call, inputs)
 
 
 def warps(tiny: bool) -> Iterator[dict]:
@@ -138,11 +128,9 @@ def commands(name: str) -> list[list[str]]:
     has_packages = all(map(importlib.util.find_spec, NEEDED))
     if name == "tests" and importlib.util.find_spec("pytest"):
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]  # other versions warn of other things
-        needs_packages = [[*pytest, "tests/pipeline/test_cuda_graph.py"]] if has_packages else []
-        return [
-            [*pytest, "--noconftest", *(f"tests/osa/test_{each}.py" for each in ("kernels", "launch", "long"))],
-            *needs_packages,
-        ]
+        kernels = [f"tests/osa/test_{each}.py" for each in ("kernels", "launch", "long")]
+        graph = [[*pytest, "tests/pipeline/test_cuda_graph.py"]] if has_packages else []
+        return [[*pytest, "--noconftest", *kernels], *graph]
     if name == "train" and has_packages and (ROOT / "data/mnist").exists():
         return [["-m", "pipeline.train", model, "0", "--no-tracking"] for model in MODELS[:-1]]
     return []

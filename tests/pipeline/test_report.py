@@ -26,7 +26,7 @@ from pipeline.report.page import TEMPLATES, to_html, word_count
 from pipeline.runs import Run
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
-MADE_FROM = ("benchmarks", "runs", "studies", "tables", "sources")
+MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables", "sources")
 # What a text may have digits in: names of parts of papers, years, data sets, and identifiers
 NAMES = re.compile(
     r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"

@@ -38,7 +38,7 @@ quickstart: setup  ## the paper's comparison in small, in quickstart/, without a
 	@$(RUN) python -m pipeline quickstart
 
 check: setup  ## the quick tests and ruff: an answer in a minute
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 -q -m "not slow and not faults"
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -q -m "not slow and not faults"
 	$(RUN) ruff check .
 
 test: setup $(VENV)/.extras  ## the test suite

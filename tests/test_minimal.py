@@ -45,6 +45,7 @@ def test_the_same_logits_and_gradients(models):
         assert (parameter.grad - expected).norm() <= 1e-7 * expected.norm(), name
 
 
+@pytest.mark.slow
 def test_ten_steps_of_the_recipe_have_the_same_losses(models):
     """By the pipeline's optimiser and clipping, as params.yaml and paper.yaml have them."""
     config = params.resolve_recipe(params.load(ROOT / "params.yaml"), params.load_paper(), "osa_qr")

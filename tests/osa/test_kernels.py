@@ -45,6 +45,7 @@ REFERENCE = {
     "newton_schulz": reference.newton_schulz_attention,
 }
 METHODS = list(REFERENCE)
+pytestmark = pytest.mark.slow
 
 
 def attend(query, key, value, scale, method, num_iterations=None):
@@ -128,7 +129,6 @@ def test_tiles_memory_and_strides(method, monkeypatch):
     assert all(scratch[:, size:].isnan().all() for scratch, size in scratches)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
 @pytest.mark.parametrize(
@@ -236,7 +236,6 @@ def test_beyond_every_digit_the_result_is_nan():
     assert attend(query, key, value, 1e9, "exact").isnan().all()
 
 
-@pytest.mark.slow
 def test_kernels_spill_no_register():
     """And two programs share a multiprocessor; in a process without the interpreter."""
     cases = [("exact", "forward", 16, "float32", 90), ("newton_schulz", "backward", 64, "bfloat16", 80)]

@@ -17,6 +17,7 @@ from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
 HALF = torch.bfloat16
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,6 @@ def test_where_no_digit_is_left_and_where_a_head_is_nan():
         assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1])
 
 
-@pytest.mark.slow
 @INTERPRETED
 @pytest.mark.parametrize("near", [1.0, 1e-3])
 def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, near):
@@ -145,7 +145,6 @@ class Memory:
         monkeypatch.setattr(kind, "create_masked_store", watched_store)
 
 
-@pytest.mark.slow
 @INTERPRETED
 def test_launches_and_bytes(monkeypatch):
     """What 65,536 tokens of one head in bfloat16 take of 132 multiprocessors, by half of both.

@@ -12,6 +12,7 @@ from pipeline.core.files import ROOT
 
 WINGS = {wing: f"pipeline/studies/{wing}/dvc.yaml:" for wing in ("deep", "orthogonal")}
 RESEARCH = "pipeline/report/dvc.yaml:"
+pytestmark = pytest.mark.slow
 
 
 def dvc(*arguments: str) -> str:

@@ -36,6 +36,7 @@ COLUMNS = "step,epoch,train_loss,train_accuracy,test_loss,test_accuracy"
 
 # MLflow 3.17 uses a loader strategy that SQLAlchemy 2.1 deprecates, and torch.export a buffer that is not writable.
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*not writable:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning"),

@@ -243,6 +243,7 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
     assert "1/2 trainings, 4 of 6 epochs, 36 s left [" in shown.getvalue()
 
 
+@pytest.mark.slow
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     pytest.importorskip("ray", reason="needs requirements-cluster.txt")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

@@ -15,6 +15,7 @@ SMALL = Settings(
 )
 
 
+@pytest.mark.slow
 def test_independent_draws_spread_and_isometric_ones_do_not(lab):
     tables = measure(SMALL, lab)
     sd = spreads(tables["mlps"])

@@ -18,6 +18,7 @@ def test_tasks_are_what_their_names_say():
     assert transduction.TASKS["sort"](strings).tolist() == [[1, 2, 3]]
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_and_a_penalty_reaches_it(lab):
     found = summarise(SMALL, measure(SMALL, lab), lab)
     rows = {(row["task"], row["penalty"]): row for row in found["rows"]}

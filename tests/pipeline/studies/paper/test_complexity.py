@@ -148,6 +148,7 @@ def test_the_code_holds(tables):
     assert numbers["softmax_over_osa"]["osa_qr"] == pytest.approx(seconds["softmax"] / seconds["osa_qr"])
 
 
+@pytest.mark.slow
 def test_code_that_forms_the_matrix_is_caught(tables, monkeypatch):
     def small_skew(scale, basis, m):
         return complexity.small_skew_dense(scale, basis, *m.chunk(2, dim=-1))

@@ -59,8 +59,20 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         "limit": TRAINS * GUESS_LOSS,
         "runs": runs,
         "not_trained": [name for name, run in runs.items() if not run["n"]],
+        "tokens": tokens(tables["watched"]) if "watched" in tables else [],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
     }
+
+
+def tokens(watched: pd.DataFrame) -> list[dict]:
+    """Mean cosine and effective rank of the tokens after the last block, before training and after it: means over runs."""
+    last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
+    runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
+    before, after = (each.groupby("name").mean() for each in (runs.first(), runs.last()))
+    return [
+        {"name": name, "n": int(n)} | {key: [float(when.at[name, key]) for when in (before, after)] for key in before}
+        for name, n in last.groupby("name")["seed"].nunique().items()
+    ]
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:

@@ -96,3 +96,14 @@ def test_tokens_are_watched_while_they_are_finite(lab):
     with torch.no_grad():
         training.model.blocks[4].mlp.fc1.weight.fill_(math.nan)
     assert [row["block"] for row in depth.watch(training)] == [3]
+
+
+def test_tokens_are_those_after_the_last_block_before_training_and_after_it():
+    rows = [
+        {"name": "osa_iso_72", "seed": seed, "epoch": epoch, "block": block, "cosine": seed + block, "rank": 10.0 * epoch}
+        for seed in (0, 1)
+        for epoch in (0, 0.5, 1)
+        for block in (36, 72)
+    ]
+    (found,) = depth.tokens(pd.DataFrame(rows).sample(frac=1, random_state=0))
+    assert found == {"name": "osa_iso_72", "n": 2, "cosine": [72.5, 72.5], "rank": [0, 10]}

@@ -18,7 +18,8 @@ from pipeline.core.errors import entry_point
 from pipeline.lab import Lab
 from pipeline.training.loop import make_deterministic
 
-MODELS = ("osa_shaped", "osa_iso", "espa", "vskipinit", "softmax_shaped", "softmax_shaped_norm", "uspa", "vit", "osa_exact")
+MODELS = ("osa_shaped", "osa_iso", "espa", "espa_iso", "uspa", "vskipinit", "softmax_shaped", "softmax_iso")
+MODELS += ("softmax_shaped_norm", "vit_noskip_ji", "vit_noskip_ji_nonorm", "vit", "vit_noskip_nonorm", "osa_exact")
 DEPTH = 36
 REFERENCE = "vit"
 

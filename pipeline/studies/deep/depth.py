@@ -5,12 +5,17 @@ The runs are listed in params.yaml beside this file. All models of one depth hav
 that the study `rates` found for its kind.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from pipeline.benchmarks.results import FOLDER
 from pipeline.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
+from pipeline.core import files
+from pipeline.core.record import machine
 from pipeline.drawing import charts
 from pipeline.drawing.looks import PALETTE
 from pipeline.lab import Lab
@@ -60,6 +65,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         "runs": runs,
         "not_trained": [name for name, run in runs.items() if not run["n"]],
         "tokens": tokens(tables["watched"]) if "watched" in tables else [],
+        "steps": [step_times(path) for path in sorted(FOLDER.glob("*/depth.csv"))],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
     }
 
@@ -73,6 +79,13 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
         {"name": name, "n": int(n)} | {key: [float(when.at[name, key]) for when in (before, after)] for key in before}
         for name, n in last.groupby("name")["seed"].nunique().items()
     ]
+
+
+def step_times(path: Path) -> dict:
+    """A machine, and there a step of each model over ViT's, as pipeline/benchmarks/depth.py has timed it."""
+    table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
+    over_vit = dict(zip(table["model"], table["over_vit"].tolist(), strict=True))
+    return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from pipeline import studies
+from pipeline.benchmarks import results
 from pipeline.claims import Results
+from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.runs import FOLDER, Run
 from pipeline.studies import comparison
@@ -107,3 +109,12 @@ def test_tokens_are_those_after_the_last_block_before_training_and_after_it():
     ]
     (found,) = depth.tokens(pd.DataFrame(rows).sample(frac=1, random_state=0))
     assert found == {"name": "osa_iso_72", "n": 2, "cosine": [72.5, 72.5], "rank": [0, 10]}
+
+
+def test_a_step_is_shown_for_each_machine_that_timed_it(lab):
+    folder = results.FOLDER / "a-machine"
+    files.write_csv(folder / "depth.csv", pd.DataFrame({"model": ["osa_iso", "vit"], "over_vit": [1.5, 1.0]}))
+    environment = {"device": "cpu", "device_name": "A processor", "num_threads": 1}
+    files.write_json(folder / "depth.json", {"environment": environment, "depth": 5})
+    (steps,) = depth.summarise(studies.settings("depth"), tables(LOSSES), lab)["steps"]
+    assert steps == {"machine": "A processor, 1 thread", "depth": 5, "over_vit": {"osa_iso": 1.5, "vit": 1.0}}

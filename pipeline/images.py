@@ -57,6 +57,8 @@ def convert(wanted: params.Data, out: Path) -> None:
     Raises:
         UserError: what is at `data.path` cannot be read, is not laid out so, or holds an unusable image.
     """
+    if wanted.path is None:
+        raise UserError("params.yaml has no data.path: write there where the folder or archive of your images lies.")
     path = files.found(wanted.path)
     if not path.exists():
         raise UserError(

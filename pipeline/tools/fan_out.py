@@ -1,7 +1,7 @@
 """Trains all runs that are missing or stale, several at once: `python -m pipeline.tools.fan_out`.
 
-They are those of Table 2 and of the paper's studies; `--only` names others. Each is a process of its own with one thread, or
-on its share of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
+They are those of Table 2; `--only` names others, of any study. Each is a process of its own with one thread, or on its share
+of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
 and parameters and send each run's files back (requirements-cluster.txt); a training that a dying node takes with it begins
 again on another. Killed, the same command goes on at the last point of each run's curves; a cluster trains again.
 """
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from pipeline.training import data
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
 RETRIES = 3  # on other nodes, where one dies
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
+TABLE_2 = (f"{runs.TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
 PROCESSES: set[subprocess.Popen] = set()  # that train now
 
@@ -54,8 +55,8 @@ PROCESSES: set[subprocess.Popen] = set()  # that train now
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("tools.fan_out", __doc__)
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
-    only_help = "these alone, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
-    parser.add_argument("--only", nargs="+", metavar="RUN", help=only_help)
+    only_help = "these instead, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
+    parser.add_argument("--only", nargs="+", metavar="RUN", default=TABLE_2, help=only_help)
     chosen = add_options(parser).parse_args(arguments)
     if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
@@ -124,18 +125,15 @@ def is_there(run: Run, config: RunConfig) -> bool:
     return made["data_sha256"] == digest(config.data.source)
 
 
-def list_jobs(settings: Params, patterns: list[str] | None = None) -> list[Job]:
-    """The runs of Table 2 and of the paper's studies; with `patterns` those that match, of any study, in their order.
+def list_jobs(settings: Params, patterns: Iterable[str] = TABLE_2) -> list[Job]:
+    """The runs of Table 2 and of studies that match these patterns, in the patterns' order.
 
     Raises:
         UserError: a pattern matches none.
     """
-    parts = [pattern.partition("/")[0] for pattern in patterns or ()]
+    parts = [pattern.partition("/")[0] for pattern in patterns]
     named = [name for name in studies.names() if any(fnmatch.fnmatchcase(name, part) for part in parts)]
-    named = studies.names("paper") if patterns is None else named
     jobs = table_2_jobs(settings) + [job for name in named for job in jobs_of(name, settings)]
-    if patterns is None:
-        return jobs
     selected: dict[str, Job] = {}
     for pattern in patterns:
         matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}

@@ -43,11 +43,6 @@ def main(arguments: list[str] | None = None) -> None:
         names = [label(group, stages) for group, stages in grouped(following).items()]
         print(f"If these come out differently: {', '.join(names)}{cost(following, settings, records)}")
     print(f"{len(changed)} stages will run, up to {len(following)} more may follow, {others} are up to date.")
-    jobs = [(run, config) for run, config in fan_out.list_jobs(settings) if run.study != runs.TABLE_2]
-    jobs = [(run, config) for run, config in jobs if not runs.is_recorded(run, config)]
-    if jobs:
-        names = sorted({run.study for run, _ in jobs})
-        print(f"`make reproduce` also trains {len(jobs)} runs of {', '.join(names)}{total(jobs, records)}.")
     jobs = [(run, config) for run, config in fan_out.table_2_jobs(settings) if not run.weights.exists()]
     jobs = [(run, config) for run, config in jobs if runs.is_recorded(run, config)]
     jobs = [job for job in jobs if f"train@{job[0].variant}-{job[0].seed}" not in changed]

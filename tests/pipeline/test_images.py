@@ -60,9 +60,9 @@ def stored() -> data.Data:
     return data.load("data/folder")
 
 
-def sentence(capsys) -> str:
+def sentence(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as caught:
-        fetch.main([])
+        fetch.main([*arguments])
     assert caught.value.code == 1
     text = capsys.readouterr().err
     assert text.startswith("error: ") and text.count("\n") == 1
@@ -148,8 +148,8 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     [
         ({"patch_size": 5}, "patch_size 5 .*12"),
         ({"num_classes": 2}, "num_classes 2 .*3"),
-        ({"path": "others"}, "run `python -m pipeline.fetch`"),
-        ({}, "run `python -m pipeline.fetch`"),
+        ({"path": "others"}, "run `python -m pipeline.fetch folder`"),
+        ({}, "run `python -m pipeline.fetch folder`"),
     ],
 )
 def test_a_model_that_does_not_fit_the_images_is_refused(changes, expected):
@@ -164,6 +164,8 @@ def test_a_model_that_does_not_fit_the_images_is_refused(changes, expected):
 def test_a_folder_needs_its_path(capsys):
     write_params(path=None)
     assert "data: path is missing" in sentence(capsys)
+    write_params(num_classes=10, source="mnist", path=None)
+    assert "no data.path" in sentence(capsys, "folder")
 
 
 def write(name: str, content: bytes) -> None:

@@ -198,7 +198,6 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
     assert artifacts(newest, "report") == ["report/figure_1.svg", "report/report.html"]
 
 
-@pytest.mark.slow
 def test_the_models_of_table_2_are_mlflows_where_weights_are_there(folder, database):
     synthetic.write_project(
         folder, lambda raw: raw["run"].update(variants=["osa_qr", "vit"]), seeds=[0], diverged=[("vit", 0)]
@@ -323,7 +322,6 @@ def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
     assert curve(by_name()["ViT"], "test_accuracy") == [(0, 10), (117, 60)]
 
 
-@pytest.mark.slow
 def test_what_somebody_edited_in_mlflow_is_written_again(database):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish(), sync()
     before = {name: run.data for name, run in by_name().items()}
@@ -355,7 +353,6 @@ def test_parameters_that_are_none_stop_no_import(database):
     assert sync() == (1, 1) and set(by_name(level="single")) == {"vit, seed 0"}
 
 
-@pytest.mark.slow
 def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsys):
     base = Path("foreign")
     for seed in range(8):
@@ -401,7 +398,6 @@ def test_a_store_that_cannot_be_used_says_why_and_is_never_to_be_deleted(databas
         assert "wait" in error()
 
 
-@pytest.mark.slow
 def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(folder, monkeypatch, capfd):
     for seed in (0, 1):
         Run("vit", seed, [0.1, 0.5]).finish()
@@ -422,7 +418,6 @@ def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(fo
     assert "Connection refused" in refused and "secret" not in refused and "no such thing" in without
 
 
-@pytest.mark.slow
 def test_two_syncs_at_once_on_a_fresh_machine_whose_path_needs_quoting(folder, monkeypatch):
     folder = folder.rename(folder.with_name("100% a?b#c é %20"))
     monkeypatch.chdir(folder)
@@ -448,7 +443,6 @@ def test_the_store_is_at_the_root_of_the_repository_unless_the_user_says_otherwi
     assert store.address() == "http://127.0.0.1:9"
 
 
-@pytest.mark.slow
 def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, monkeypatch):
     Run("vit", 0, [0.1, 0.2]).finish()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -2,7 +2,7 @@
 
 A product in scratch memory waits for its loads, for a barrier, and for what it stores to be read again. Terms of a series
 and iterations wait for each other, so that this is all their time. Blocks are the smallest that `tl.dot` takes, and leave
-its operands few registers: in one warp those of QR and of "exact" fit, those of Newton–Schulz spill.
+its operands few registers, so that those of all methods fit one warp.
 """
 
 import triton
@@ -41,6 +41,18 @@ def store_square(out, a):
 
 
 @triton.jit
+def load_symmetric(a):
+    """The blocks (A₁₁, A₁₂, A₂₂) of a symmetric A."""
+    upper, lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
+    return load(a, upper, upper), load(a, upper, lower), load(a, lower, lower)
+
+
+@triton.jit
+def store_symmetric(out, a):
+    store_square(out, as_square(a))
+
+
+@triton.jit
 def load_panel(a, columns):
     """The upper and the lower block of some columns."""
     return load(a, tl.arange(0, BLOCK), columns), load(a, BLOCK + tl.arange(0, BLOCK), columns)
@@ -54,12 +66,24 @@ def store_panel(out, columns, a):
 
 @triton.jit
 def combine(alpha, a, beta, b):
-    """α A + β B of squares."""
+    """α A + β B of symmetric squares."""
+    return alpha * a[0] + beta * b[0], alpha * a[1] + beta * b[1], alpha * a[2] + beta * b[2]
+
+
+@triton.jit
+def as_square(a):
+    """All four blocks of a symmetric square."""
+    return a[0], a[1], tl.trans(a[1]), a[2]
+
+
+@triton.jit
+def times_commuting(a, b):
+    """A B of symmetric squares that commute, and so symmetric."""
+    zero = tl.zeros((BLOCK, BLOCK), tl.float32)
     return (
-        alpha * a[0] + beta * b[0],
-        alpha * a[1] + beta * b[1],
-        alpha * a[2] + beta * b[2],
-        alpha * a[3] + beta * b[3],
+        dot(a[1], tl.trans(b[1]), dot(a[0], b[0], zero)),
+        dot(a[1], b[2], dot(a[0], b[1], zero)),
+        dot(a[2], b[2], dot(tl.trans(a[1]), b[1], zero)),
     )
 
 

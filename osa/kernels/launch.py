@@ -29,7 +29,8 @@ def backward(
     query, _, value, _ = inputs
     size, block = _sizes(query, value)
     constants = attention_constants(method, "backward", query, value, num_iterations)
-    scratch_size = (3 * query.shape[-2] + 2) * size + 10 * size**2 + 9 * block + terms_size(size, constants)
+    squares = 10 + num_iterations  # of which the iterations keep theirs
+    scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + terms_size(size, constants)
     tensors, with_strides = (*inputs, basis, grad, *grads), (*inputs, grad, grads[0], grads[2])
     _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
 

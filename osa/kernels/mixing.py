@@ -8,8 +8,8 @@ In the notation of `orthogonal_attention`, with G = LᵀM and X = LᵀV,
     "qr"             B              [S] φ₁([S]) X,            [S] = c G J Gᵀ
 
 The formulas of the gradient are those of the autograd functions of osa/functional.py: the chain rule through G and X, and
-for "qr" the gradient that does not pass through the decomposition. φ₁ and the iterations differ, in that nothing is kept
-for them: see `phi1_gradients` and `_projector_gradients`.
+for "qr" the gradient that does not pass through the decomposition. φ₁ differs, in that nothing is kept for it: see
+`phi1_gradients`.
 """
 
 import triton
@@ -27,6 +27,7 @@ from osa.kernels.tiles import (
     load,
     matrix,
     multiply,
+    rows_of,
     store,
     times_j,
     transpose,
@@ -45,65 +46,69 @@ def is_balanced(gram, scale, limit, scratch, TILES: tl.constexpr):
 
 
 @triton.jit
-def _projector(gram, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
-    """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G)."""
+def _projector(gram, grams, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
+    """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G), and `grams` ← G_0 to G_{K−1}, if it is not None."""
     if TILES[0] == blocks.SIZE:
-        _projector_in_registers(gram, ITERATIONS)
+        _projector_in_registers(gram, grams, ITERATIONS)
     else:
         g_t, scratch = matrix(scratch, gram[3], gram[3])
-        for _ in range(ITERATIONS):
+        for k in range(ITERATIONS):
+            if grams is not None:
+                copy(rows_of(grams, k * gram[3], gram[3]), gram, 1.0, TILES)
             multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
             multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
 
 
 @triton.jit(noinline=True)
-def _projector_in_registers(gram, ITERATIONS: tl.constexpr):
-    g = blocks.load_square(gram, 1.0)
-    for _ in range(ITERATIONS):
-        g_t = blocks.combine(1.5, g, -0.5, blocks.times_square(g, g))
-        g = blocks.combine(1.5, g_t, -0.5, blocks.times_square(g_t, g))
+def _projector_in_registers(gram, grams, ITERATIONS: tl.constexpr):
+    g = blocks.load_symmetric(gram)
+    for k in range(ITERATIONS):
+        if grams is not None:
+            blocks.store_symmetric(rows_of(grams, k * gram[3], gram[3]), g)
+        g_t = blocks.combine(1.5, g, -0.5, blocks.times_commuting(g, g))
+        g = blocks.combine(1.5, g_t, -0.5, blocks.times_commuting(g_t, g))
     tl.debug_barrier()
-    blocks.store_square(gram, g)
+    blocks.store_symmetric(gram, g)
     tl.debug_barrier()
 
 
 @triton.jit
-def _projector_gradients(gram, grad, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
-    """The gradient of G_0 from the symmetric one of G_K, in place, keeping none of the G_k.
+def _projector_gradients(grad, grams, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
+    """The gradient of G_0 from the symmetric one of G_K, in place.
 
-    G_K is a polynomial in the symmetric G_0, and so its Fréchet derivative is self-adjoint: the gradient is its value in
-    the direction of the given one (Higham 2008, Chapter 3). It moves along with G, Ġ ← T Ġ T + Ṫ G T + (Ṫ G T)ᵀ with
-    Ṫ = −½ Ġ.
+    As in `_NewtonSchulzGram` of osa/linalg.py, with E and G those of G_{k+1} and G_k: E ← R + Rᵀ of
+    R = ¼ (Y + ½ Yᵀ) G + 9/8 E with Y = E G − 4 E.
     """
     if TILES[0] == blocks.SIZE:
-        _projector_gradients_in_registers(gram, grad, ITERATIONS)
+        _projector_gradients_in_registers(grad, grams, ITERATIONS)
     else:
-        g_t, scratch = matrix(scratch, gram[3], gram[3])
-        half, scratch = matrix(scratch, gram[3], gram[3])
-        t_grad, scratch = matrix(scratch, gram[3], gram[3])
-        for _ in range(ITERATIONS):
-            multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
-            multiply(half, grad, g_t, -0.5, None, 0.0, TILES)  # Ṫ G T
-            multiply(t_grad, gram, grad, -0.5, grad, 1.5, TILES)  # T Ġ
-            multiply(grad, t_grad, gram, -0.5, t_grad, 1.5, TILES)
-            add(grad, half, 1.0, TILES)
-            add(grad, transpose(half), 1.0, TILES)
-            multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+        y, scratch = matrix(scratch, grad[3], grad[3])
+        both, scratch = matrix(scratch, grad[3], grad[3])
+        for k in range(ITERATIONS):
+            gram = rows_of(grams, (ITERATIONS - 1 - k) * grad[3], grad[3])
+            multiply(y, grad, gram, 1.0, grad, -4.0, TILES)
+            copy(both, y, 1.0, TILES)
+            add(both, transpose(y), 0.5, TILES)
+            multiply(y, both, gram, 0.25, grad, 1.125, TILES)
+            copy(grad, y, 1.0, TILES)
+            add(grad, transpose(y), 1.0, TILES)
 
 
 @triton.jit(noinline=True)
-def _projector_gradients_in_registers(gram, grad, ITERATIONS: tl.constexpr):
-    g, d = blocks.load_square(gram, 1.0), blocks.load_square(grad, 1.0)
-    for _ in range(ITERATIONS):
-        g_t = blocks.combine(1.5, g, -0.5, blocks.times_square(g, g))
-        half = blocks.times_square(d, g_t)
-        t_d = blocks.combine(1.5, d, -0.5, blocks.times_square(g, d))
-        d = blocks.combine(1.5, t_d, -0.5, blocks.times_square(t_d, g))
-        d = blocks.combine(1.0, d, -0.5, blocks.combine(1.0, half, 1.0, blocks.square_transpose(half)))
-        g = blocks.combine(1.5, g_t, -0.5, blocks.times_square(g_t, g))
-    tl.debug_barrier()
-    blocks.store_square(grad, d)
-    tl.debug_barrier()
+def _projector_gradients_in_registers(grad, grams, ITERATIONS: tl.constexpr):
+    for k in range(ITERATIONS):
+        g = blocks.load_square(rows_of(grams, (ITERATIONS - 1 - k) * grad[3], grad[3]), 1.0)
+        e = blocks.load_square(grad, 1.0)
+        y = blocks.times_square(e, g)
+        y = (y[0] - 4.0 * e[0], y[1] - 4.0 * e[1], y[2] - 4.0 * e[2], y[3] - 4.0 * e[3])
+        y_t = blocks.square_transpose(y)
+        r = blocks.times_square((y[0] + 0.5 * y_t[0], y[1] + 0.5 * y_t[1], y[2] + 0.5 * y_t[2], y[3] + 0.5 * y_t[3]), g)
+        r_t = blocks.square_transpose(r)
+        e = blocks.load_symmetric(grad)
+        e = blocks.combine(2.25, e, 0.25, (r[0] + r_t[0], r[1] + r_t[1], r[3] + r_t[3]))
+        tl.debug_barrier()
+        blocks.store_symmetric(grad, e)
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -125,11 +130,11 @@ def _normaliser(gram, epsilon, TILES: tl.constexpr):
 
 
 @triton.jit
-def _gram_z(z, y, projector, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES: tl.constexpr):
-    """Z = c Π J G and Y = Π J Π X, with Π and J Π X; returns ‖M‖_F and 1 / (‖M‖_F + ε)."""
+def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES: tl.constexpr):
+    """Z = c Π J G and Y = Π J Π X, with Π, its `grams` and J Π X; returns ‖M‖_F and 1 / (‖M‖_F + ε)."""
     norm, inverse = _normaliser(g, epsilon, TILES)
     copy(projector, g, inverse * inverse, TILES)
-    _projector(projector, scratch, ITERATIONS, TILES)
+    _projector(projector, grams, scratch, ITERATIONS, TILES)
     j_g, scratch = matrix(scratch, g[3], g[3])
     apply_j(j_g, g, 1.0, TILES)
     multiply(z, projector, j_g, scale, None, 0.0, TILES)
@@ -157,7 +162,7 @@ def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS, TILES: tl.const
     else:
         projector, scratch = matrix(scratch, g[3], g[3])
         j_px, scratch = matrix(scratch, x[3], x[4])
-        _gram_z(z, y, projector, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
+        _gram_z(z, y, projector, None, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
         phi1_times(t, z, y, scratch, TILES)
         copy(t, t, scale, TILES)
 
@@ -216,7 +221,8 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
     else:
         projector, scratch = matrix(scratch, size, size)
         j_px, scratch = matrix(scratch, size, width)
-        norm, inverse = _gram_z(z, y, projector, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
+        grams, scratch = matrix(scratch, ITERATIONS * size, size)
+        norm, inverse = _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
         copy(h, f, scale, TILES)
         phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch, TILES)
         half, scratch = matrix(scratch, size, size)
@@ -238,8 +244,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         grad_scale += inner_product(grad_z, half, TILES)
         multiply(half, projector, grad_z, 1.0, None, 0.0, TILES)
         apply_j(z, half, -scale, TILES)  # the gradient of G but for Π
-        copy(projector, g, inverse * inverse, TILES)
-        _projector_gradients(projector, grad, scratch, ITERATIONS, TILES)
+        _projector_gradients(grad, grams, scratch, ITERATIONS, TILES)
         grad_square = -inverse * inverse * inverse * inner_product(grad, g, TILES) / tl.where(norm > 0, norm, 1.0)
         add(z, grad, inverse * inverse, TILES)
         copy(a3, z, 1.0, TILES)

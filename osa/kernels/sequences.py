@@ -56,7 +56,8 @@ def backward(
     launch.launch(long_backward.products_kernel, programs, (query, key, grad, sums, saved), strides, common)
     mixed, parts = _floats(query, count, 6 * width * value_width), _floats(query, count, blocks, (2 * width) ** 2 + 1)
     numbers = {"splits": splits, "size": size, "epsilon": epsilon}
-    scratch_size = 10 * (2 * width) ** 2 + 11 * 2 * width * block + launch.terms_size(2 * width, constants)
+    squares = 10 + num_iterations  # of which the iterations keep theirs
+    scratch_size = squares * (2 * width) ** 2 + 11 * 2 * width * block + launch.terms_size(2 * width, constants)
     tensors = sums, saved, mixed, parts
     launch.launch_resident(long_backward.mix_backward_kernel, count * blocks, tensors, [], scratch_size, constants | numbers)
     a3 = parts.sum(1)

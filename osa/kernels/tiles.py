@@ -49,6 +49,11 @@ def columns_of(a, start, count):
 
 
 @triton.jit
+def rows_of(a, start, count):
+    return (a[0], a[1], a[2], count, a[4], a[5] + start * a[1])
+
+
+@triton.jit
 def diagonal(a):
     """The diagonal as a column."""
     return (a[0], a[1] + a[2], 1, a[3], 1, a[5])

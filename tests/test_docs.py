@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from pipeline.core import params
+from pipeline.core import files, params
 from pipeline.core.files import ROOT
 from pipeline.tools import tries
 from pipeline.training.loop import build_model
@@ -157,6 +157,21 @@ def test_ones_own_images_are_trained_on(tmp_path, monkeypatch):
         subprocess.run([sys.executable, *shlex.split(line)[1:]], env=environment, check=True)
     (record,) = tmp_path.glob("paper_outputs/runs/tries/*/0/record.json")
     assert '"source": "folder"' in record.read_text(encoding="utf-8")
+
+
+def test_the_page_on_depth_has_the_numbers_of_its_study():
+    page = PAGES[ROOT / "docs/depth.md"]
+    study = files.read_json(ROOT / "paper_outputs/numbers/research/isometry.json")
+    for draw, label in {"suo": "independent", "isometric": "isometric"}.items():
+        spreads = [f"{row['sd']:.2f}" for row in study["rows"] if row["draw"] == draw and row["depth"] >= 36]
+        assert len(spreads) == 3 and f"| {label} draws, measured | {' | '.join(spreads)} |" in page
+    for model, label in {"osa_shaped": "OSA (shaped), independent", "osa_iso": "OSA, isometric"}.items():
+        (cells,) = (line.split(" | ")[1:] for line in page.splitlines() if line.startswith(f"| {label} |"))
+        least = [f"{min(row['gradient']):,.0f}" for row in study["gradients"] if row["model"] == model]
+        assert all(cell.startswith(f"{number} to ") for cell, number in zip(cells, least, strict=True) if "⁵" not in cell)
+    slope = study["slopes"]["suo"]["depth"]
+    power = f"{slope['mean']:.2f} on average ({slope['min']:.2f} to {slope['max']:.2f}, by width)"
+    assert f"to the power {power}" in " ".join(page.split())
 
 
 def test_files_in_the_text_and_in_the_layout_exist():

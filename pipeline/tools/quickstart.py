@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Quickstart in {FOLDER}/: data", flush=True)
     run("dvc", "repro", "--quiet", "fetch")
     print("trainings", flush=True)
-    run("pipeline.tools.fan_out", "--no-tracking", "--only", "table_2/*")
+    run("pipeline.tools.fan_out", "--no-tracking")
     print("evaluation", flush=True)
     run("dvc", "repro", "--quiet")
     report = FOLDER / "paper_outputs/report.html"

@@ -12,7 +12,7 @@ from osa import NUMERICS
 from pipeline.core import files
 from pipeline.core.files import ROOT
 
-MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt")
+MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
 
 
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:

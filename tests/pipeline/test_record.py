@@ -65,3 +65,16 @@ def test_without_a_repository_of_its_own_there_is_no_commit(tmp_path, monkeypatc
     monkeypatch.setattr(record, "ROOT", tmp_path / "unpacked")
     record.ROOT.mkdir()
     assert record.describe_commit() == unknown
+
+
+def test_a_lock_of_dvc_makes_no_run_dirty_and_code_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    lock, code = tmp_path / "pipeline/studies/dvc.lock", tmp_path / "pipeline/code.py"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("a: 1", encoding="utf-8"), code.write_text("A = 1", encoding="utf-8")
+    for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    lock.write_text("a: 2", encoding="utf-8")  # as `fan_out` leaves it after each training
+    assert record.describe_commit()["git_dirty"] is False
+    code.write_text("A = 2", encoding="utf-8")
+    assert record.describe_commit()["git_dirty"] is True

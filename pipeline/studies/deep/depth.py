@@ -77,7 +77,7 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
     before, after = (each.groupby("name").mean() for each in (runs.first(), runs.last()))
     return [
         {"name": name, "n": int(n)} | {key: [float(when.at[name, key]) for when in (before, after)] for key in before}
-        for name, n in last.groupby("name")["seed"].nunique().items()
+        for name, n in last.groupby("name", sort=False)["seed"].nunique().items()
     ]
 
 

@@ -52,6 +52,7 @@ def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
     monkeypatch.setattr(fan_out, "jobs_of", lambda study, _: by_study[study])  # penalties is not imported
     selected = fan_out.list_jobs(params.load(), ["depth/*/1", "depth/*", "table_2/vit/0"])
     assert [str(run) for run, _ in selected] == ["depth/vit/1", "depth/vit/0", "table_2/vit/0"]
+    assert {run.study for run, _ in fan_out.list_jobs(params.load())} == {"table_2"}, "where none is named"
     listed = str(by_study["left_open"][0][0])
     assert fan_out.list_jobs(params.load(), [listed]) == by_study["left_open"], "a name with brackets is no pattern"
     with pytest.raises(UserError, match="--only gone/"):

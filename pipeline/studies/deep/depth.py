@@ -84,8 +84,8 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 def step_times(path: Path) -> dict:
     """A machine, and there a step of each model over ViT's, as pipeline/benchmarks/depth.py has timed it."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
-    over_vit = dict(zip(table["model"], table["over_vit"].tolist(), strict=True))
-    return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit}
+    over_vit = table.set_index("model")["over_vit"]
+    return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:

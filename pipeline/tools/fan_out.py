@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     with alone(locks.FAN_OUT):
         left = [job for job in list_jobs(params.load(), chosen.only) if not is_there(*job)]
         trained = train(left, chosen.jobs, chosen.no_tracking, chosen.cluster)
-        if untold := [target(run) for run in trained if not commit(run)]:
-            raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(untold)}`.")
+        if uncommitted := [target(run) for run in trained if not commit(run)]:
+            raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(uncommitted)}`.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -280,7 +280,7 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
         finally:
             free.put(device)
 
-    def come(run: Run, future: Future) -> None:
+    def take(run: Run, future: Future) -> None:
         if error := future.exception():
             for other in futures:  # those under way go on, and no other begins
                 other.cancel()
@@ -291,7 +291,7 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
         try:
             for run, _ in jobs:
                 futures[pool.submit(train, run)] = run
-            yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, come)
+            yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, take)
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
             while PROCESSES or not all(future.done() for future in futures):  # one may be about to start
@@ -301,8 +301,8 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
             raise
 
 
-def as_they_end(tasks: dict[Any, Run], wait: Callable, come: Callable) -> Iterator[Run | None]:
-    """Yields each run when its task has ended and `come` has taken its result, or None where `wait` gives no task for long.
+def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[Run | None]:
+    """Yields each run when its task has ended and `take` has taken its result, or None where `wait` gives no task for long.
 
     Raises:
         UserError: one failed; it is named when the others, hours under way, have ended.
@@ -313,7 +313,7 @@ def as_they_end(tasks: dict[Any, Run], wait: Callable, come: Callable) -> Iterat
         for task in ended:
             run = waiting.pop(task)
             try:
-                come(run, task)
+                take(run, task)
             except Exception as error:  # noqa: BLE001  of whatever a task does
                 why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
                 failures.append(UserError(f"{run} was not trained: {why[0].removeprefix('error: ')}"))

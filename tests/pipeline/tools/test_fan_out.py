@@ -174,13 +174,13 @@ def test_each_training_has_a_gpu_to_itself_of_those_that_are_given(monkeypatch, 
 
 
 def test_dvc_is_told_of_each_run_that_was_trained_here_and_of_no_other(monkeypatch, capsys):
-    told = []
+    committed = []
     trained("vit")
-    monkeypatch.setattr(fan_out, "commit", told.append)
+    monkeypatch.setattr(fan_out, "commit", committed.append)
     monkeypatch.setattr(fan_out, "here", lambda jobs, *_: (trained(run.variant) for run, _ in jobs))
     with pytest.raises(SystemExit):
         fan_out.main([])
-    assert told == [Run("osa_exact", 0)] and "`dvc commit -f train@osa_exact-0`" in capsys.readouterr().err
+    assert committed == [Run("osa_exact", 0)] and "`dvc commit -f train@osa_exact-0`" in capsys.readouterr().err
     assert fan_out.target(Run("vit", 0, "depth")) == "paper_outputs/runs/depth"
 
 

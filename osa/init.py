@@ -123,8 +123,9 @@ def init_ji_attention_(
     U and V Haar on O(d), the entries of Z_i independent N(0, 1/d), and in the place of a Z_i + b I the nearest matrix of
     rank d_v: from the singular value decomposition P Σ Rᵀ, W^Q_i = P Σ^½ and W^K_i = R Σ^½, cut to d_v columns.
 
-    The paper, as read in summaries of it, has a = 2, b = 0.6 and c = 3, and orthogonal MLPs (`init_suo_mlp_`). Our reading:
-    U and V hold all heads, and Z_i is drawn for each. Without LayerNorm c = 1 keeps the tokens' size.
+    The paper, as read in summaries and in a reproduction of it, has a = 2, b = 0.6 and c = 3 for ViT-B, and orthogonal MLPs
+    (`init_suo_mlp_`). Our reading: U and V hold all heads, and Z_i is drawn for each. Without LayerNorm c = 1 keeps the
+    tokens' size.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -227,9 +228,16 @@ def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator:
 
         W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E φ² − κ₁²) d/H),
 
-    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1). The mean square of tokens is kept on average, for any φ, and
-    their angles where φ is nearly linear, at any width. docs/depth.md derives this g, says what still fluctuates, and names
-    the relatives of this draw, which is ours.
+    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
+
+    This g keeps the mean square of tokens on average, for any φ: if |x|² = d, the entries of z = s U x are nearly N(0, 1),
+    and φ(z) = κ₁ z + r with r ⟂ z. Uᵀ gives back all of κ₁ z and, as U is uniform but for z, the share d/H of |r|². Angles
+    are kept where φ is nearly linear, at any width. U and U Rᵀ are each uniform on their Stiefel manifold, as in
+    `init_suo_mlp_`; only their dependence is new, and ours.
+
+    What still fluctuates is κ₁ as a mean over H entries: log |x|² with a variance of order (1 − κ₁²)/H in an MLP, and so of
+    1/H over L of them that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. Independent draws have 2 (1 − d/H) L/d, which is
+    the fluctuation of Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
 
     Args:
         mlp: with linear layers fc1 and fc2.

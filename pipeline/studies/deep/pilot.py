@@ -13,32 +13,38 @@ from pipeline.studies import Study, Tables, comparison
 
 
 class Settings(comparison.Settings):
-    steps: PositiveInt  # of each training
+    steps: PositiveInt  # of each training, after its warm-up
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of a mean
+    last: PositiveInt  # steps at the end, for a mean of their own
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
     rows = []
     for name, (variant, overrides, seed) in settings.requests():
-        steps = first_steps(lab.training(lab.config(variant, overrides), seed), settings.steps)
+        config = lab.config(variant, overrides)
+        steps = first_steps(lab.training(config, seed), config.train.warmup_steps + settings.steps)
         rows += [{"name": name, "variant": variant, "seed": seed, **row} for row in steps]
     return {"steps": pd.DataFrame(rows)}
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """For each training what it was given, its first gradient and its mean loss in each window, NaN once it has diverged."""
+    """For each training what it was given, its first gradient and its mean losses in the windows and the last steps, NaN
+    once it has diverged."""
     rows = []
     for name, (variant, overrides, seed) in settings.requests():
-        config, steps = lab.config(variant, overrides), tables["steps"]
-        own = steps[(steps["name"] == name) & (steps["seed"] == seed)]
-        losses = own.set_index("step")["loss"].reindex(range(settings.steps))
+        config, table = lab.config(variant, overrides), tables["steps"]
+        own = table[(table["name"] == name) & (table["seed"] == seed)]
+        steps = config.train.warmup_steps + settings.steps
+        losses = own.set_index("step")["loss"].reindex(range(steps))
+        windows = [*settings.windows, (steps - settings.last, steps - 1)]
         rows.append(
             {"name": name, "variant": variant, "seed": seed, "depth": config.model.depth, "rate": config.train.learning_rate}
             | {"warmup": config.train.warmup_steps, "clip": config.train.clip_grad_norm}
             | {"alpha": config.variant.alpha_times_depth, "gradient": own["gradient"].iloc[0]}
-            | {"losses": [losses.loc[first:last].mean(skipna=False) for first, last in settings.windows]}
+            | {"losses": [losses.loc[first:last].mean(skipna=False) for first, last in windows]}
         )
-    return {"rows": rows, "windows": settings.windows, "steps": settings.steps, "batch": config.train.batch_size}
+    shared = {key: getattr(settings, key) for key in ("windows", "last", "steps")}
+    return {"rows": rows, "batch": config.train.batch_size} | shared
 
 
 STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -25,7 +25,7 @@ def lab(lab):
 
 
 def settings(**runs):
-    return Settings(runs=runs, steps=3, windows=[[0, 0], [1, 2]])
+    return Settings(runs=runs, steps=2, windows=[[0, 0]], last=2)
 
 
 def test_the_steps_are_those_of_the_training(lab):
@@ -42,14 +42,17 @@ def test_the_steps_are_those_of_the_training(lab):
 
 
 def test_windows_are_means_and_nothing_follows_a_divergence(lab):
+    warm = {"model": {"depth": 6}, "train": {"batch_size": 8, "warmup_steps": 1}}
     wild = {"model": {"depth": 6}, "train": {"batch_size": 8, "learning_rate": 1e30}}
     chosen = settings(
-        tame={"variant": "osa_iso", "set": SHALLOW, "seeds": [0, 1]}, wild={"variant": "osa_iso", "set": wild, "seeds": [0]}
+        tame={"variant": "osa_iso", "set": SHALLOW, "seeds": [0]},
+        warm={"variant": "osa_iso", "set": warm, "seeds": [1]},
+        wild={"variant": "osa_iso", "set": wild, "seeds": [0]},
     )
     tables = measure(chosen, lab)
     rows = pilot.summarise(chosen, tables, lab)["rows"]
-    assert [(row["name"], row["seed"]) for row in rows] == [("tame", 0), ("tame", 1), ("wild", 0)]
-    steps = tables["steps"]
-    own = steps.loc[(steps["name"] == "tame") & (steps["seed"] == 1), "loss"]
-    assert rows[1]["losses"] == [own.iloc[0], pytest.approx(own.iloc[1:].mean())]
+    assert [(row["name"], row["seed"]) for row in rows] == [("tame", 0), ("warm", 1), ("wild", 0)]
+    tame, warm, _ = (group["loss"].to_numpy() for _, group in tables["steps"].groupby("name"))
+    assert rows[0]["losses"] == [tame[0], pytest.approx(tame.mean())] and len(tame) == 2
+    assert rows[1]["losses"] == [warm[0], pytest.approx(warm[1:].mean())], "its warm-up comes before its steps"
     assert math.isfinite(rows[2]["losses"][0]) and math.isnan(rows[2]["losses"][1])

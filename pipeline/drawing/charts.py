@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.drawing.looks import INK, PALETTE
@@ -35,20 +36,26 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Writes each line's label beside its last point; labels keep `gap` of the axes' height from one another."""
+    """Writes each line's label beside its last point; labels of lines that end at one x keep `gap` of the axes' height from
+    one another."""
     axes.get_figure().draw_without_rendering()  # which settles the limits
     to_axes = axes.transData + axes.transAxes.inverted()
     lines = [line for line in axes.lines if not line.get_label().startswith("_")]
-    ends = [to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1]) for line in lines]
-    order = sorted(range(len(lines)), key=lambda i: ends[i][1])
-    heights = [ends[i][1] for i in order]
-    for _, below in itertools.product(range(50), range(len(heights) - 1)):
-        push = max(0.0, gap - (heights[below + 1] - heights[below])) / 2
-        heights[below : below + 2] = heights[below] - push, heights[below + 1] + push
-    for i, height in zip(order, heights, strict=True):
-        options = {"va": "center", "fontsize": 8, "color": lines[i].get_color(), "annotation_clip": False}
-        options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points"}
-        axes.annotate(lines[i].get_label(), (ends[i][0], height), **options)
+    ends = {line: to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1]) for line in lines}
+
+    def column(line: Line2D) -> float:
+        return round(ends[line][0], 3)
+
+    for x, group in itertools.groupby(sorted(lines, key=lambda line: (column(line), ends[line][1])), key=column):
+        group = list(group)
+        heights = [ends[line][1] for line in group]
+        for _, below in itertools.product(range(50), range(len(heights) - 1)):
+            push = max(0.0, gap - (heights[below + 1] - heights[below])) / 2
+            heights[below : below + 2] = heights[below] - push, heights[below + 1] + push
+        for line, height in zip(group, heights, strict=True):
+            options = {"va": "center", "fontsize": 8, "color": line.get_color(), "annotation_clip": False}
+            options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points"}
+            axes.annotate(line.get_label(), (x, height), **options)
 
 
 def ramp(count: int) -> list[tuple[float, ...]]:

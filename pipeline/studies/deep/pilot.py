@@ -43,8 +43,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
             | {"alpha": config.variant.alpha_times_depth, "gradient": own["gradient"].iloc[0]}
             | {"losses": [losses.loc[first:last].mean(skipna=False) for first, last in windows]}
         )
-    shared = {key: getattr(settings, key) for key in ("windows", "last", "steps")}
-    return {"rows": rows, "batch": config.train.batch_size} | shared
+    return {"rows": rows, "batch": config.train.batch_size} | settings.model_dump(include={"windows", "last", "steps"})
 
 
 STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

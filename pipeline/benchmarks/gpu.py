@@ -1,7 +1,7 @@
 """All that needs a GPU, on a machine with torch alone: `make gpu`, or `python pipeline/benchmarks/gpu.py [STEP ...]`.
 
 check      values and gradients of every kernel against the reference in float64
-attention  one call by each method and by torch's softmax attention, as replays of a CUDA graph, at 1 and 64 heads
+attention  one call with long sequences, by "exact" and torch's softmax attention, as replays of a CUDA graph
 warps      one call at the paper's size, by how many warps a matrix has
 step       a training step of each model of the paper, as a replay
 tests      the tests of kernels and CUDA graphs, where pytest is installed
@@ -29,6 +29,7 @@ sys.path[0] = str(ROOT)  # instead of this folder
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import osa  # noqa: E402
 from osa import reference  # noqa: E402
@@ -59,15 +60,34 @@ def check(tiny: bool) -> Iterator[dict]:
 
 
 def attention(tiny: bool) -> Iterator[dict]:
-    calls = {method: partial(osa.orthogonal_attention, scale=0.01, method=method) for method in METHODS}
-    calls["sdpa"] = F.scaled_dot_product_attention
-    sizes = [(1,), (16,), (50,)] if tiny else [(1, 64), (16, 64), (50, 256, 1024, 4096, 16384, 65536)]
-    cases = itertools.product(*sizes, (torch.float32, torch.bfloat16))
-    for heads, width, tokens, dtype in (case for case in cases if case[0] * case[2] <= 2**20):
+    """Long sequences, by "exact", by torch's softmax attention, which takes its own choice or cuDNN's kernel, and by the
+    roofline: inputs and output copied once, and what gradients need besides."""
+    calls = {
+        "exact": partial(osa.orthogonal_attention, scale=0.01, method="exact"),
+        "sdpa": F.scaled_dot_product_attention,
+        "sdpa_cudnn": cudnn_attention,
+    }
+    sizes = [(1,), (16,), (300,)] if tiny else [(1, 8, 64), (64,), (256, 1024, 4096, 16384, 65536)]
+    for heads, width, tokens, dtype in itertools.product(*sizes, (torch.float32, torch.bfloat16)):
+        if heads * tokens**2 > (2**33 if dtype == torch.float32 else 2**38):
+            continue
         inputs = [torch.randn(1, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+        case = {"heads": heads, "width": width, "tokens": tokens, "dtype": dtype}
         for method, call in calls.items():
-            case = {"method": method, "heads": heads, "width": width, "tokens": tokens, "dtype": dtype}
-            yield case | timings(call, inputs)
+            if method != "sdpa_cudnn" or (dtype == torch.bfloat16 and DEVICE.type == "cuda"):
+                yield {"method": method} | case | timings(call, inputs)
+        copies = [partial(copy, inputs[0].detach(), count) for count in (2, 6)]
+        yield {"method": "copy"} | case | dict(zip(("forward", "both"), map(seconds, copies), strict=True))
+
+
+def cudnn_attention(*inputs: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(*inputs)
+
+
+def copy(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Reads and writes `count` tensors: 2 for Q, K, V and the output, 4 more for these again and all four gradients."""
+    return tuple(x.clone() for _ in range(count))
 
 
 def warps(tiny: bool) -> Iterator[dict]:
@@ -111,13 +131,15 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images:
     return (loss.detach(),)
 
 
-def seconds(work: Callable[[], tuple], samples: int = 20) -> float:
-    """The median of replays of a CUDA graph, or of calls on a CPU."""
-    clock, times = runpy.run_path(str(ROOT / "pipeline/cost.py"))["seconds"], 1
+def seconds(work: Callable[[], tuple]) -> float:
+    """The median of up to 20 samples of replays of a CUDA graph, within half a second, or of two calls on a CPU."""
+    clock, times, samples = runpy.run_path(str(ROOT / "pipeline/cost.py"))["seconds"], 1, 2
     if DEVICE.type == "cuda":
         work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)
-        times = 10
-    return statistics.median(clock(work, times, DEVICE) for _ in range(samples if DEVICE.type == "cuda" else 2))
+        once = clock(work, 1, DEVICE)
+        times = 10 if once < 0.01 else 1
+        samples = min(20, max(3, int(0.5 / (times * once))))
+    return statistics.median(clock(work, times, DEVICE) for _ in range(samples))
 
 
 TABLES = {"check": check, "attention": attention, "warps": warps, "step": step}

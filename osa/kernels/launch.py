@@ -17,7 +17,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, basis: Tensor, num_iter
     """Fills the output, (batch, heads, N, d_value), and for "qr" the basis, in one launch: a program for a matrix."""
     query, _, value, _ = inputs
     tensors, (size, block) = (*inputs, output, basis), _sizes(query, value)
-    scratch_size = (2 * query.shape[-2] + 2) * size + 6 * size**2 + 4 * block
+    scratch_size = (2 * query.shape[-2] + 2) * size + 9 * size**2 + 4 * block
     constants = attention_constants(method, "forward", query, value, num_iterations)
     _launch_heads(attention.forward_kernel, tensors, tensors[:5], scratch_size, epsilon, constants)
 
@@ -29,7 +29,7 @@ def backward(
     query, _, value, _ = inputs
     size, block = _sizes(query, value)
     constants = attention_constants(method, "backward", query, value, num_iterations)
-    squares = 10 + num_iterations  # of which the iterations keep theirs
+    squares = 13 + num_iterations  # of which the iterations keep theirs
     scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + terms_size(size, constants)
     tensors, with_strides = (*inputs, basis, grad, *grads), (*inputs, grad, grads[0], grads[2])
     _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
@@ -37,13 +37,13 @@ def backward(
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
     """Fills the output with φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
-    launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 3 * z.shape[-1] ** 2, phi1_constants(z, y))
+    launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 6 * z.shape[-1] ** 2, phi1_constants(z, y))
 
 
 def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
     count, size, width = y.shape
     constants = phi1_constants(z, y)
-    scratch_size = 5 * size**2 + size * width + terms_size(size, constants)
+    scratch_size = 8 * size**2 + size * width + terms_size(size, constants)
     launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, constants)
 
 
@@ -112,7 +112,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def phi1_constants(z: Tensor, y: Tensor) -> dict:
     """What a kernel of φ₁ is compiled for."""
-    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **tile_constants(z.shape[-1])}
+    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **tile_constants(*y.shape[1:])}
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
@@ -134,18 +134,21 @@ def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, 
 def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
     """The same of what lies between Gram matrices alone."""
     names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": method, "ITERATIONS": num_iterations}
-    return names | tile_constants(2 * query.shape[-1])
+    return names | tile_constants(2 * query.shape[-1], value.shape[-1], query.dtype == value.dtype == torch.bfloat16)
 
 
-def tile_constants(size: int) -> dict:
-    """Tiles of the least width that `tl.dot` takes, and threads that hold eight entries or fewer of one.
+def tile_constants(size: int, width: int, is_split: bool = False) -> dict:
+    """Tiles of which a thread holds sixteen entries or more where `tl.dot` takes them from memory, so that it multiplies
+    more than it loads.
 
     128 registers a thread, and loads that are not issued ahead, let two programs share a multiprocessor. Left alone, the
     compiler takes fewer, and spills. Matrices that are held in blocks have one warp, whose threads wait for no others: on an
     H100 it took half the time of four.
     """
-    warps, registers = (1, 255) if size <= blocks.SIZE.value else (8 if size <= 128 else 16, 128)
-    return {"TILES": (padded(size), 16, 16), "num_warps": warps, "num_stages": 1, "maxnreg": registers}
+    is_held, rows = size <= blocks.SIZE.value, padded(size)
+    columns = 16 if is_held else min(64, 8192 // rows, padded(width))
+    warps, registers = (1, 255) if is_held else (8 if size <= 128 else 16, 128)
+    return {"TILES": (rows, columns, 16, is_split), "num_warps": warps, "num_stages": 1, "maxnreg": registers}
 
 
 def padded(size: int) -> int:

@@ -4,7 +4,19 @@ import triton
 import triton.language as tl
 
 from osa.kernels import blocks
-from osa.kernels.tiles import add, columns_of, copy, inner_product, matrix, multiply, set_identity, slice_of, transpose
+from osa.kernels.tiles import (
+    add,
+    columns_of,
+    copy,
+    inner_product,
+    load,
+    matrix,
+    multiply,
+    set_identity,
+    slice_of,
+    store,
+    transpose,
+)
 
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
@@ -65,10 +77,44 @@ def _taylor_in_registers(out, z, fraction, y, degree):
 @triton.jit
 def _halved(phi, expm1, z, degree, fraction, scratch, TILES: tl.constexpr):
     """φ₁(Z) and e^Z − I = Z φ₁(Z) with Z times the fraction."""
-    identity, _ = matrix(scratch, z[3], z[3])
-    set_identity(identity, TILES)
-    _taylor(phi, z, fraction, identity, degree, TILES)
+    if TILES[0] == blocks.SIZE:
+        identity, _ = matrix(scratch, z[3], z[3])
+        set_identity(identity, TILES)
+        _taylor_in_registers(phi, z, fraction, identity, degree)
+    else:
+        _by_fourth_powers(phi, z, fraction, scratch, TILES)
     multiply(expm1, z, phi, fraction, None, 0.0, TILES)
+
+
+@triton.jit
+def _by_fourth_powers(phi, z, fraction, scratch, TILES: tl.constexpr):
+    """Σ_{k ≤ 19} Z^k / (k + 1)! with Z times the fraction, in seven products: Σ_j B_j Z^{4j} by Horner's rule, each B_j of
+    I, Z, Z² and Z³ (Paterson and Stockmeyer 1973)."""
+    second, scratch = matrix(scratch, z[3], z[3])
+    third, scratch = matrix(scratch, z[3], z[3])
+    fourth, scratch = matrix(scratch, z[3], z[3])
+    block, scratch = matrix(scratch, z[3], z[3])
+    multiply(second, z, z, fraction * fraction, None, 0.0, TILES)
+    multiply(third, second, z, fraction, None, 0.0, TILES)
+    multiply(fourth, second, second, 1.0, None, 0.0, TILES)
+    weight = tl.full([], 1 / 355687428096000, tl.float32)  # 1/17!
+    _cubic(phi, z, second, third, fraction, weight, 18.0, TILES)
+    for i in range(4):
+        first = 14.0 - 4 * i  # of B_j, 1/(4j + 1)! comes from that of B_{j+1}
+        weight *= first * (first + 1) * (first + 2) * (first + 3)
+        _cubic(block, z, second, third, fraction, weight, first, TILES)
+        multiply(phi, fourth, phi, 1.0, block, 1.0, TILES)
+
+
+@triton.jit(noinline=True)
+def _cubic(out, z, second, third, fraction, weight, divisor, TILES: tl.constexpr):
+    """out ← w (I + f Z / k + Z² / k(k + 1) + Z³ / k(k + 1)(k + 2)), of one row of tiles."""
+    for column in range(0, out[4], TILES[1]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+        inner = load(second, rows, columns) + load(third, rows, columns) / (divisor + 2)
+        inner = fraction * load(z, rows, columns) + inner / (divisor + 1)
+        store(out, rows, columns, weight * (tl.where(rows[:, None] == columns[None, :], 1.0, 0.0) + inner / divisor))
+    tl.debug_barrier()
 
 
 @triton.jit

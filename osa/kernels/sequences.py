@@ -27,7 +27,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
     numbers = {"heads": heads, "splits": splits, "size": size, "epsilon": epsilon}
     constants = launch.mix_constants(method, query, value, num_iterations)
     block = constants["TILES"][1]  # columns of T
-    scratch_size = 6 * (2 * width) ** 2 + (5 * block + 2) * 2 * width
+    scratch_size = 9 * (2 * width) ** 2 + (5 * block + 2) * 2 * width
     work = count * triton.cdiv(value_width, block)
     tensors = sums, shears, scale, saved
     launch.launch_resident(long.mix_kernel, work, tensors, [scale.stride()], scratch_size, constants | numbers)
@@ -56,7 +56,7 @@ def backward(
     launch.launch(long_backward.products_kernel, programs, (query, key, grad, sums, saved), strides, common)
     mixed, parts = _floats(query, count, 6 * width * value_width), _floats(query, count, blocks, (2 * width) ** 2 + 1)
     numbers = {"splits": splits, "size": size, "epsilon": epsilon}
-    squares = 10 + num_iterations  # of which the iterations keep theirs
+    squares = 13 + num_iterations  # of which the iterations keep theirs
     scratch_size = squares * (2 * width) ** 2 + 11 * 2 * width * block + launch.terms_size(2 * width, constants)
     tensors = sums, saved, mixed, parts
     launch.launch_resident(long_backward.mix_backward_kernel, count * blocks, tensors, [], scratch_size, constants | numbers)

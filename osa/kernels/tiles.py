@@ -79,6 +79,7 @@ def multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
     ROWS: tl.constexpr = TILES[0]
     COLUMNS: tl.constexpr = TILES[1]
     INNER: tl.constexpr = TILES[2]
+    PRECISION: tl.constexpr = "tf32x3" if TILES[3] else "ieee"
     for row in range(0, out[3], ROWS):
         rows = row + tl.arange(0, ROWS)
         for column in range(0, out[4], COLUMNS):
@@ -87,7 +88,7 @@ def multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
             for start in range(0, a[4], INNER):
                 inner = start + tl.arange(0, INNER)
                 left, right = load(a, rows, inner).to(tl.float32), load(b, inner, columns).to(tl.float32)
-                sums += tl.dot(left, right, input_precision="ieee", out_dtype=tl.float32)
+                sums = tl.dot(left, right, sums, input_precision=PRECISION)
             sums = alpha * sums
             if add is not None:
                 sums += beta * load(add, rows, columns).to(tl.float32)

@@ -36,7 +36,7 @@ def tiles_of_a_gpu():
 def large_tiles(tiles_of_a_gpu, monkeypatch):
     """Few steps for the interpreter."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(launch, "tile_constants", lambda size: {"TILES": (64, 64, 64), "num_warps": 8})
+        monkeypatch.setattr(launch, "tile_constants", lambda *sizes: {"TILES": (64, 64, 64, False), "num_warps": 8})
 
 
 REFERENCE = {

@@ -29,13 +29,16 @@ def long(monkeypatch):
         return
     monkeypatch.setattr(sequences, "LEAST_ROWS", 64)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
-    tiles = {"num_warps": 8}
-    monkeypatch.setattr(launch, "tile_constants", lambda size: tiles | {"TILES": (max(64, launch.padded(size)), 64, 64)})
+    monkeypatch.setattr(launch, "tile_constants", tiles)
     for name in ("gram_tile", "small_tile", "apply_tile"):
         tile = getattr(sequences, name)
         monkeypatch.setattr(sequences, name, lambda *x, tile=tile: (t := tile(*x)) | {"TILE": (64, *t["TILE"][1:])})
     with quick():
         yield
+
+
+def tiles(size, *others):
+    return {"TILES": (max(64, launch.padded(size)), 64, 64, False), "num_warps": 8}
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,12 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         configuration = name.removesuffix(f"_{training.variant}")
         samples.setdefault(configuration, {})[training.variant] = own.accuracies(name)
     default = {model: table_2.accuracies(model) for model in lab.paper.table_2}
+    configurations = {name: distances(each, default, lab.paper.table_2) for name, each in samples.items()}
+    complete = {name: each for name, each in configurations.items() if len(each["models"]) == len(default)}
     return {
         "default": distances(default, default, lab.paper.table_2),
-        "configurations": {name: distances(each, default, lab.paper.table_2) for name, each in samples.items()},
+        "configurations": configurations,
+        "closest": min(complete, key=lambda name: complete[name]["distance"], default=None),  # of those with all models
     }
 
 
@@ -36,7 +39,11 @@ def distances(ours: dict[str, list[float]], default: dict[str, list[float]], pap
             models[model] = {"ours": summary(values), "paper": paper[model], "difference": -estimate.value}
             models[model]["squared"] = (estimate.value / estimate.error) ** 2
     squared = [model["squared"] for model in models.values()]
-    return {"models": models, "distance": sum(squared) / len(squared) if squared else None}
+    return {
+        "models": models,
+        "distance": sum(squared) / len(squared) if squared else None,
+        "largest_difference": max((abs(model["difference"]) for model in models.values()), default=None),
+    }
 
 
 STUDY = comparison.study(summarise=summarise)

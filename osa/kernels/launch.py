@@ -131,22 +131,24 @@ def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, 
     return constants | {"ALL_ROWS": rows}
 
 
-def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-    """The same of what lies between Gram matrices alone."""
+def mix_constants(
+    method: str, query: Tensor, value: Tensor, num_iterations: int, columns: int = 32, is_split: bool = False
+) -> dict:
+    """The same of what lies between Gram matrices alone, in tiles of so many columns; `is_split` as in `tile_constants`."""
     names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": method, "ITERATIONS": num_iterations}
-    return names | tile_constants(2 * query.shape[-1], value.shape[-1], query.dtype == value.dtype == torch.bfloat16)
+    return names | tile_constants(2 * query.shape[-1], value.shape[-1], columns, is_split)
 
 
-def tile_constants(size: int, width: int, is_split: bool = False) -> dict:
-    """Tiles of which a thread holds sixteen entries or more where `tl.dot` takes them from memory, so that it multiplies
-    more than it loads.
+def tile_constants(size: int, width: int, columns: int = 32, is_split: bool = False) -> dict:
+    """The tiles of products, whose columns are as many as the registers take, and whether their operands are split.
 
+    A thread holds sixteen entries of a tile where `tl.dot` takes its operands from memory: it multiplies more than it loads.
     128 registers a thread, and loads that are not issued ahead, let two programs share a multiprocessor. Left alone, the
     compiler takes fewer, and spills. Matrices that are held in blocks have one warp, whose threads wait for no others: on an
-    H100 it took half the time of four.
+    H100 it took half the time of four. Split operands are each the sum of two of tensor cores' TF32, 22 bits.
     """
     is_held, rows = size <= blocks.SIZE.value, padded(size)
-    columns = 16 if is_held else min(64, 8192 // rows, padded(width))
+    columns = 16 if is_held else min(columns, 8192 // rows, padded(width))
     warps, registers = (1, 255) if is_held else (8 if size <= 128 else 16, 128)
     return {"TILES": (rows, columns, 16, is_split), "num_warps": warps, "num_stages": 1, "maxnreg": registers}
 

@@ -166,11 +166,11 @@ def _collect(
     """G and a block of columns of X of the balanced M from `number` sums, of columns that γ is still to shear; and σ."""
     ROWS: tl.constexpr = TILES[0]
     LENGTH: tl.constexpr = 3 * WIDTH * WIDTH + 2 * WIDTH * VALUE_WIDTH
-    BLOCK: tl.constexpr = TILES[1]
+    STEP: tl.constexpr = TILES[2]
     rows, one = tl.arange(0, ROWS), tl.arange(0, 1)
     others, by_row = _partner(rows, WIDTH), load(gamma, rows, one)
-    for first in range(0, g[4], BLOCK):
-        columns, total = first + tl.arange(0, BLOCK), tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, g[4], STEP):
+        columns, total = first + tl.arange(0, STEP), tl.zeros((ROWS, STEP), tl.float32)
         beside, by_column = _partner(columns, WIDTH), load(transpose(gamma), one, columns)
         for each in range(number):
             own = slice_of(sums, each, LENGTH)
@@ -178,10 +178,6 @@ def _collect(
             both = _entries(own, rows, beside, WIDTH) - by_row * _entries(own, others, beside, WIDTH)
             total -= by_column * both
         store(g, rows, columns, total)
-    columns, total = column + tl.arange(0, BLOCK), tl.zeros((ROWS, BLOCK), tl.float32)
-    for each in range(number):
-        own, _ = matrix(slice_of(sums + 3 * WIDTH * WIDTH, each, LENGTH), 2 * WIDTH, VALUE_WIDTH)
-        total += load(own, rows, columns) - by_row * load(own, others, columns)
     tl.debug_barrier()
     sign, scales = tl.where(rows < WIDTH, 1.0, -1.0)[:, None], tl.full((ROWS, 1), 1.0, tl.float32)
     if METHOD == "exact":
@@ -190,10 +186,15 @@ def _collect(
         exponent = sign * 0.25 * (tl.log2(tl.maximum(other, least)) - tl.log2(tl.maximum(norm, least)))
         scales = tl.exp2(sign * tl.floor(exponent + 0.5))
     store(sigma, rows, one, scales)
-    store(x, rows, tl.arange(0, BLOCK), scales * total)
+    for first in range(0, x[4], STEP):
+        columns, total = first + tl.arange(0, STEP), tl.zeros((ROWS, STEP), tl.float32)
+        for each in range(number):
+            own, _ = matrix(slice_of(sums + 3 * WIDTH * WIDTH, each, LENGTH), 2 * WIDTH, VALUE_WIDTH)
+            total += load(own, rows, column + columns) - by_row * load(own, others, column + columns)
+        store(x, rows, columns, scales * total)
     tl.debug_barrier()
-    for first in range(0, g[4], BLOCK):
-        columns = first + tl.arange(0, BLOCK)
+    for first in range(0, g[4], STEP):
+        columns = first + tl.arange(0, STEP)
         store(g, rows, columns, scales * load(g, rows, columns) * load(transpose(sigma), one, columns))
     tl.debug_barrier()
 

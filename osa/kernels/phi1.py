@@ -109,8 +109,8 @@ def _by_fourth_powers(phi, z, fraction, scratch, TILES: tl.constexpr):
 @triton.jit(noinline=True)
 def _cubic(out, z, second, third, fraction, weight, divisor, TILES: tl.constexpr):
     """out ← w (I + f Z / k + Z² / k(k + 1) + Z³ / k(k + 1)(k + 2)), of one row of tiles."""
-    for column in range(0, out[4], TILES[1]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+    for column in range(0, out[4], TILES[2]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
         inner = load(second, rows, columns) + load(third, rows, columns) / (divisor + 2)
         inner = fraction * load(z, rows, columns) + inner / (divisor + 1)
         store(out, rows, columns, weight * (tl.where(rows[:, None] == columns[None, :], 1.0, 0.0) + inner / divisor))

@@ -25,7 +25,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
     tensors, common = (query, key, value, sums, pairs, shears), common | small_tile(query, value) | {"METHOD": method}
     launch.launch(long.reduce_kernel, count * splits, tensors, strides, common)
     numbers = {"heads": heads, "splits": splits, "size": size, "epsilon": epsilon}
-    constants = launch.mix_constants(method, query, value, num_iterations)
+    constants = mix_constants(method, query, value, num_iterations)
     block = constants["TILES"][1]  # columns of T
     scratch_size = 9 * (2 * width) ** 2 + (5 * block + 2) * 2 * width
     work = count * triton.cdiv(value_width, block)
@@ -46,7 +46,7 @@ def backward(
     (count, heads, tokens, width), value_width, size = _shape(query), value.shape[-1], saved.shape[-1]
     splits, rows = split(query, value)
     form, tile = _form(query, value), small_tile(query, value)
-    constants = launch.mix_constants(method, query, value, num_iterations)
+    constants = mix_constants(method, query, value, num_iterations)
     block = constants["TILES"][1]
     blocks = triton.cdiv(value_width, block)
     sums = _floats(query, count, splits, 2 * width * value_width)
@@ -93,6 +93,11 @@ def split(query: Tensor, value: Tensor) -> tuple[int, int]:
 def is_split(*tensors: Tensor) -> bool:
     """Whether products are those of tensor cores."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
+
+
+def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
+    """More columns than elsewhere: what the columns of T have in common, each of their programs does again."""
+    return launch.mix_constants(method, query, value, num_iterations, 64, is_split(query, value))
 
 
 def gram_tile(query: Tensor, value: Tensor) -> dict:

@@ -1,8 +1,10 @@
 """Products and sums of small matrices within one Triton program.
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
-Intermediate ones lie in scratch memory that only their program sees, which a cache holds. Products are full float32, of any
-shape, in tiles that fit the registers; TILES is the rows of a tile (2d or more), its columns and the length of its sums.
+Intermediate ones lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
+tiles that fit the registers. TILES is the rows of a tile (2d or more), its columns, the length of its sums, and whether
+operands are split in two, as bfloat16 inputs allow; else products are full float32. Where nothing is multiplied, a tile has
+as many columns as a sum is long.
 What works on entries is called, not inlined: between calls a program holds a few numbers, so that no register has to be
 spilled, and a kernel compiles in seconds.
 """
@@ -100,8 +102,8 @@ def multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
 @triton.jit(noinline=True)
 def copy(out, a, alpha, TILES: tl.constexpr):
     """out ← α A, of one row of tiles."""
-    for column in range(0, out[4], TILES[1]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+    for column in range(0, out[4], TILES[2]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
         store(out, rows, columns, alpha * load(a, rows, columns))
     tl.debug_barrier()
 
@@ -109,8 +111,8 @@ def copy(out, a, alpha, TILES: tl.constexpr):
 @triton.jit(noinline=True)
 def add(out, a, alpha, TILES: tl.constexpr):
     """out ← out + α A, of one row of tiles."""
-    for column in range(0, out[4], TILES[1]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+    for column in range(0, out[4], TILES[2]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
         store(out, rows, columns, load(out, rows, columns) + alpha * load(a, rows, columns))
     tl.debug_barrier()
 
@@ -118,8 +120,8 @@ def add(out, a, alpha, TILES: tl.constexpr):
 @triton.jit(noinline=True)
 def set_identity(out, TILES: tl.constexpr):
     """out ← I, of one row of tiles."""
-    for column in range(0, out[4], TILES[1]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+    for column in range(0, out[4], TILES[2]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
         store(out, rows, columns, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
     tl.debug_barrier()
 
@@ -128,8 +130,8 @@ def set_identity(out, TILES: tl.constexpr):
 def inner_product(a, b, TILES: tl.constexpr):
     """⟨A, B⟩ = Σ A ∘ B."""
     total = tl.full([], 0.0, tl.float32)
-    for column in range(0, a[4], TILES[1]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+    for column in range(0, a[4], TILES[2]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
         total += tl.sum(load(a, rows, columns) * load(b, rows, columns))
     return total
 
@@ -138,8 +140,8 @@ def inner_product(a, b, TILES: tl.constexpr):
 def apply_j(out, a, alpha, TILES: tl.constexpr):
     """out ← α J A with J = [[0, I], [−I, 0]]."""
     half = a[3] // 2
-    for column in range(0, a[4], TILES[1]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[1])
+    for column in range(0, a[4], TILES[2]):
+        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
         other_half = load(a, tl.where(rows < half, rows + half, rows - half), columns)
         store(out, rows, columns, tl.where(rows < half, alpha, -alpha)[:, None] * other_half)
     tl.debug_barrier()

@@ -88,8 +88,8 @@ class Recorder(Observer):
                 self.times.watched.append({"epoch": row["epoch"]} | own)
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
-        files.write_json(self.scratch / "record.json", self.record("running"))
         self._clock()
+        files.write_json(self.scratch / "record.json", self.record("running"))
         checkpoint.save(self.scratch / "checkpoint.pt", self.training, self.times)
         self._interval_start = time.perf_counter()
 

@@ -28,7 +28,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -198,15 +197,16 @@ def show_every() -> float:
 def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, float | None]:
     """The epochs that a run still has to do, and the seconds that they will take.
 
-    Where it trains on this machine, by its own pace from point to point; else by these records.
+    Where it trains on this machine, by its own pace, in which a pause before it was resumed does not count; else by these
+    records.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/record.json"):
         with contextlib.suppress(UserError):  # it has ended since
             own = files.read_json(path)
-            steps = np.diff(own["timestamps"])
-            if steps.size and runs.same_config(own["config"], config) and own["numerics"] == NUMERICS:
-                left = config.train.epochs * config.train.points_per_epoch - steps.size
-                return left / config.train.points_per_epoch, left * float(np.median(steps)) / 1000
+            done = len(own["timestamps"]) - 1  # points after that of step 0
+            if done > 0 and runs.same_config(own["config"], config) and own["numerics"] == NUMERICS:
+                left = config.train.epochs * config.train.points_per_epoch - done
+                return left / config.train.points_per_epoch, left * own["seconds"] / done
     return config.train.epochs, times.estimate(run, config, records)
 
 

@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from osa.kernels import launch, operators, sequences
 from tests.osa.interpreter import DEVICE, Races, quick, random
-from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
+from tests.osa.test_kernels import attend, attend_and_warn, errors, guarded_scratch, scales
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
 HALF = torch.bfloat16
@@ -94,18 +94,18 @@ def test_where_no_digit_is_left_and_where_a_head_is_nan():
 
 
 @INTERPRETED
-@pytest.mark.parametrize("near", [1.0, 1e-3])
-def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, near):
-    """With tiles of a GPU; between two launches all is in order. Without its barriers a kernel races."""
+@pytest.mark.parametrize("width, near", [(5, 1.0), (5, 1e-3), (17, 1.0)])  # held in registers and not
+def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, width, near):
+    """With tiles of a GPU, within their scratch memory; between two launches all is in order. Without barriers it races."""
     monkeypatch.undo()
     monkeypatch.setattr(operators, "MAX_TOKENS", 0)
     monkeypatch.setattr(sequences, "LEAST_ROWS", 64)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
-    query, key, value = random(70, 5, 3, (1, 1))
+    query, key, value = random(70, width, 3, (1, 1))
     inputs, start = [x.requires_grad_() for x in (key + near * query, key, value)], launch.launch
     with quick():
         for ignores_barriers in (False, True):
-            with Races(ignores_barriers=ignores_barriers).watch() as races:
+            with Races(ignores_barriers=ignores_barriers).watch() as races, guarded_scratch():
                 monkeypatch.setattr(launch, "launch", lambda *x, races=races: (races.forget(), start(*x)))
                 torch.autograd.grad(attend(*inputs, 0.1, "exact").sum(), inputs)
             assert races.barriers > 50 and (races.found > 50 if ignores_barriers else races.found == 0), races.found

@@ -123,9 +123,7 @@ def guarded_scratch():
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "width, scale", [(9, 0.02), (17, 0.2)]
-)  # held in registers and not
+@pytest.mark.parametrize("width, scale", [(9, 0.02), (17, 0.2)])  # held in registers and not
 def test_tiles_memory_and_strides(method, width, scale):
     """Tensors that lie between NaN, in any order, with a scale and a batch that are broadcast; scratch memory that ends."""
 

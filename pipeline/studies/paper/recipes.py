@@ -19,13 +19,12 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         configuration = name.removesuffix(f"_{training.variant}")
         samples.setdefault(configuration, {})[training.variant] = own.accuracies(name)
     default = {model: table_2.accuracies(model) for model in lab.paper.table_2}
+    ours = distances(default, default, lab.paper.table_2)
     configurations = {name: distances(each, default, lab.paper.table_2) for name, each in samples.items()}
-    complete = {name: each for name, each in configurations.items() if len(each["models"]) == len(default)}
-    return {
-        "default": distances(default, default, lab.paper.table_2),
-        "configurations": configurations,
-        "closest": min(complete, key=lambda name: complete[name]["distance"], default=None),  # of those with all models
-    }
+    complete = {name: each["distance"] for name, each in configurations.items() if each["models"].keys() == default.keys()}
+    is_trained = ours["models"].keys() == default.keys() and bool(default)
+    closest = min(complete, key=complete.get, default=None) if is_trained else None  # of those with all models
+    return {"default": ours, "configurations": configurations, "closest": closest}
 
 
 def distances(ours: dict[str, list[float]], default: dict[str, list[float]], paper: dict[str, float]) -> dict:

@@ -142,10 +142,10 @@ def mix_constants(
 def tile_constants(size: int, width: int, columns: int = 32, is_split: bool = False) -> dict:
     """The tiles of products, whose columns are as many as the registers take, and whether their operands are split.
 
-    A thread holds sixteen entries of a tile where `tl.dot` takes its operands from memory: it multiplies more than it loads.
-    128 registers a thread, and loads that are not issued ahead, let two programs share a multiprocessor. Left alone, the
-    compiler takes fewer, and spills. Matrices that are held in blocks have one warp, whose threads wait for no others: on an
-    H100 it took half the time of four. Split operands are each the sum of two of tensor cores' TF32, 22 bits.
+    Where `tl.dot` takes its operands from memory, a thread holds sixteen entries of a tile or more: it multiplies more than
+    it loads. 128 registers a thread, and loads that are not issued ahead, let two programs share a multiprocessor. Left
+    alone, the compiler takes fewer, and spills. Matrices that are held in blocks have one warp, whose threads wait for no
+    others: on an H100 it took half the time of four. Split operands are each the sum of two of tensor cores' TF32, 22 bits.
     """
     is_held, rows = size <= blocks.SIZE.value, padded(size)
     columns = 16 if is_held else min(columns, 8192 // rows, padded(width))

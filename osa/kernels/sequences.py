@@ -96,7 +96,7 @@ def is_split(*tensors: Tensor) -> bool:
 
 
 def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-    """More columns than elsewhere: what the columns of T have in common, each of their programs does again."""
+    """In tiles of more columns than elsewhere, as the program of each block of T's columns does again what all need."""
     return launch.mix_constants(method, query, value, num_iterations, 64, is_split(query, value))
 
 

@@ -108,7 +108,7 @@ def gpu(monkeypatch, tiles_of_a_gpu):
 
 @contextlib.contextmanager
 def guarded_scratch():
-    """Scratch memory that is NaN, and more of it behind, which nobody may write to. Yields how often it was taken."""
+    """Scratch memory that is NaN, and more of it behind, which nobody may write to. Yields each with its size."""
     scratches, allocate = [], launch.make_scratch
 
     def with_a_guard(programs, size, device):
@@ -135,7 +135,7 @@ def test_tiles_memory_and_strides(method, width, scale):
     query, key, value = random(19, width, 5, (1, 2))
     views = [among_nans(x) for x in (query[:, :1].expand(1, 2, -1, -1), key, value)]
     with guarded_scratch() as scratches:
-        assert max(errors(method, *views, torch.tensor(scale, device=DEVICE), 2)) < 5e-5
+        assert max(errors(method, *views, torch.tensor(scale, device=DEVICE), 2)) < 2e-5
     assert len(scratches) == 2 and all(len(scratch) == 1 for scratch, _ in scratches)
 
 

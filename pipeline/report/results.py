@@ -93,18 +93,13 @@ def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
 
 
 def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:
-    """What training took: of Table 2 and of each study that trains, the runs, hours and machines."""
+    """What training took: of Table 2 and of each study that trains, the runs and hours."""
     groups = {"table_2": list(records.values())}
     for name in studies.names():
         paths = sorted((runs.FOLDER / name).glob("*/*/record.json"))
         groups |= {name: [runs.read_record(path.parent) for path in paths]} if paths else {}
     return {
-        name: {
-            "runs": len(made),
-            "hours": sum(each["seconds"] for each in made) / 3600,
-            "machines": sorted({record.machine(each["environment"]) for each in made}),
-        }
-        for name, made in groups.items()
+        name: {"runs": len(made), "hours": sum(each["seconds"] for each in made) / 3600} for name, made in groups.items()
     }
 
 

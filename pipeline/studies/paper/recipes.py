@@ -21,9 +21,8 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     default = {model: table_2.accuracies(model) for model in lab.paper.table_2}
     ours = distances(default, default, lab.paper.table_2)
     configurations = {name: distances(each, default, lab.paper.table_2) for name, each in samples.items()}
-    complete = {name: each["distance"] for name, each in configurations.items() if each["models"].keys() == default.keys()}
-    is_trained = ours["models"].keys() == default.keys() and bool(default)
-    closest = min(complete, key=complete.get, default=None) if is_trained else None  # of those with all models
+    complete = [name for name, each in configurations.items() if len(each["models"]) == len(ours["models"]) == len(default)]
+    closest = min(complete, key=lambda name: configurations[name]["distance"], default=None) if default else None
     return {"default": ours, "configurations": configurations, "closest": closest}
 
 

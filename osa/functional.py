@@ -83,9 +83,9 @@ def orthogonal_attention(
     alone: where M asks for it, it takes M T of the same S (see `balanced`), and where that is not enough, for Q ≈ K W with W
     symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes M T, on the CPU in
     float64; a kernel of CUDA chooses between M T and a basis by itself. Where these lose their digits too, on CUDA with more
-    tokens than a kernel holds a basis of, the result is NaN, with a warning. On CUDA all products of float32 inputs are in
-    full float32 even where the program allows TF32; under torch.compile, and in the backward pass of "qr_literal", its
-    setting holds.
+    tokens or wider heads than a kernel holds a basis of, the result is NaN, with a warning. On CUDA all products of float32
+    inputs are in full float32 even where the program allows TF32; under torch.compile, and in the backward pass of
+    "qr_literal", its setting holds.
 
     Args:
         query: (..., N, d).

@@ -19,19 +19,30 @@ import triton
 import triton.language as tl
 
 from osa.kernels.mixing import LOST, is_balanced, mixing, mixing_gradients
-from osa.kernels.tiles import columns_of, head, load, matrix, multiply, scratch_at, slice_of, store, transpose
+from osa.kernels.tiles import (
+    BLOCK,
+    SIZE,
+    columns_of,
+    head,
+    load,
+    matrix,
+    multiply,
+    scratch_at,
+    slice_of,
+    store,
+    transpose,
+)
 
 IMBALANCE = tl.constexpr(64.0)  # up to which "exact" keeps its digits, as in osa/linalg.py
 
 
 @triton.jit
-def _column_products(q, k, on_key, on_query, TILES: tl.constexpr):
+def _column_products(q, k, on_key, on_query):
     """⟨q, q⟩, ⟨k, k⟩ and ⟨q, k⟩ of each pair of columns q − on_key · k and k − on_query · q."""
-    WIDTH: tl.constexpr = TILES[0] // 2
-    columns = tl.arange(0, WIDTH)
-    q_q, k_k, q_k = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
-    for row in range(0, q[3], TILES[1]):
-        rows = row + tl.arange(0, TILES[1])
+    columns = tl.arange(0, BLOCK)
+    q_q, k_k, q_k = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for row in range(0, q[3], BLOCK):
+        rows = row + tl.arange(0, BLOCK)
         q_tile, k_tile = load(q, rows, columns).to(tl.float32), load(k, rows, columns).to(tl.float32)
         q_tile, k_tile = q_tile - on_key * k_tile, k_tile - on_query * q_tile
         q_q += tl.sum(q_tile * q_tile, axis=0)
@@ -41,7 +52,7 @@ def _column_products(q, k, on_key, on_query, TILES: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _gather(m, balance, q, k, METHOD: tl.constexpr, TILES: tl.constexpr):
+def _gather(m, balance, q, k, METHOD: tl.constexpr):
     """M ← [Q, K]; for "exact" balanced, M ← [s (Q − a ∘ K), (K − b ∘ Q) / s], and the rows a, b and s of `balance`.
 
     Of each pair of columns the shorter one takes off its projection on the longer, and s makes them alike. M ← M T with
@@ -49,24 +60,23 @@ def _gather(m, balance, q, k, METHOD: tl.constexpr, TILES: tl.constexpr):
     the rounding of "exact" grows. s is a power of two: it rounds nothing. The differences are in float64 as Q may nearly
     be K.
     """
-    WIDTH: tl.constexpr = TILES[0] // 2
-    columns = tl.arange(0, WIDTH)
-    a = tl.zeros((WIDTH,), tl.float32)
+    columns = tl.arange(0, BLOCK)
+    a = tl.zeros((BLOCK,), tl.float32)
     b, s, inverse = a, a + 1.0, a + 1.0
     if METHOD == "exact":
-        q_q, k_k, q_k = _column_products(q, k, a, b, TILES)
+        q_q, k_k, q_k = _column_products(q, k, a, b)
         longer = tl.maximum(q_q, k_k)
         ratio = q_k / tl.where(longer > 0, longer, 1.0)
         a, b = tl.where(k_k >= q_q, ratio, 0.0), tl.where(k_k >= q_q, 0.0, ratio)
-        q_q, k_k, _ = _column_products(q, k, a, b, TILES)
+        q_q, k_k, _ = _column_products(q, k, a, b)
         alive = (q_q > 0) & (k_k > 0)
         exponent = 0.25 * (tl.log2(tl.where(alive, k_k, 1.0)) - tl.log2(tl.where(alive, q_q, 1.0)))
         s, inverse = tl.exp2(tl.floor(exponent + 0.5)), tl.exp2(-tl.floor(exponent + 0.5))
     store(balance, tl.arange(0, 1), columns, a[None, :])
     store(balance, 1 + tl.arange(0, 1), columns, b[None, :])
     store(balance, 2 + tl.arange(0, 1), columns, s[None, :])
-    for row in range(0, q[3], TILES[1]):
-        rows = row + tl.arange(0, TILES[1])
+    for row in range(0, q[3], BLOCK):
+        rows = row + tl.arange(0, BLOCK)
         q_tile, k_tile = load(q, rows, columns).to(tl.float64), load(k, rows, columns).to(tl.float64)
         store(columns_of(m, 0, q[4]), rows, columns, s * (q_tile - a * k_tile))
         store(columns_of(m, q[4], q[4]), rows, columns, inverse * (k_tile - b * q_tile))
@@ -74,15 +84,15 @@ def _gather(m, balance, q, k, METHOD: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _scatter(grad_q, grad_k, grad_m, balance, TILES: tl.constexpr):
+def _scatter(grad_q, grad_k, grad_m, balance):
     """The gradients of Q and K from that of M T, as `_gather` makes it: times Tᵀ."""
-    columns = tl.arange(0, TILES[0] // 2)
+    columns = tl.arange(0, BLOCK)
     a = load(balance, tl.arange(0, 1), columns)
     b = load(balance, 1 + tl.arange(0, 1), columns)
     s = load(balance, 2 + tl.arange(0, 1), columns)
     width = grad_q[4]
-    for row in range(0, grad_q[3], TILES[1]):
-        rows = row + tl.arange(0, TILES[1])
+    for row in range(0, grad_q[3], BLOCK):
+        rows = row + tl.arange(0, BLOCK)
         q_tile = s * load(columns_of(grad_m, 0, width), rows, columns)
         k_tile = load(columns_of(grad_m, width, width), rows, columns) / tl.where(columns < width, s, 1.0)
         store(grad_q, rows, columns, q_tile - b * k_tile)
@@ -91,14 +101,14 @@ def _scatter(grad_q, grad_k, grad_m, balance, TILES: tl.constexpr):
 
 
 @triton.jit
-def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr, TILES: tl.constexpr):
+def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
     """B of M: orthonormal columns, and zeros where a column depends on those before it.
 
     Each column takes off its components in the basis twice, which suffices for orthogonality to rounding (Giraud et al.
     2005). A remainder within the rounding of the column is no direction of M: M + E, for an E of that size, lies in
     the span of the others.
     """
-    rows, columns = tl.arange(0, ALL_ROWS), tl.arange(0, TILES[0])
+    rows, columns = tl.arange(0, ALL_ROWS), tl.arange(0, SIZE)
     result = load(m, rows, columns)  # (ALL_ROWS, 2d), of which the first i columns are B's
     for i in range(m[4]):
         column = tl.sum(tl.where(columns[None, :] == i, result, 0.0), axis=1)  # (ALL_ROWS,)
@@ -116,9 +126,9 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr, TILES: tl.constexpr):
+def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
     """The same as a call, of which a program that seldom needs it keeps no register."""
-    _gram_schmidt(basis, m, ALL_ROWS, TILES)
+    _gram_schmidt(basis, m, ALL_ROWS)
 
 
 @triton.jit
@@ -128,71 +138,67 @@ def _either(a, b, is_first):
 
 
 @triton.jit
-def _mix(t, left, v, g, scale, epsilon, scratch, METHOD: tl.constexpr, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
+def _mix(t, left, v, g, scale, epsilon, scratch, METHOD: tl.constexpr, ITERATIONS: tl.constexpr):
     """T of V + L T, given G."""
     x, scratch = matrix(scratch, g[3], v[4])
-    multiply(x, transpose(left), v, 1.0, None, 0.0, TILES)
-    mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS, TILES)
+    multiply(x, transpose(left), v, 1.0, None, 0.0)
+    mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
 def forward_kernel(
     query, key, value, scale, output, basis, scratch, q_strides, k_strides, v_strides, c_strides, o_strides,
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
-    METHOD: tl.constexpr, ITERATIONS: tl.constexpr, TILES: tl.constexpr,
+    METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """output = exp(S) V of `count` matrices, and `basis`: that of "qr", or each matrix's c of "exact" without a basis."""
-    SIZE: tl.constexpr = 2 * WIDTH
     own = slice_of(scratch, tl.program_id(0), scratch_size)
-    m, own = matrix(own, tokens, SIZE)
-    own_basis, own = matrix(own, tokens, SIZE)
+    m, own = matrix(own, tokens, 2 * WIDTH)
+    own_basis, own = matrix(own, tokens, 2 * WIDTH)
     own = scratch_at(own[0] + own[1])
     balance, own = matrix(own, 3, WIDTH)
-    g, own = matrix(own, SIZE, SIZE)
-    t, own = matrix(own, SIZE, VALUE_WIDTH)
+    g, own = matrix(own, 2 * WIDTH, 2 * WIDTH)
+    t, own = matrix(own, 2 * WIDTH, VALUE_WIDTH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
-        _gather(m, balance, q, k, METHOD, TILES)
+        _gather(m, balance, q, k, METHOD)
         if METHOD == "qr":
-            left, _ = matrix(slice_of(basis, i, tokens * SIZE), tokens, SIZE)
-            if TILES[0] == 64:  # of which registers run out in place
-                _gram_schmidt_apart(left, m, ALL_ROWS, TILES)
-            else:
-                _gram_schmidt(left, m, ALL_ROWS, TILES)
+            left, _ = matrix(slice_of(basis, i, 2 * tokens * WIDTH), tokens, 2 * WIDTH)
+            _gram_schmidt(left, m, ALL_ROWS)
         else:
             left = m
-        multiply(g, transpose(left), m, 1.0, None, 0.0, TILES)
+        multiply(g, transpose(left), m, 1.0, None, 0.0)
         v = head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
         c = tl.load(head(scale, c_strides, i, heads, 1, 1)[0]).to(tl.float32)
         if METHOD != "exact":
-            _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
+            _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS)
         elif ALL_ROWS == 0:
-            c = tl.where(is_balanced(g, c, LOST, own, TILES), c, float("nan"))
+            c = tl.where(is_balanced(g, c, LOST, own), c, float("nan"))
             tl.store(basis + i, c)
-            _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
+            _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS)
         else:
-            keeps_digits = is_balanced(g, c, IMBALANCE, own, TILES)
+            keeps_digits = is_balanced(g, c, IMBALANCE, own)
             if keeps_digits:
-                _mix(t, m, v, g, c, epsilon, own, "exact", ITERATIONS, TILES)
+                _mix(t, m, v, g, c, epsilon, own, "exact", ITERATIONS)
             else:
-                _gram_schmidt_apart(own_basis, m, ALL_ROWS, TILES)
-                multiply(g, transpose(own_basis), m, 1.0, None, 0.0, TILES)
-                _mix(t, own_basis, v, g, c, epsilon, own, "qr", ITERATIONS, TILES)
+                _gram_schmidt_apart(own_basis, m, ALL_ROWS)
+                multiply(g, transpose(own_basis), m, 1.0, None, 0.0)
+                _mix(t, own_basis, v, g, c, epsilon, own, "qr", ITERATIONS)
             left = _either(m, own_basis, keeps_digits)
-        multiply(head(output, o_strides, i, heads, tokens, VALUE_WIDTH), left, t, 1.0, v, 1.0, TILES)
+        multiply(head(output, o_strides, i, heads, tokens, VALUE_WIDTH), left, t, 1.0, v, 1.0)
 
 
 @triton.jit
 def _mix_backward(
     a1, a2, a3, a4, grad_scale, left, v, e, g, scale, epsilon, scratch,
-    METHOD: tl.constexpr, ITERATIONS: tl.constexpr, TILES: tl.constexpr,
+    METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """A₁ to A₄ and the gradient of c, given G."""
     x, scratch = matrix(scratch, g[3], v[4])
     f, scratch = matrix(scratch, g[3], v[4])
-    multiply(x, transpose(left), v, 1.0, None, 0.0, TILES)
-    multiply(f, transpose(left), e, 1.0, None, 0.0, TILES)
-    gradient = mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS, TILES)
+    multiply(x, transpose(left), v, 1.0, None, 0.0)
+    multiply(f, transpose(left), e, 1.0, None, 0.0)
+    gradient = mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS)
     tl.store(grad_scale, gradient.to(grad_scale.dtype.element_ty))
 
 
@@ -201,50 +207,49 @@ def backward_kernel(
     query, key, value, scale, basis, grad, grad_query, grad_key, grad_value, grad_scale, scratch,
     q_strides, k_strides, v_strides, c_strides, e_strides, gq_strides, gv_strides,
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
-    METHOD: tl.constexpr, ITERATIONS: tl.constexpr, TILES: tl.constexpr,
+    METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of query, key and value, and of each matrix's own c."""
-    SIZE: tl.constexpr = 2 * WIDTH
     own = slice_of(scratch, tl.program_id(0), scratch_size)
-    m, own = matrix(own, tokens, SIZE)
-    grad_m, own = matrix(own, tokens, SIZE)
-    own_basis, own = matrix(own, tokens, SIZE)
+    m, own = matrix(own, tokens, 2 * WIDTH)
+    grad_m, own = matrix(own, tokens, 2 * WIDTH)
+    own_basis, own = matrix(own, tokens, 2 * WIDTH)
     own = scratch_at(own[0] + own[1])
     balance, own = matrix(own, 3, WIDTH)
-    g, own = matrix(own, SIZE, SIZE)
-    a1, own = matrix(own, SIZE, VALUE_WIDTH)
-    a2, own = matrix(own, SIZE, VALUE_WIDTH)
-    a3, own = matrix(own, SIZE, SIZE)
-    a4, own = matrix(own, SIZE, VALUE_WIDTH)
+    g, own = matrix(own, 2 * WIDTH, 2 * WIDTH)
+    a1, own = matrix(own, 2 * WIDTH, VALUE_WIDTH)
+    a2, own = matrix(own, 2 * WIDTH, VALUE_WIDTH)
+    a3, own = matrix(own, 2 * WIDTH, 2 * WIDTH)
+    a4, own = matrix(own, 2 * WIDTH, VALUE_WIDTH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
-        _gather(m, balance, q, k, METHOD, TILES)
+        _gather(m, balance, q, k, METHOD)
         v = head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
         e = head(grad, e_strides, i, heads, tokens, VALUE_WIDTH)
         c, grad_c = tl.load(head(scale, c_strides, i, heads, 1, 1)[0]).to(tl.float32), grad_scale + i
         if METHOD == "qr":
-            left, _ = matrix(slice_of(basis, i, tokens * SIZE), tokens, SIZE)
+            left, _ = matrix(slice_of(basis, i, 2 * tokens * WIDTH), tokens, 2 * WIDTH)
         else:
             left = m
-        multiply(g, transpose(left), m, 1.0, None, 0.0, TILES)
+        multiply(g, transpose(left), m, 1.0, None, 0.0)
         if METHOD != "exact":
-            _mix_backward(a1, a2, a3, a4, grad_c, left, v, e, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
+            _mix_backward(a1, a2, a3, a4, grad_c, left, v, e, g, c, epsilon, own, METHOD, ITERATIONS)
         elif ALL_ROWS == 0:
-            c = tl.where(is_balanced(g, c, LOST, own, TILES), c, float("nan"))
-            _mix_backward(a1, a2, a3, a4, grad_c, left, v, e, g, c, epsilon, own, METHOD, ITERATIONS, TILES)
+            c = tl.where(is_balanced(g, c, LOST, own), c, float("nan"))
+            _mix_backward(a1, a2, a3, a4, grad_c, left, v, e, g, c, epsilon, own, METHOD, ITERATIONS)
         else:
-            keeps_digits = is_balanced(g, c, IMBALANCE, own, TILES)
+            keeps_digits = is_balanced(g, c, IMBALANCE, own)
             if keeps_digits:
-                _mix_backward(a1, a2, a3, a4, grad_c, m, v, e, g, c, epsilon, own, "exact", ITERATIONS, TILES)
+                _mix_backward(a1, a2, a3, a4, grad_c, m, v, e, g, c, epsilon, own, "exact", ITERATIONS)
             else:
-                _gram_schmidt_apart(own_basis, m, ALL_ROWS, TILES)
-                multiply(g, transpose(own_basis), m, 1.0, None, 0.0, TILES)
-                _mix_backward(a1, a2, a3, a4, grad_c, own_basis, v, e, g, c, epsilon, own, "qr", ITERATIONS, TILES)
+                _gram_schmidt_apart(own_basis, m, ALL_ROWS)
+                multiply(g, transpose(own_basis), m, 1.0, None, 0.0)
+                _mix_backward(a1, a2, a3, a4, grad_c, own_basis, v, e, g, c, epsilon, own, "qr", ITERATIONS)
             left = _either(m, own_basis, keeps_digits)
-        multiply(head(grad_value, gv_strides, i, heads, tokens, VALUE_WIDTH), left, a4, 1.0, e, 1.0, TILES)
-        multiply(grad_m, e, transpose(a1), 1.0, None, 0.0, TILES)
-        multiply(grad_m, v, transpose(a2), 1.0, grad_m, 1.0, TILES)
-        multiply(grad_m, left, a3, 1.0, grad_m, 1.0, TILES)
+        multiply(head(grad_value, gv_strides, i, heads, tokens, VALUE_WIDTH), left, a4, 1.0, e, 1.0)
+        multiply(grad_m, e, transpose(a1), 1.0, None, 0.0)
+        multiply(grad_m, v, transpose(a2), 1.0, grad_m, 1.0)
+        multiply(grad_m, left, a3, 1.0, grad_m, 1.0)
         grad_q = head(grad_query, gq_strides, i, heads, tokens, WIDTH)
         grad_k = head(grad_key, gq_strides, i, heads, tokens, WIDTH)
-        _scatter(grad_q, grad_k, grad_m, balance, TILES)
+        _scatter(grad_q, grad_k, grad_m, balance)

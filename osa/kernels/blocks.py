@@ -8,10 +8,7 @@ its operands few registers, so that those of all methods fit one warp.
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import load, store
-
-BLOCK = tl.constexpr(16)
-SIZE = tl.constexpr(32)  # rows of tiles whose matrices are held so
+from osa.kernels.tiles import BLOCK, load, store
 
 
 @triton.jit

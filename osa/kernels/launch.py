@@ -4,11 +4,11 @@ import torch
 import triton
 from torch import Tensor
 
-from osa.kernels import attention, blocks, phi1
+from osa.kernels import attention, phi1
+from osa.kernels.tiles import BLOCK, SIZE
 
-MAX_BASIS = 256 * 64  # entries of a basis, which Gram–Schmidt holds in registers
-ENTRIES = {"qr": (64, 32), "exact": (64, 16)}  # of it in each thread, where matrices are held in blocks and where not
-
+ENTRIES = 64  # of a basis in each thread, which Gram–Schmidt holds in registers
+WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # a matrix: on an H100 it took half the time of four warps
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, heads, N, width), and scale (batch, heads, 1, 1)
 
@@ -17,7 +17,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, basis: Tensor, num_iter
     """Fills the output, (batch, heads, N, d_value), and for "qr" the basis, in one launch: a program for a matrix."""
     query, _, value, _ = inputs
     tensors, (size, block) = (*inputs, output, basis), _sizes(query, value)
-    scratch_size = (2 * query.shape[-2] + 2) * size + 9 * size**2 + 4 * block
+    scratch_size = (2 * query.shape[-2] + 2) * size + 5 * size**2 + 4 * block
     constants = attention_constants(method, "forward", query, value, num_iterations)
     _launch_heads(attention.forward_kernel, tensors, tensors[:5], scratch_size, epsilon, constants)
 
@@ -29,27 +29,26 @@ def backward(
     query, _, value, _ = inputs
     size, block = _sizes(query, value)
     constants = attention_constants(method, "backward", query, value, num_iterations)
-    squares = 13 + num_iterations  # of which the iterations keep theirs
-    scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + terms_size(size, constants)
+    squares = 11 + num_iterations  # of which the iterations keep theirs
+    scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + terms_size(size)
     tensors, with_strides = (*inputs, basis, grad, *grads), (*inputs, grad, grads[0], grads[2])
     _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
 
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
     """Fills the output with φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
-    launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 6 * z.shape[-1] ** 2, phi1_constants(z, y))
+    launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 2 * z.shape[-1] ** 2, phi1_constants(z, y))
 
 
 def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
     count, size, width = y.shape
-    constants = phi1_constants(z, y)
-    scratch_size = 8 * size**2 + size * width + terms_size(size, constants)
-    launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, constants)
+    scratch_size = 4 * size**2 + size * width + terms_size(size)
+    launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, phi1_constants(z, y))
 
 
-def terms_size(size: int, constants: dict) -> int:
+def terms_size(size: int) -> int:
     """Of the scratch memory in which `phi1.phi1_gradients` keeps terms."""
-    return 2 * phi1.MOST_TERMS.value * constants["TILES"][1] * size
+    return phi1.MOST_TERMS.value * BLOCK.value * size
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
@@ -112,7 +111,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def phi1_constants(z: Tensor, y: Tensor) -> dict:
     """What a kernel of φ₁ is compiled for."""
-    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **tile_constants(*y.shape[1:])}
+    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
@@ -121,36 +120,14 @@ def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, 
     Gram–Schmidt holds ALL_ROWS of a basis in registers: "qr" forward takes as many threads as that needs, "exact" has a
     basis only where its threads suffice.
     """
-    constants, rows = mix_constants(method, query, value, num_iterations), padded(query.shape[-2])
-    padded_size = constants["TILES"][0]
-    warps = rows * padded_size // (32 * ENTRIES.get(method, (1, 1))[padded_size > blocks.SIZE.value])
+    names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": method, "ITERATIONS": num_iterations}
+    constants, rows = names | WARP, padded(query.shape[-2])
+    warps = rows * SIZE.value // (32 * ENTRIES)
     if (method, kernel) == ("qr", "forward"):
         constants["num_warps"] = max(constants["num_warps"], warps)
     elif method != "exact" or warps > constants["num_warps"]:
         rows = 0
     return constants | {"ALL_ROWS": rows}
-
-
-def mix_constants(
-    method: str, query: Tensor, value: Tensor, num_iterations: int, columns: int = 32, is_split: bool = False
-) -> dict:
-    """The same of what lies between Gram matrices alone, in tiles of so many columns; `is_split` as in `tile_constants`."""
-    names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": method, "ITERATIONS": num_iterations}
-    return names | tile_constants(2 * query.shape[-1], value.shape[-1], columns, is_split)
-
-
-def tile_constants(size: int, width: int, columns: int = 32, is_split: bool = False) -> dict:
-    """The tiles of products, whose columns are as many as the registers take, and whether their operands are split.
-
-    Where `tl.dot` takes its operands from memory, a thread holds sixteen entries of a tile or more: it multiplies more than
-    it loads. 128 registers a thread, and loads that are not issued ahead, let two programs share a multiprocessor. Left
-    alone, the compiler takes fewer, and spills. Matrices that are held in blocks have one warp, whose threads wait for no
-    others: on an H100 it took half the time of four. Split operands are each the sum of two of tensor cores' TF32, 22 bits.
-    """
-    is_held, rows = size <= blocks.SIZE.value, padded(size)
-    columns = 16 if is_held else min(columns, 8192 // rows, padded(width))
-    warps, registers = (1, 255) if is_held else (8 if size <= 128 else 16, 128)
-    return {"TILES": (rows, columns, 16, is_split), "num_warps": warps, "num_stages": 1, "maxnreg": registers}
 
 
 def padded(size: int) -> int:

@@ -18,6 +18,7 @@ import triton.language as tl
 from osa.kernels import blocks
 from osa.kernels.phi1 import phi1_gradients, phi1_times
 from osa.kernels.tiles import (
+    SIZE,
     add,
     apply_j,
     columns_of,
@@ -37,30 +38,17 @@ LOST = tl.constexpr(2.0**16)  # imbalance from which on "exact" has no digit: `o
 
 
 @triton.jit
-def is_balanced(gram, scale, limit, scratch, TILES: tl.constexpr):
+def is_balanced(gram, scale, limit, scratch):
     """Whether `osa.linalg.imbalance` of one matrix is within the limit, and its φ₁ has digits; NaN counts as balanced."""
     z, _ = matrix(scratch, gram[3], gram[3])
-    apply_j(z, gram, scale, TILES)
-    spectrum = -inner_product(z, transpose(z), TILES)  # Σ|λ|²
-    return not (inner_product(z, z, TILES) > limit * tl.maximum(spectrum, 1.0))
-
-
-@triton.jit
-def _projector(gram, grams, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
-    """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G), and `grams` ← G_0 to G_{K−1}, if it is not None."""
-    if TILES[0] == blocks.SIZE:
-        _projector_in_registers(gram, grams, ITERATIONS)
-    else:
-        g_t, scratch = matrix(scratch, gram[3], gram[3])
-        for k in range(ITERATIONS):
-            if grams is not None:
-                copy(rows_of(grams, k * gram[3], gram[3]), gram, 1.0, TILES)
-            multiply(g_t, gram, gram, -0.5, gram, 1.5, TILES)
-            multiply(gram, g_t, gram, -0.5, g_t, 1.5, TILES)
+    apply_j(z, gram, scale)
+    spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
+    return not (inner_product(z, z) > limit * tl.maximum(spectrum, 1.0))
 
 
 @triton.jit(noinline=True)
-def _projector_in_registers(gram, grams, ITERATIONS: tl.constexpr):
+def _projector(gram, grams, ITERATIONS: tl.constexpr):
+    """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G), and `grams` ← G_0 to G_{K−1}, if it is not None."""
     g = blocks.load_symmetric(gram)
     for k in range(ITERATIONS):
         if grams is not None:
@@ -72,30 +60,13 @@ def _projector_in_registers(gram, grams, ITERATIONS: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
-def _projector_gradients(grad, grams, scratch, ITERATIONS: tl.constexpr, TILES: tl.constexpr):
+@triton.jit(noinline=True)
+def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
     """The gradient of G_0 from the symmetric one of G_K, in place.
 
     As in `_NewtonSchulzGram` of osa/linalg.py, with E and G those of G_{k+1} and G_k: E ← R + Rᵀ of
     R = ¼ (Y + ½ Yᵀ) G + 9/8 E with Y = E G − 4 E.
     """
-    if TILES[0] == blocks.SIZE:
-        _projector_gradients_in_registers(grad, grams, ITERATIONS)
-    else:
-        y, scratch = matrix(scratch, grad[3], grad[3])
-        both, scratch = matrix(scratch, grad[3], grad[3])
-        for k in range(ITERATIONS):
-            gram = rows_of(grams, (ITERATIONS - 1 - k) * grad[3], grad[3])
-            multiply(y, grad, gram, 1.0, grad, -4.0, TILES)
-            copy(both, y, 1.0, TILES)
-            add(both, transpose(y), 0.5, TILES)
-            multiply(y, both, gram, 0.25, grad, 1.125, TILES)
-            copy(grad, y, 1.0, TILES)
-            add(grad, transpose(y), 1.0, TILES)
-
-
-@triton.jit(noinline=True)
-def _projector_gradients_in_registers(grad, grams, ITERATIONS: tl.constexpr):
     for k in range(ITERATIONS):
         g = blocks.load_square(rows_of(grams, (ITERATIONS - 1 - k) * grad[3], grad[3]), 1.0)
         e = blocks.load_square(grad, 1.0)
@@ -112,63 +83,63 @@ def _projector_gradients_in_registers(grad, grams, ITERATIONS: tl.constexpr):
 
 
 @triton.jit
-def _skew(out, coordinates, scale, half, TILES: tl.constexpr):
+def _skew(out, coordinates, scale, half):
     """out ← [S] = c C J Cᵀ (Eq. 7), skew to the last bit."""
     width = coordinates[4] // 2
     query, key = columns_of(coordinates, 0, width), columns_of(coordinates, width, width)
-    multiply(half, query, transpose(key), scale, None, 0.0, TILES)
-    copy(out, half, 1.0, TILES)
-    add(out, transpose(half), -1.0, TILES)
+    multiply(half, query, transpose(key), scale, None, 0.0)
+    copy(out, half, 1.0)
+    add(out, transpose(half), -1.0)
 
 
 @triton.jit
-def _normaliser(gram, epsilon, TILES: tl.constexpr):
+def _normaliser(gram, epsilon):
     """‖M‖_F = (tr G)^½ and 1 / (‖M‖_F + ε)."""
-    rows, columns = tl.arange(0, TILES[0]), tl.arange(0, 1)
+    rows, columns = tl.arange(0, SIZE), tl.arange(0, 1)
     norm = tl.sqrt(tl.sum(load(diagonal(gram), rows, columns)))
     return norm, 1.0 / (norm + epsilon)
 
 
 @triton.jit
-def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES: tl.constexpr):
+def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
     """Z = c Π J G and Y = Π J Π X, with Π, its `grams` and J Π X; returns ‖M‖_F and 1 / (‖M‖_F + ε)."""
-    norm, inverse = _normaliser(g, epsilon, TILES)
-    copy(projector, g, inverse * inverse, TILES)
-    _projector(projector, grams, scratch, ITERATIONS, TILES)
+    norm, inverse = _normaliser(g, epsilon)
+    copy(projector, g, inverse * inverse)
+    _projector(projector, grams, ITERATIONS)
     j_g, scratch = matrix(scratch, g[3], g[3])
-    apply_j(j_g, g, 1.0, TILES)
-    multiply(z, projector, j_g, scale, None, 0.0, TILES)
-    multiply(y, projector, x, 1.0, None, 0.0, TILES)
-    apply_j(j_px, y, 1.0, TILES)
-    multiply(y, projector, j_px, 1.0, None, 0.0, TILES)
+    apply_j(j_g, g, 1.0)
+    multiply(z, projector, j_g, scale, None, 0.0)
+    multiply(y, projector, x, 1.0, None, 0.0)
+    apply_j(j_px, y, 1.0)
+    multiply(y, projector, j_px, 1.0, None, 0.0)
     return norm, inverse
 
 
 @triton.jit
-def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS, TILES: tl.constexpr):
+def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
     """T of exp(S) V = V + L T."""
     z, scratch = matrix(scratch, g[3], g[3])
     y, scratch = matrix(scratch, x[3], x[4])
     if METHOD == "exact":
-        apply_j(z, g, scale, TILES)
-        apply_j(y, x, 1.0, TILES)
-        phi1_times(t, z, y, scratch, TILES)
-        copy(t, t, scale, TILES)
+        apply_j(z, g, scale)
+        apply_j(y, x, 1.0)
+        phi1_times(t, z, y, scratch)
+        copy(t, t, scale)
     elif METHOD == "qr":
         half, _ = matrix(scratch, g[3], g[3])
-        _skew(z, g, scale, half, TILES)
-        phi1_times(y, z, x, scratch, TILES)
-        multiply(t, z, y, 1.0, None, 0.0, TILES)
+        _skew(z, g, scale, half)
+        phi1_times(y, z, x, scratch)
+        multiply(t, z, y, 1.0, None, 0.0)
     else:
         projector, scratch = matrix(scratch, g[3], g[3])
         j_px, scratch = matrix(scratch, x[3], x[4])
-        _gram_z(z, y, projector, None, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
-        phi1_times(t, z, y, scratch, TILES)
-        copy(t, t, scale, TILES)
+        _gram_z(z, y, projector, None, j_px, g, x, scale, epsilon, scratch, ITERATIONS)
+        phi1_times(t, z, y, scratch)
+        copy(t, t, scale)
 
 
 @triton.jit
-def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS, TILES: tl.constexpr):
+def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS):
     """A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄; returns the gradient of c.
 
     By the chain rule through G, X and c, A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact" that of c is
@@ -184,72 +155,72 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
     grad_y, scratch = matrix(scratch, size, width)
     grad_z, scratch = matrix(scratch, size, size)
     if METHOD == "exact":
-        apply_j(z, g, scale, TILES)
-        apply_j(y, x, 1.0, TILES)
-        copy(h, f, scale, TILES)
-        phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch, TILES)
-        copy(a1, a1, scale, TILES)
-        multiply(y, g, a1, 1.0, x, 1.0, TILES)  # Mᵀ exp(S) V
-        apply_j(h, y, 1.0, TILES)
-        grad_scale = inner_product(f, h, TILES)
-        apply_j(a2, grad_y, -1.0, TILES)
-        apply_j(z, grad_z, -scale, TILES)
-        copy(a3, z, 1.0, TILES)
-        add(a3, transpose(z), 1.0, TILES)
-        copy(a4, a2, 1.0, TILES)
+        apply_j(z, g, scale)
+        apply_j(y, x, 1.0)
+        copy(h, f, scale)
+        phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch)
+        copy(a1, a1, scale)
+        multiply(y, g, a1, 1.0, x, 1.0)  # Mᵀ exp(S) V
+        apply_j(h, y, 1.0)
+        grad_scale = inner_product(f, h)
+        apply_j(a2, grad_y, -1.0)
+        apply_j(z, grad_z, -scale)
+        copy(a3, z, 1.0)
+        add(a3, transpose(z), 1.0)
+        copy(a4, a2, 1.0)
     elif METHOD == "qr":
         g_j, scratch = matrix(scratch, size, size)
-        _skew(z, g, scale, g_j, TILES)
-        copy(h, f, 1.0, TILES)
-        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch, TILES)  # U, Ū and the gradient of [S] in φ₁
-        multiply(h, z, y, 1.0, x, 1.0, TILES)  # Bᵀ exp(S) V
-        times_j(g_j, g, 1.0, TILES)
-        multiply(a1, transpose(g), h, 1.0, None, 0.0, TILES)
-        multiply(h, g_j, a1, 1.0, None, 0.0, TILES)
-        grad_scale = inner_product(f, h, TILES)
-        multiply(a1, transpose(g_j), y, -scale, None, 0.0, TILES)
-        multiply(a2, transpose(g_j), grad_y, scale, None, 0.0, TILES)
-        multiply(a4, z, grad_y, -1.0, None, 0.0, TILES)
+        _skew(z, g, scale, g_j)
+        copy(h, f, 1.0)
+        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # U, Ū and the gradient of [S] in φ₁
+        multiply(h, z, y, 1.0, x, 1.0)  # Bᵀ exp(S) V
+        times_j(g_j, g, 1.0)
+        multiply(a1, transpose(g), h, 1.0, None, 0.0)
+        multiply(h, g_j, a1, 1.0, None, 0.0)
+        grad_scale = inner_product(f, h)
+        multiply(a1, transpose(g_j), y, -scale, None, 0.0)
+        multiply(a2, transpose(g_j), grad_y, scale, None, 0.0)
+        multiply(a4, z, grad_y, -1.0, None, 0.0)
         bar, scratch = matrix(scratch, size, size)
         inside, scratch = matrix(scratch, size, size)
-        multiply(inside, f, transpose(y), 1.0, None, 0.0, TILES)
-        multiply(bar, z, grad_z, -1.0, inside, 1.0, TILES)  # the gradient of [S], B held fixed
-        multiply(inside, x, transpose(grad_y), -1.0, inside, 1.0, TILES)
-        add(inside, bar, -1.0, TILES)
-        add(inside, transpose(bar), 1.0, TILES)
-        multiply(a3, inside, g_j, scale, None, 0.0, TILES)
+        multiply(inside, f, transpose(y), 1.0, None, 0.0)
+        multiply(bar, z, grad_z, -1.0, inside, 1.0)  # the gradient of [S], B held fixed
+        multiply(inside, x, transpose(grad_y), -1.0, inside, 1.0)
+        add(inside, bar, -1.0)
+        add(inside, transpose(bar), 1.0)
+        multiply(a3, inside, g_j, scale, None, 0.0)
     else:
         projector, scratch = matrix(scratch, size, size)
         j_px, scratch = matrix(scratch, size, width)
         grams, scratch = matrix(scratch, ITERATIONS * size, size)
-        norm, inverse = _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS, TILES)
-        copy(h, f, scale, TILES)
-        phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch, TILES)
+        norm, inverse = _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS)
+        copy(h, f, scale)
+        phi1_gradients(a1, grad_y, grad_z, z, y, h, scratch)
         half, scratch = matrix(scratch, size, size)
         grad, scratch = matrix(scratch, size, size)
-        grad_scale = inner_product(f, a1, TILES)
-        copy(a1, a1, scale, TILES)
-        multiply(y, projector, grad_y, 1.0, None, 0.0, TILES)
-        apply_j(h, y, -1.0, TILES)  # the gradient of Π X
-        multiply(a2, projector, h, 1.0, None, 0.0, TILES)
-        copy(a4, a2, 1.0, TILES)
-        multiply(half, grad_y, transpose(j_px), 1.0, None, 0.0, TILES)
-        multiply(half, h, transpose(x), 1.0, half, 1.0, TILES)
-        apply_j(z, g, scale, TILES)
-        multiply(half, grad_z, transpose(z), 1.0, half, 1.0, TILES)  # the gradient of Π
-        copy(grad, half, 0.5, TILES)
-        add(grad, transpose(half), 0.5, TILES)
-        apply_j(z, g, 1.0, TILES)
-        multiply(half, projector, z, 1.0, None, 0.0, TILES)
-        grad_scale += inner_product(grad_z, half, TILES)
-        multiply(half, projector, grad_z, 1.0, None, 0.0, TILES)
-        apply_j(z, half, -scale, TILES)  # the gradient of G but for Π
-        _projector_gradients(grad, grams, scratch, ITERATIONS, TILES)
-        grad_square = -inverse * inverse * inverse * inner_product(grad, g, TILES) / tl.where(norm > 0, norm, 1.0)
-        add(z, grad, inverse * inverse, TILES)
-        copy(a3, z, 1.0, TILES)
-        add(a3, transpose(z), 1.0, TILES)
-        rows, columns = tl.arange(0, TILES[0]), tl.arange(0, 1)
+        grad_scale = inner_product(f, a1)
+        copy(a1, a1, scale)
+        multiply(y, projector, grad_y, 1.0, None, 0.0)
+        apply_j(h, y, -1.0)  # the gradient of Π X
+        multiply(a2, projector, h, 1.0, None, 0.0)
+        copy(a4, a2, 1.0)
+        multiply(half, grad_y, transpose(j_px), 1.0, None, 0.0)
+        multiply(half, h, transpose(x), 1.0, half, 1.0)
+        apply_j(z, g, scale)
+        multiply(half, grad_z, transpose(z), 1.0, half, 1.0)  # the gradient of Π
+        copy(grad, half, 0.5)
+        add(grad, transpose(half), 0.5)
+        apply_j(z, g, 1.0)
+        multiply(half, projector, z, 1.0, None, 0.0)
+        grad_scale += inner_product(grad_z, half)
+        multiply(half, projector, grad_z, 1.0, None, 0.0)
+        apply_j(z, half, -scale)  # the gradient of G but for Π
+        _projector_gradients(grad, grams, ITERATIONS)
+        grad_square = -inverse * inverse * inverse * inner_product(grad, g) / tl.where(norm > 0, norm, 1.0)
+        add(z, grad, inverse * inverse)
+        copy(a3, z, 1.0)
+        add(a3, transpose(z), 1.0)
+        rows, columns = tl.arange(0, SIZE), tl.arange(0, 1)
         store(diagonal(a3), rows, columns, load(diagonal(a3), rows, columns) + 2 * grad_square)
         tl.debug_barrier()
     return grad_scale

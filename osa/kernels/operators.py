@@ -11,14 +11,14 @@ from osa import functional, linalg
 from osa.compiled import INPUTS
 from osa.kernels import launch, sequences
 from osa.kernels.launch import padded
+from osa.kernels.tiles import SIZE
 from osa.linalg import Scale
 
 METHODS = ("exact", "newton_schulz", "qr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONG_METHODS = ("exact", "newton_schulz")  # that need Gram matrices alone
-MAX_WIDTH = 64  # of query, key and value
-MAX_TOKENS = 256  # beyond, one program for a matrix is too few
-MAX_LONG_WIDTH = 128
+MAX_TOKENS, MAX_WIDTH = 256, 16  # of query and key, whose matrices one program holds in its registers
+MAX_LONG_WIDTH = 128  # of query, key and value
 TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
 
@@ -31,27 +31,26 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     shapes, as torch asks of every capture.
     """
     tokens, width = query.shape[-2:]
-    tensors, is_short = (query, key, value), _is_short(query, value)
+    tensors, is_short = (query, key, value), _is_short(query)
     dtypes, rows = tuple(x.dtype for x in tensors), padded(tokens) if is_short else TRIED_TOKENS
     return (
         method in (METHODS if is_short else LONG_METHODS)
         and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH and _is_whole(x) for x in tensors)
         and not (isinstance(scale, Tensor) and not _is_whole(scale))
-        and (method != "qr" or padded(tokens) * padded(2 * width) <= launch.MAX_BASIS)
         and _is_right(method, query.device, dtypes, rows, width, value.shape[-1])
     )
 
 
-def _is_short(query: Tensor, value: Tensor) -> bool:
+def _is_short(query: Tensor) -> bool:
     """Whether one program takes a whole matrix."""
-    return query.shape[-2] <= MAX_TOKENS and max(query.shape[-1], value.shape[-1]) <= MAX_WIDTH
+    return query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH
 
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
     """The same for `phi1_times`."""
     return (
         all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y))
-        and z.shape[-1] <= 2 * MAX_WIDTH
+        and z.shape[-1] <= SIZE.value
         and _is_right("phi1", z.device, (z.dtype,), 0, z.shape[-1], y.shape[-1])
     )
 
@@ -72,7 +71,7 @@ def attend(
     if len(batch) != 2:
         inputs = [x.reshape(-1, *batch[-1:], *x.shape[-2:]) if batch else x[None, None] for x in inputs]
     options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
-    operators = OPERATORS if _is_short(query, value) else LONG_OPERATORS
+    operators = OPERATORS if _is_short(query) else LONG_OPERATORS
     output, _ = operators[method](*inputs, *options)
     return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
 

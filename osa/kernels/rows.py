@@ -55,12 +55,11 @@ def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.con
 
 
 @triton.jit
-def saved_matrices(pointer, index, size, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """What is kept of one matrix: γ, σ, G, X, T and a pointer to c, which is NaN where φ₁ has no digit."""
-    scratch = slice_of(pointer, index, size)
+def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """What the passes over a sequence need of what is kept of a matrix: γ, σ and T; G, X and c lie behind."""
+    LENGTH: tl.constexpr = 4 * WIDTH + 4 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
+    scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)
     sigma, scratch = matrix(scratch, 2 * WIDTH, 1)
-    g, scratch = matrix(scratch, 2 * WIDTH, 2 * WIDTH)
-    x, scratch = matrix(scratch, 2 * WIDTH, VALUE_WIDTH)
-    t, scratch = matrix(scratch, 2 * WIDTH, VALUE_WIDTH)
-    return (gamma, sigma, g, x, t, scratch[0] + scratch[1])
+    t, _ = matrix(scratch, 2 * WIDTH, VALUE_WIDTH)
+    return (gamma, sigma, t)

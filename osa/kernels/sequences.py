@@ -1,41 +1,46 @@
-"""How the kernels of osa/kernels/long.py are launched: four forward, three and a sum backward, of any number of tokens."""
+"""Orthogonal attention of long sequences and wide heads on CUDA: two passes forward, two back, and torch's products between.
+
+The passes are the kernels of osa/kernels/long.py, by many programs a matrix. T of V + M T and its gradient, between Gram
+matrices, are those of osa/functional.py, for all matrices side by side.
+"""
+
+import math
 
 import torch
 import triton
 from torch import Tensor
 
-from osa.kernels import launch, long, long_backward
+from osa import functional, linalg
+from osa.kernels import launch, long
 from osa.kernels.launch import Inputs, padded
 
 LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as the device has multiprocessors
+LEAST = 2.0**-46  # of a pair's larger square norm, to which the smaller one is raised
+KEPT = 2.0**-5  # of a column's square norm, below which float32 has lost five bits of what is left
+LOST = functional.LOST / torch.finfo(torch.float32).eps  # imbalance from which on "exact" has no digit
+MATRICES = 256  # whose gradients are taken at a time, as the steps to T are kept for them
 
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-    """Fills the output, (batch, heads, N, d_value), and for the gradients a row for each matrix."""
+    """Fills the output, (batch, heads, N, d_value), and for the gradients a row for each matrix: see `_kept`."""
     query, key, value, scale = inputs
-    (count, heads, tokens, width), value_width = _shape(query), value.shape[-1]
-    splits, rows = split(query, value)
-    length, size = 3 * width**2 + 2 * width * value_width, saved.shape[-1]
-    sums, pairs = _floats(query, count, splits + 1, length), _floats(query, count, splits, 3 * width)
-    shears = _floats(query, count, splits, 2 * width + 1)
-    form, tile = _form(query, value), gram_tile(query, value)
-    common = {"heads": heads, "tokens": tokens, "splits": splits, "rows_of_split": rows, **form, **tile}
-    strides, blocks = [x.stride() for x in (query, key, value)], tile["TILE"][2] // tile["TILE"][1]
-    launch.launch(long.gram_kernel, count * splits * blocks, (query, key, value, sums, pairs), strides, common)
-    tensors, common = (query, key, value, sums, pairs, shears), common | small_tile(query, value) | {"METHOD": method}
-    launch.launch(long.reduce_kernel, count * splits, tensors, strides, common)
-    numbers = {"heads": heads, "splits": splits, "size": size, "epsilon": epsilon}
-    constants = mix_constants(method, query, value, num_iterations)
-    block = constants["TILES"][1]  # columns of T
-    scratch_size = 9 * (2 * width) ** 2 + (5 * block + 2) * 2 * width
-    work = count * triton.cdiv(value_width, block)
-    tensors = sums, shears, scale, saved
-    launch.launch_resident(long.mix_kernel, work, tensors, [scale.stride()], scratch_size, constants | numbers)
-    tile = apply_tile(query, value)
-    common = {"heads": heads, "tokens": tokens, "size": size, **form, **tile}
-    strides.append(output.stride())
-    programs = count * triton.cdiv(tokens, tile["TILE"][0])
-    launch.launch(long.apply_kernel, programs, (query, key, value, output, saved), strides, common)
+    kept = _kept(saved, query, value)
+    length = 3 * query.shape[-1] ** 2 + kept[4][0].numel()
+    sums = query.new_empty(len(saved), split(query, value)[0], length, dtype=torch.float32)
+    gram, products = _gram_and_products(inputs, sums)
+    shear, sigma, c = torch.zeros_like(kept[0]), torch.ones_like(kept[1]), scale.reshape(-1, 1, 1).float()
+    if method == "exact":
+        shear, is_lost = _shear(gram)
+        again = _gram_and_products(inputs, sums, shear, is_lost)
+        gram = torch.where(is_lost, again[0], _sheared(_sheared(gram, shear).mT, shear))
+        products = torch.where(is_lost, again[1], _sheared(products, shear))
+        sigma = _lengths(gram)
+        gram, products = sigma * gram * sigma.mT, sigma * products
+        c = torch.where(linalg.imbalance(gram, c) > LOST, math.nan, c)
+    mixed = _mixing(method, num_iterations, epsilon, gram, products, c)
+    for place, x in zip(kept, (shear, sigma, mixed, gram, products, c), strict=True):
+        place.copy_(x)
+    _launch(long.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
 
 
 def backward(
@@ -43,49 +48,134 @@ def backward(
 ) -> None:
     """Fills the gradients of query, key, value, and of the scale of each matrix, given that of the output."""
     query, key, value, _ = inputs
-    (count, heads, tokens, width), value_width, size = _shape(query), value.shape[-1], saved.shape[-1]
-    splits, rows = split(query, value)
-    form, tile = _form(query, value), small_tile(query, value)
-    constants = mix_constants(method, query, value, num_iterations)
-    block = constants["TILES"][1]
-    blocks = triton.cdiv(value_width, block)
-    sums = _floats(query, count, splits, 2 * width * value_width)
-    common = {"heads": heads, "tokens": tokens, "splits": splits, "rows_of_split": rows, "size": size, **form, **tile}
-    strides = [x.stride() for x in (query, key, grad)]
-    programs = count * splits * (tile["TILE"][2] // tile["TILE"][1])
-    launch.launch(long_backward.products_kernel, programs, (query, key, grad, sums, saved), strides, common)
-    mixed, parts = _floats(query, count, 6 * width * value_width), _floats(query, count, blocks, (2 * width) ** 2 + 1)
-    numbers = {"splits": splits, "size": size, "epsilon": epsilon}
-    squares = 13 + num_iterations  # of which the iterations keep theirs
-    scratch_size = squares * (2 * width) ** 2 + 11 * 2 * width * block + launch.terms_size(2 * width, constants)
-    tensors = sums, saved, mixed, parts
-    launch.launch_resident(long_backward.mix_backward_kernel, count * blocks, tensors, [], scratch_size, constants | numbers)
-    a3 = parts.sum(1)
-    grads[3].copy_(a3[:, -1].view(grads[3].shape))
-    tile = apply_tile(query, value)
-    common = {"heads": heads, "tokens": tokens, "size": size, **form, **tile}
-    tensors = query, key, value, grad, *grads[:3]
-    strides = [x.stride() for x in tensors]
-    programs = count * triton.cdiv(tokens, tile["TILE"][0])
-    launch.launch(long_backward.apply_backward_kernel, programs, (*tensors, saved, mixed, a3), strides, common)
+    _, _, mixed, *given = _kept(saved, query, value)
+    sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
+    _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), small_tile(query, value))
+    parts = zip(*(x.split(MATRICES) for x in (*given, sums.sum(1))), strict=True)
+    found = [_mixing_gradients(method, num_iterations, epsilon, *part) for part in parts]
+    grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
+    grads[3].copy_(grad_c.view(grads[3].shape))
+    others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
+    _launch(long.apply_backward_kernel, (query, key, value, grad, *grads[:3]), others, apply_tile(query, value))
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Of what `long.saved_matrices` takes apart."""
-    count, _, _, width = _shape(query)
-    return count, -(-(4 * width + 4 * width**2 + 4 * width * value.shape[-1] + 1) // 16) * 16
+    return math.prod(query.shape[:2]), -(-sum(map(math.prod, _kept_shapes(query, value))) // 16) * 16
 
 
 def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-    """c of each matrix of "exact", NaN where its φ₁ has no digit: the last that `long.saved_matrices` finds."""
-    width, value_width = query.shape[-1], value.shape[-1]
-    return saved[:, 4 * width * (1 + width + value_width)] if method == "exact" else None
+    """c of each matrix of "exact", NaN where its φ₁ has no digit."""
+    return _kept(saved, query, value)[-1] if method == "exact" else None
+
+
+def _kept_shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
+    size, width = 2 * query.shape[-1], value.shape[-1]
+    return [(size, 1), (size, 1), (size, width), (size, size), (size, width), (1, 1)]
+
+
+def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
+    """γ, σ, T, G, X and c of each matrix, (matrices, rows, columns), of which the kernels take the first three."""
+    shapes = _kept_shapes(query, value)
+    rows = saved[:, : sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes], 1)
+    return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
+
+
+def _mixing(method: str, num_iterations: int, epsilon: float, *given: Tensor) -> Tensor:
+    """T, given G, X and c."""
+    with linalg.full_precision(given[0].device), linalg.without_autocast(given[0].device):
+        if method == "exact":
+            return functional._exact_mixing(*given)
+        return _iterated_mixing(*given, num_iterations, epsilon)
+
+
+@torch.inference_mode(False)  # within an operator, and so below autograd, it alone brings autograd back
+@torch.enable_grad()
+def _mixing_gradients(method: str, num_iterations: int, epsilon: float, *given: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of G, X and c, given these and that of T."""
+    *given, grad = given
+    small = [x.detach().requires_grad_() for x in given]
+    mixed = _mixing(method, num_iterations, epsilon, *small)
+    with linalg.full_precision(grad.device), linalg.without_autocast(grad.device):
+        return torch.autograd.grad(mixed, small, grad)
+
+
+def _iterated_mixing(gram: Tensor, products: Tensor, scale: Tensor, num_iterations: int, epsilon: float) -> Tensor:
+    """c φ₁(c Π J G) Π J Π X with Π = G_K of G / (‖M‖_F + ε)²."""
+    square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()  # whose derivative at M = 0 is infinite
+    projector = linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
+    z = torch.bmm(projector, linalg.apply_j(scale * gram))
+    return scale * linalg.phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
+
+
+def _gram_and_products(
+    inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """G = MᵀM and X = MᵀV; given γ, of the columns that it shears, where these are lost: elsewhere the sums stay."""
+    query, key, value, _ = inputs
+    is_sheared, none = shear is not None, sums.new_empty(0)
+    others = (sums, shear, is_lost.float()) if is_sheared else (sums, none, none)
+    tile = small_tile(query, value) if is_sheared else gram_tile(query, value)
+    _launch_parts(long.gram_kernel, (query, key, value), others, tile, SHEARED=is_sheared)
+    width, total = query.shape[-1], sums.sum(1)
+    blocks, products = total.split([3 * width**2, total.shape[1] - 3 * width**2], 1)
+    q_q, q_k, k_k = blocks.unflatten(1, (3, width, width)).unbind(1)
+    gram = torch.cat([torch.cat([q_q, q_k], -1), torch.cat([q_k.mT, k_k], -1)], -2)
+    return gram, products.unflatten(1, (2 * width, -1))
+
+
+def _sheared(x: Tensor, shear: Tensor) -> Tensor:
+    """Of each pair of rows, one less γ times the other."""
+    return x - shear * x.roll(x.shape[-2] // 2, -2)
+
+
+def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """γ, (matrices, 2d, 1), by which the shorter column of a pair takes off the longer, and whether that loses digits."""
+    q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
+    q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
+    longer, shorter = torch.maximum(q_q, k_k), torch.minimum(q_q, k_k)
+    ratio = q_k / torch.where(longer > 0, longer, 1)
+    shear = torch.cat([torch.where(k_k >= q_q, ratio, 0), torch.where(k_k >= q_q, 0, ratio)], -1)
+    return shear[..., None], (shorter - ratio * q_k < KEPT * shorter).any(-1)[:, None, None]
+
+
+def _lengths(gram: Tensor) -> Tensor:
+    """σ, (matrices, 2d, 1): s and 1/s, a power of two, which make the columns of each pair alike."""
+    q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
+    least = LEAST * (q_q + k_k) + 1e-37  # bounds the ratio where one is a multiple of the other
+    exponent = (0.25 * (torch.maximum(k_k, least).log2() - torch.maximum(q_q, least).log2()) + 0.5).floor()
+    return torch.cat([exponent, -exponent], -1).exp2()[..., None]
+
+
+def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, **constants) -> None:
+    """By a program for each part of each sequence and each block of columns of a left factor."""
+    splits, rows = split(tensors[0], tensors[2])
+    _, part, columns, _ = tile["TILE"]
+    _launch(kernel, tensors, others, tile, splits, columns // part, rows_of_split=rows, **constants)
+
+
+def _launch(
+    kernel,
+    tensors: tuple[Tensor, ...],
+    others: tuple[Tensor, ...],
+    tile: dict,
+    splits: int | None = None,
+    blocks: int = 1,
+    **constants,
+) -> None:
+    """`tensors` begin with query, key, and what is as wide as value; by default by a program for each tile of rows."""
+    query, _, value, *_ = tensors
+    batch, heads, tokens, width = query.shape
+    splits = splits or triton.cdiv(tokens, tile["TILE"][0])
+    constants |= {"WIDTH": width, "VALUE_WIDTH": value.shape[-1], "SPLIT": is_split(query, value)}
+    numbers, strides = {"heads": heads, "tokens": tokens, "splits": splits}, [x.stride() for x in tensors]
+    launch.launch(kernel, batch * heads * splits * blocks, (*tensors, *others), strides, numbers | constants | tile)
 
 
 def split(query: Tensor, value: Tensor) -> tuple[int, int]:
     """In how many parts a sequence is taken, and the rows of each."""
-    count, _, tokens, _ = _shape(query)
-    parts = min(triton.cdiv(launch.multiprocessors(query.device), 2 * count), triton.cdiv(tokens, LEAST_ROWS))
+    batch, heads, tokens, _ = query.shape
+    parts = min(triton.cdiv(launch.multiprocessors(query.device), 2 * batch * heads), triton.cdiv(tokens, LEAST_ROWS))
     rows = triton.cdiv(triton.cdiv(tokens, parts), 64) * 64
     return triton.cdiv(tokens, rows), rows
 
@@ -93,11 +183,6 @@ def split(query: Tensor, value: Tensor) -> tuple[int, int]:
 def is_split(*tensors: Tensor) -> bool:
     """Whether products are those of tensor cores."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
-
-
-def mix_constants(method: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-    """In tiles of more columns than elsewhere, as the program of each block of T's columns does again what all need."""
-    return launch.mix_constants(method, query, value, num_iterations, 64, is_split(query, value))
 
 
 def gram_tile(query: Tensor, value: Tensor) -> dict:
@@ -126,16 +211,3 @@ def _threads(tile: tuple[int, ...], is_small: bool) -> dict:
     if max(tile) <= 32:
         return {"num_warps": 4, "maxnreg": 255}
     return {"num_warps": 8, "maxnreg": 128 if is_small else 255}
-
-
-def _form(query: Tensor, value: Tensor) -> dict:
-    return {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "SPLIT": is_split(query, value)}
-
-
-def _shape(query: Tensor) -> tuple[int, int, int, int]:
-    batch, heads, tokens, width = query.shape
-    return batch * heads, heads, tokens, width
-
-
-def _floats(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)

@@ -2,15 +2,16 @@
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
 Intermediate ones lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
-tiles that fit the registers. TILES is the rows of a tile (2d or more), its columns, the length of its sums, and whether
-operands are split in two, as bfloat16 inputs allow; else products are full float32. Where nothing is multiplied, a tile has
-as many columns as a sum is long.
+full float32, in tiles of 32 rows (2d or more) and 16 columns, and sums are 16 long.
 What works on entries is called, not inlined: between calls a program holds a few numbers, so that no register has to be
 spilled, and a kernel compiles in seconds.
 """
 
 import triton
 import triton.language as tl
+
+SIZE = tl.constexpr(32)  # rows of a tile, and the most of a matrix that osa/kernels/blocks.py holds in registers
+BLOCK = tl.constexpr(16)
 
 
 @triton.jit
@@ -76,21 +77,17 @@ def store(a, rows, columns, values):
 
 
 @triton.jit(noinline=True)
-def multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
+def multiply(out, a, b, alpha, add, beta):
     """out ← α A B + β C, without C where it is None. `out` may be C, and B where its rows fit one tile."""
-    ROWS: tl.constexpr = TILES[0]
-    COLUMNS: tl.constexpr = TILES[1]
-    INNER: tl.constexpr = TILES[2]
-    PRECISION: tl.constexpr = "tf32x3" if TILES[3] else "ieee"
-    for row in range(0, out[3], ROWS):
-        rows = row + tl.arange(0, ROWS)
-        for column in range(0, out[4], COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for start in range(0, a[4], INNER):
-                inner = start + tl.arange(0, INNER)
+    for row in range(0, out[3], SIZE):
+        rows = row + tl.arange(0, SIZE)
+        for column in range(0, out[4], BLOCK):
+            columns = column + tl.arange(0, BLOCK)
+            sums = tl.zeros((SIZE, BLOCK), tl.float32)
+            for start in range(0, a[4], BLOCK):
+                inner = start + tl.arange(0, BLOCK)
                 left, right = load(a, rows, inner).to(tl.float32), load(b, inner, columns).to(tl.float32)
-                sums = tl.dot(left, right, sums, input_precision=PRECISION)
+                sums = tl.dot(left, right, sums, input_precision="ieee")
             sums = alpha * sums
             if add is not None:
                 sums += beta * load(add, rows, columns).to(tl.float32)
@@ -100,56 +97,56 @@ def multiply(out, a, b, alpha, add, beta, TILES: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def copy(out, a, alpha, TILES: tl.constexpr):
+def copy(out, a, alpha):
     """out ← α A, of one row of tiles."""
-    for column in range(0, out[4], TILES[2]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
+    for column in range(0, out[4], BLOCK):
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, alpha * load(a, rows, columns))
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
-def add(out, a, alpha, TILES: tl.constexpr):
+def add(out, a, alpha):
     """out ← out + α A, of one row of tiles."""
-    for column in range(0, out[4], TILES[2]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
+    for column in range(0, out[4], BLOCK):
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, load(out, rows, columns) + alpha * load(a, rows, columns))
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
-def set_identity(out, TILES: tl.constexpr):
+def set_identity(out):
     """out ← I, of one row of tiles."""
-    for column in range(0, out[4], TILES[2]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
+    for column in range(0, out[4], BLOCK):
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
-def inner_product(a, b, TILES: tl.constexpr):
+def inner_product(a, b):
     """⟨A, B⟩ = Σ A ∘ B."""
     total = tl.full([], 0.0, tl.float32)
-    for column in range(0, a[4], TILES[2]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
+    for column in range(0, a[4], BLOCK):
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         total += tl.sum(load(a, rows, columns) * load(b, rows, columns))
     return total
 
 
 @triton.jit(noinline=True)
-def apply_j(out, a, alpha, TILES: tl.constexpr):
+def apply_j(out, a, alpha):
     """out ← α J A with J = [[0, I], [−I, 0]]."""
     half = a[3] // 2
-    for column in range(0, a[4], TILES[2]):
-        rows, columns = tl.arange(0, TILES[0]), column + tl.arange(0, TILES[2])
+    for column in range(0, a[4], BLOCK):
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         other_half = load(a, tl.where(rows < half, rows + half, rows - half), columns)
         store(out, rows, columns, tl.where(rows < half, alpha, -alpha)[:, None] * other_half)
     tl.debug_barrier()
 
 
 @triton.jit
-def times_j(out, a, alpha, TILES: tl.constexpr):
+def times_j(out, a, alpha):
     """out ← α A J."""
     width = a[4] // 2
-    copy(columns_of(out, 0, width), columns_of(a, width, width), -alpha, TILES)
-    copy(columns_of(out, width, width), columns_of(a, 0, width), alpha, TILES)
+    copy(columns_of(out, 0, width), columns_of(a, width, width), -alpha)
+    copy(columns_of(out, width, width), columns_of(a, 0, width), alpha)

@@ -94,10 +94,10 @@ def warps(tiny: bool) -> Iterator[dict]:
     """One call at the paper's size, by how many warps a matrix has; `osa.kernels.launch` chooses one."""
     from osa.kernels import launch
 
-    chosen = launch.tile_constants
+    chosen = launch.WARP
     inputs = [torch.randn(2 if tiny else 128, 4, 50, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     for method, count in itertools.product(METHODS, (1, 2, 4)):
-        launch.tile_constants = lambda *sizes, count=count: chosen(*sizes) | {"num_warps": count}
+        launch.WARP = chosen | {"num_warps": count}
         call = partial(osa.orthogonal_attention, scale=0.01, method=method)
         yield {"method": method, "warps": count} | timings(call, inputs)
 

@@ -34,6 +34,7 @@ WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (*operators.METHODS, *(f"long {method}" for method in operators.LONG_METHODS), "phi1")
+MOST_ROWS = {"exact": 64}  # that a program has a basis for
 MANY = 4096  # tokens that stand for any number of a long sequence
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -78,23 +79,24 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
                 launch.phi1_forward(z, y, y)
                 launch.phi1_backward(z, y, y, z, y)
             return found
-        *long, name = method.split()
+        *long, method = method.split()
         if long or width <= operators.MAX_WIDTH:
             kernels = sequences if long else launch
-            query = torch.empty(2, 3, MANY if long else most_rows(name, width), width, dtype=dtype, device="meta")
-            shapes = (2, 3, 1, 1), kernels.saved_shape(name, query, query)
+            tokens = MANY if long else MOST_ROWS.get(method, operators.MAX_TOKENS)
+            query = torch.empty(2, 3, tokens, width, dtype=dtype, device="meta")
+            shapes = (2, 3, 1, 1), kernels.saved_shape(method, query, query)
             scale, saved = (torch.empty(shape, device="meta") for shape in shapes)
-            iterations = ITERATIONS.get(name, 0), 1e-7
+            iterations = ITERATIONS.get(method, 0), 1e-7
             inputs = query, query, query, scale
-            kernels.forward(name, inputs, query, saved, *iterations)
-            kernels.backward(name, inputs, saved, query, inputs, *iterations)
+            kernels.forward(method, inputs, query, saved, *iterations)
+            kernels.backward(method, inputs, saved, query, inputs, *iterations)
     return found
 
 
-def most_rows(method: str, width: int) -> int:
-    """As many as a program takes, and for "exact" as many as it has a basis for."""
-    rows = min(operators.MAX_TOKENS, launch.MAX_BASIS // max(16, 2 * width))
-    return min(rows, 512 * (8 if width > 16 else 4) // max(16, 2 * width)) if method == "exact" else rows
+def name(launched: Launch) -> str:
+    """Of the kernel, as the table has it."""
+    kernel, *_, arguments = launched
+    return kernel.fn.__name__.removesuffix("_kernel") + " sheared" * arguments.get("SHEARED", False)
 
 
 def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, architecture: int) -> dict:
@@ -112,7 +114,7 @@ def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, arc
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
     return {
         "method": method,
-        "kernel": launched[0].fn.__name__.removesuffix("_kernel"),
+        "kernel": name(launched),
         "width": width,
         "dtype": str(dtype).removeprefix("torch."),
         "architecture": f"sm_{architecture}",

@@ -19,7 +19,7 @@ from tests.osa.helpers import relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
-from osa.kernels import launch, operators
+from osa.kernels import operators
 from tests.osa.interpreter import DEVICE, quick, random
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
@@ -33,7 +33,6 @@ def as_on_cuda(monkeypatch):
         return
     monkeypatch.setitem(linalg.KERNELS, "attend", [(operators.fits, operators.attend)])
     monkeypatch.setitem(linalg.KERNELS, "phi1_times", [(operators.fits_phi1, operators.phi1_times)])
-    monkeypatch.setattr(launch, "tile_constants", lambda *sizes: {"TILES": (64, 64, 64, False), "num_warps": 8})
     with quick():
         yield
 

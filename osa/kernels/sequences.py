@@ -50,13 +50,13 @@ def backward(
     query, key, value, _ = inputs
     _, _, mixed, *given = _kept(saved, query, value)
     sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
-    _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), small_tile(query, value))
+    _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
     parts = zip(*(x.split(MATRICES) for x in (*given, sums.sum(1))), strict=True)
     found = [_mixing_gradients(method, num_iterations, epsilon, *part) for part in parts]
     grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
     grads[3].copy_(grad_c.view(grads[3].shape))
     others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
-    _launch(long.apply_backward_kernel, (query, key, value, grad, *grads[:3]), others, apply_tile(query, value))
+    _launch(long.apply_backward_kernel, (query, key, value, grad, *grads[:3]), others, apply_backward_tile(query, value))
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, int]:
@@ -115,7 +115,7 @@ def _gram_and_products(
     query, key, value, _ = inputs
     is_sheared, none = shear is not None, sums.new_empty(0)
     others = (sums, shear, is_lost.float()) if is_sheared else (sums, none, none)
-    tile = small_tile(query, value) if is_sheared else gram_tile(query, value)
+    tile = sheared_tile(query, value) if is_sheared else gram_tile(query, value)
     _launch_parts(long.gram_kernel, (query, key, value), others, tile, SHEARED=is_sheared)
     width, total = query.shape[-1], sums.sum(1)
     blocks, products = total.split([3 * width**2, total.shape[1] - 3 * width**2], 1)
@@ -187,27 +187,37 @@ def is_split(*tensors: Tensor) -> bool:
 
 def gram_tile(query: Tensor, value: Tensor) -> dict:
     """Rows at a time, columns of the left factor and of both right ones, and registers for five products of these."""
-    width, value_width = padded(query.shape[-1]), padded(value.shape[-1])
-    is_small = max(width, value_width) <= 64 and is_split(query, value)
-    if is_small and width == 64 and launch.capability(query.device) >= 9:  # whose tensor cores read shared memory
+    width, value_width, is_halved = padded(query.shape[-1]), padded(value.shape[-1]), is_split(query, value)
+    if is_halved and width == 64 >= value_width and launch.capability(query.device) >= 9:  # whose tensor cores read memory
         return {"TILE": (64, width, width, value_width), "num_warps": 8, "num_stages": 3, "maxnreg": 128}
-    tile = (32 if is_split(query, value) else 16, min(width, 32), width, value_width)
-    return {"TILE": tile, "num_stages": 3, **_threads(tile, is_small)}
+    return _tile(32 if is_halved else 16, 32, query, value, 3)
 
 
-def small_tile(query: Tensor, value: Tensor) -> dict:
-    """The same where columns are balanced on their way."""
-    tile = 16, min(padded(query.shape[-1]), 32), padded(query.shape[-1]), padded(value.shape[-1])
-    return {"TILE": tile, "num_stages": 1, **_threads(tile, False)}
+def sheared_tile(query: Tensor, value: Tensor) -> dict:
+    """The same of columns that are sheared on their way."""
+    return _tile(16, 32, query, value, 1) | {"maxnreg": 255}
+
+
+def products_tile(query: Tensor, value: Tensor) -> dict:
+    """The same for two products. Tensor cores take 16 rows at a time, and their loads are issued ahead."""
+    return _tile(64, 32, query, value, 3) if is_split(query, value) else _tile(16, 32, query, value, 1)
 
 
 def apply_tile(query: Tensor, value: Tensor) -> dict:
-    """Rows, the length of an inner product, and columns."""
-    tile = 32, 16, padded(query.shape[-1]), padded(value.shape[-1])
-    return {"TILE": tile, "num_stages": 1, **_threads(tile, max(tile) <= 64 and is_split(query, value))}
+    """Rows, the length of an inner product, and columns: T is loaded once for all rows."""
+    return _tile(128 if is_split(query, value) else 32, 16, query, value, 1)
 
 
-def _threads(tile: tuple[int, ...], is_small: bool) -> dict:
-    if max(tile) <= 32:
-        return {"num_warps": 4, "maxnreg": 255}
-    return {"num_warps": 8, "maxnreg": 128 if is_small else 255}
+def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
+    """The same for three results, with fewer rows where registers would run out."""
+    tile, has_room = apply_tile(query, value), launch.capability(query.device) >= 9
+    rows, *others = tile["TILE"]
+    most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)
+    return tile | {"TILE": (min(rows, most), *others)}
+
+
+def _tile(rows: int, part: int, query: Tensor, value: Tensor, stages: int) -> dict:
+    width, value_width = padded(query.shape[-1]), padded(value.shape[-1])
+    tile, widest = (rows, min(part, width), width, value_width), max(width, value_width)
+    registers = 128 if widest == 64 and is_split(query, value) else 255  # the former let two programs share a multiprocessor
+    return {"TILE": tile, "num_warps": 4 if widest <= 32 else 8, "num_stages": stages, "maxnreg": registers}

@@ -18,6 +18,7 @@ from tests.osa.test_launch import traffic
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
 HALF = torch.bfloat16
+TILES = "gram_tile", "sheared_tile", "products_tile", "apply_tile", "apply_backward_tile"
 pytestmark = pytest.mark.slow
 
 
@@ -31,7 +32,7 @@ def long(monkeypatch):
         return
     monkeypatch.setattr(sequences, "LEAST_ROWS", 64)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
-    for name in ("gram_tile", "small_tile", "apply_tile"):
+    for name in TILES:
         tile = getattr(sequences, name)
         monkeypatch.setattr(sequences, name, lambda *x, tile=tile: (t := tile(*x)) | {"TILE": (64, *t["TILE"][1:])})
     with quick():
@@ -173,7 +174,7 @@ def test_launches_and_bytes(monkeypatch):
     """
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
     monkeypatch.setattr(sequences, "LEAST_ROWS", 256)
-    for name in ("gram_tile", "small_tile", "apply_tile"):
+    for name in TILES:
         monkeypatch.setattr(sequences, name, lambda *x: {"TILE": (1024, 64, 64, 64), "num_warps": 8})
     inputs = [x.to(HALF).requires_grad_() for x in random(65536 // 2, 64, 64, (1, 1))]
     memory = Memory()

@@ -18,7 +18,7 @@ LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as 
 LEAST = 2.0**-46  # of a pair's larger square norm, to which the smaller one is raised
 KEPT = 2.0**-5  # of a column's square norm, below which float32 has lost five bits of what is left
 LOST = functional.LOST / torch.finfo(torch.float32).eps  # imbalance from which on "exact" has no digit
-MATRICES = 256  # whose gradients are taken at a time, as the steps to T are kept for them
+MATRICES = 128  # whose gradients are taken at a time: the steps to T are kept for them, 2 MB each at a width of 64
 
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:

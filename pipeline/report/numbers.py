@@ -96,6 +96,12 @@ def words(count: int) -> str:
     return SMALL[int(count)] if 0 <= count < len(SMALL) else grouped(count)
 
 
+def span(counts: Iterable[int]) -> str:
+    """Three, or one to three."""
+    least_first = sorted(counts)
+    return " to ".join(dict.fromkeys(map(words, least_first[:1] + least_first[-1:])))
+
+
 def listing(items: Iterable[str]) -> str:
     """a, b and c."""
     *others, last = list(items)

@@ -54,8 +54,8 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    named = (numbers.fixed, numbers.signed, numbers.grouped, numbers.percent, numbers.mean_sd, numbers.interval)
-    made.filters |= {each.__name__: each for each in (*named, numbers.number, numbers.times, numbers.words, numbers.listing)}
+    names = "fixed signed grouped percent mean_sd interval number times words span listing"
+    made.filters |= {name: getattr(numbers, name) for name in names.split()}
     made.filters |= {"plain": params.plain, "verdict": verdict, "holds": holds, "label": lambda name: text(label(name))}
     return made
 

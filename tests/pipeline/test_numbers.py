@@ -55,6 +55,8 @@ def test_three_significant_digits(value, text):
         (numbers.times(1.2249), "1.22 ×"),
         (numbers.words(3), "three"),
         (numbers.words(13), "13"),
+        (numbers.span([3, 1, 2]), "one to three"),
+        (numbers.span([5, 5]), "five"),
         (listing(["a"]), "a"),
         (listing(["a", "b", "c"]), "a, b and c"),
     ],

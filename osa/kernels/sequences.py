@@ -13,11 +13,11 @@ from torch import Tensor
 from osa import functional, linalg
 from osa.kernels import launch, long
 from osa.kernels.launch import Inputs, padded
+from osa.kernels.mixing import LOST
 
 LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as the device has multiprocessors
 LEAST = 2.0**-46  # of a pair's larger square norm, to which the smaller one is raised
 KEPT = 2.0**-5  # of a column's square norm, below which float32 has lost five bits of what is left
-LOST = functional.LOST / torch.finfo(torch.float32).eps  # imbalance from which on "exact" has no digit
 MATRICES = 128  # whose gradients are taken at a time: the steps to T are kept for them, 2 MB each at a width of 64
 
 
@@ -36,7 +36,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
         products = torch.where(is_lost, again[1], _sheared(products, shear))
         sigma = _lengths(gram)
         gram, products = sigma * gram * sigma.mT, sigma * products
-        c = torch.where(linalg.imbalance(gram, c) > LOST, math.nan, c)
+        c = torch.where(linalg.imbalance(gram, c) > LOST.value, math.nan, c)
     mixed = _mixing(method, num_iterations, epsilon, gram, products, c)
     for place, x in zip(kept, (shear, sigma, mixed, gram, products, c), strict=True):
         place.copy_(x)

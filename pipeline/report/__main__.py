@@ -167,7 +167,7 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 def table_sources(of_page: str, *owners: str) -> Markup:
     """A line below a section that links to the numbers and the code of its tables."""
-    names = {owner: owner.replace("_", " ") for owner in owners}
+    names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}  # theorem 2.1
     links = [f"[{name}](numbers/{of_page}/{owner}.json) ([code](../{code_of(owner)}))" for owner, name in names.items()]
     return Markup(f"<small>Numbers: {', '.join(links)}.</small>")
 

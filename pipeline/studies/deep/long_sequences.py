@@ -99,11 +99,12 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     for name, training in settings.runs.items():
         config = lab.config(training.variant, training.set)
         own = runs[(runs["name"] == name) & (runs["status"] == "finished")]
-        row = {"variant": training.variant, "tokens": config.options().num_tokens, "n": len(own)}
+        options = config.options()
+        row = {"variant": training.variant, "tokens": options.num_tokens, "n": len(own)}
+        row |= {"normalised": options.normalise_tokens, "alpha": options.alpha}
         row["accuracy"] = 100 * own["test_accuracy"].mean()
         rows.append(row | {"seconds": (config.train.batch_size / own["images_per_second"]).mean()})
-    there = [row for row in rows if row["n"]]
-    return {"slopes": slopes, "rows": there, "not_trained": [row for row in rows if not row["n"]]}
+    return {"slopes": slopes, "rows": rows}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:

@@ -95,7 +95,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         case: {size: summary([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")]) for size in SIZES}
         for case, rows in table.groupby("case", sort=False)
     }
-    rows = []
+    rows = {}
     for name, training in settings.runs.items():
         config = lab.config(training.variant, training.set)
         own = runs[(runs["name"] == name) & (runs["status"] == "finished")]
@@ -103,7 +103,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         row = {"variant": training.variant, "tokens": options.num_tokens, "n": len(own)}
         row |= {"normalised": options.normalise_tokens, "alpha": options.alpha}
         row["accuracy"] = 100 * own["test_accuracy"].mean()
-        rows.append(row | {"seconds": (config.train.batch_size / own["images_per_second"]).mean()})
+        rows[name] = row | {"seconds": (config.train.batch_size / own["images_per_second"]).mean()}
     return {"slopes": slopes, "rows": rows}
 
 

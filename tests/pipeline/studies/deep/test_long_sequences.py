@@ -53,6 +53,6 @@ def test_slopes_and_runs_by_hand(lab):
     found = long_sequences.summarise(SETTINGS, {"initial": pd.DataFrame(initial), "runs": runs}, lab)
     assert {case: sizes["skew"].mean for case, sizes in found["slopes"].items()} == pytest.approx(powers, abs=1e-9)
     batch = lab.config("vit").train.batch_size
-    trained, missing = found["rows"]
+    trained, missing = found["rows"]["vit_17"], found["rows"]["vit_5"]
     row = {"variant": "vit", "tokens": 17, "n": 1, "normalised": False, "alpha": 0.1, "accuracy": 95, "seconds": batch / 16}
     assert trained == row and (missing["tokens"], missing["n"]) == (5, 0) and math.isnan(missing["accuracy"])

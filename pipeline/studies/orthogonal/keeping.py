@@ -26,7 +26,7 @@ REFERENCE, BESIDE = "osa_exact", ("osa_exact", "vit")  # of Table 2
 OF_TRAINING = 0.5  # whose lowest loss speed is compared at
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")
-CLAIMS += ("rotations_replace_norm",)
+CLAIMS += ("rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")
 DRAWN = {  # lines of the figure
     "osa_watched": "free",

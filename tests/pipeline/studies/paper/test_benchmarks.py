@@ -32,3 +32,21 @@ def test_a_gpu_comes_after_the_cpus():
     cpu, gpu = benchmarks.summarise(None, {}, None)["steps"]
     assert cpu["environment"] == environment and gpu["environment"] == {"device_name": "A", "num_threads": None}
     assert {"variant": "osa_qr", "over_vit": 1.25} in gpu["rows"] and gpu["ns_over_qr"] == 2
+
+
+@pytest.mark.parametrize(
+    "ratios, word",
+    [
+        ((), "not trained"),
+        ((1.2,), "open, other direction"),
+        ((1.1, 1.2, 1.15), "contradicted"),
+        ((0.9, 0.8, 0.85), "reproduced"),
+        ((0.5, 0.9, 1.3), "open, same direction"),
+    ],
+)
+def test_machines_decide_whether_newton_schulz_is_cheaper(ratios, word):
+    for i, ratio in enumerate(ratios):
+        made = {"trained": {"over_vit": {"osa_qr": 2.0, "osa_ns": 2 * ratio}}}
+        environment = {"device_name": "A", "num_threads": 1}
+        files.write_json(benchmarks.FOLDER / f"{i}/step.json", {"environment": environment, "ratios": made})
+    assert benchmarks.summarise(None, {}, None)["ns_below_qr"].word == word

@@ -16,7 +16,7 @@ from pipeline.verdicts import judge
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Step times over ViT's on each machine, CPUs first; whether Newton–Schulz's is below QR's, by the logs of their ratios."""
+    """Step times over ViT's on each machine, CPUs first; by the logs of their ratios, whether NS is faster than QR."""
     cpus, gpus = (sorted(FOLDER.glob(f"*/{name}")) for name in ("step.json", "gpu_step.csv"))
     steps = [*map(on_cpu, cpus), *map(on_gpu, gpus)]
     ratios = [step["ns_over_qr"] for step in steps if step["ns_over_qr"]]

@@ -6,12 +6,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pipeline.drawing.looks import INK, PALETTE
+from pipeline.drawing.looks import INK, PAGE, PALETTE
 
 EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
+BEHIND_TEXT = {"facecolor": PAGE, "edgecolor": "none", "pad": 1}
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
@@ -36,26 +36,21 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Writes each line's label beside its last point; labels of lines that end at one x keep `gap` of the axes' height from
-    one another."""
+    """Writes each line's label beside its last point, over what lies there; labels that would touch keep `gap` of the axes'
+    height from one another."""
     axes.get_figure().draw_without_rendering()  # which settles the limits
-    to_axes = axes.transData + axes.transAxes.inverted()
-    lines = [line for line in axes.lines if not line.get_label().startswith("_")]
-    ends = {line: to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1]) for line in lines}
-
-    def column(line: Line2D) -> float:
-        return round(ends[line][0], 3)
-
-    for x, group in itertools.groupby(sorted(lines, key=lambda line: (column(line), ends[line][1])), key=column):
-        group = list(group)
-        heights = [ends[line][1] for line in group]
-        for _, below in itertools.product(range(50), range(len(heights) - 1)):
-            push = max(0.0, gap - (heights[below + 1] - heights[below])) / 2
-            heights[below : below + 2] = heights[below] - push, heights[below + 1] + push
-        for line, height in zip(group, heights, strict=True):
-            options = {"va": "center", "fontsize": 8, "color": line.get_color(), "annotation_clip": False}
-            options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points"}
-            axes.annotate(line.get_label(), (x, height), **options)
+    to_axes, labels = axes.transData + axes.transAxes.inverted(), []
+    for line in (line for line in axes.lines if not line.get_label().startswith("_")):
+        end = to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1])
+        options = {"va": "center", "fontsize": 8, "color": line.get_color(), "annotation_clip": False}
+        options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points", "bbox": BEHIND_TEXT}
+        labels.append(axes.annotate(line.get_label(), end, **options))
+    spans = {label: label.get_window_extent().intervalx for label in labels}
+    labels.sort(key=lambda label: label.xy[1])
+    for _, (below, above) in itertools.product(range(50), itertools.combinations(labels, 2)):
+        if max(spans[below][0], spans[above][0]) < min(spans[below][1], spans[above][1]):
+            push = max(0.0, gap - (above.xy[1] - below.xy[1])) / 2
+            below.xy, above.xy = below.xy - np.array([0, push]), above.xy + np.array([0, push])
 
 
 def ramp(count: int) -> list[tuple[float, ...]]:

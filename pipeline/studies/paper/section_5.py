@@ -165,6 +165,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
             axes.plot(table["loss"], table["ratio"], **looks.look(model).line())
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]
+                axes.plot(*last, ".", color=looks.look(model).colour)  # which shows a curve of one point
                 side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # of the dashed line
                 axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)

@@ -175,7 +175,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
         axes.set_yticks(ticks := [0.5, 0.7, 1, 1.5, 2, 3], [f"{tick:g}" for tick in ticks], minor=False)
         axes.minorticks_off()
         axes.invert_xaxis()
-        axes.margins(x=0.25)
+        axes.margins(x=0.25, y=0.12)
     panels[0].set_ylabel("Epochs of OSA / epochs of ViT")
     return figure
 

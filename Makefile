@@ -51,13 +51,13 @@ reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: on
 	$(RUN) dvc repro --single-item fetch
 	$(RUN) python -m pipeline fan_out $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) dvc repro
-	$(RUN) python -m pipeline.report readme
+	$(RUN) python -m pipeline report readme
 
 benchmark: setup  ## time attention and the training step on this machine, against what else one would run
-	$(RUN) python -m pipeline.benchmarks.attention
-	$(RUN) python -m pipeline.benchmarks.step
-	$(RUN) python -m pipeline.benchmarks.depth
-	$(RUN) python -m pipeline.benchmarks.orthogonal
+	$(RUN) python -m pipeline benchmarks.attention
+	$(RUN) python -m pipeline benchmarks.step
+	$(RUN) python -m pipeline benchmarks.depth
+	$(RUN) python -m pipeline benchmarks.orthogonal
 	$(RUN) dvc commit --force benchmarks
 	$(RUN) dvc repro --single-item report
 
@@ -65,7 +65,7 @@ gpu:  ## check and time the kernels on a GPU, where torch alone will do, into gp
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
-	$(RUN) exec python -m pipeline.tracking ui
+	$(RUN) exec python -m pipeline tracking ui
 
 .PHONY: tour
 tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
@@ -81,7 +81,7 @@ lint: setup  ## ruff
 	$(RUN) ruff format --check .
 
 readme: setup  ## render the README's result from the files
-	$(RUN) python -m pipeline.report readme
+	$(RUN) python -m pipeline report readme
 
 lock: setup  ## resolve requirements.in into requirements.txt (needs uv)
 	uv pip compile --universal --python-version 3.11 --no-annotate --no-header requirements.in -o requirements.txt

@@ -1,7 +1,7 @@
 """*Orthogonal Self-Attention* (Leo Zhang and James Martens, arXiv:2602.05996) in one file, to be read from top to bottom.
 
 OSA (QR) in a Vision Transformer without skip connections and LayerNorm learns MNIST by the paper's recipe. After
-`python -m pipeline.fetch mnist` it needs torch alone: `python notebooks/minimal.py`.
+`python -m pipeline fetch mnist` it needs torch alone: `python notebooks/minimal.py`.
 
 N tokens, width d, h heads of width d_v = d/h. Section and equation numbers are the paper's.
 """

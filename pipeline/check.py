@@ -2,7 +2,7 @@
 
 Every other stage waits for it. Its output never changes, so that an edit of a parameter reruns what depends on that alone.
 
-`python -m pipeline.check PATH COMMAND` is the stage of what a person makes by COMMAND, and git keeps: DVC runs it where PATH
+`python -m pipeline check PATH COMMAND` is the stage of what a person makes by COMMAND, and git keeps: DVC runs it where PATH
 is not what its lock knows, and goes no further.
 """
 

@@ -1,4 +1,4 @@
-"""The evaluate stage: a model's runs measured again from their weights: `python -m pipeline.evaluate osa_qr`.
+"""The evaluate stage: a model's runs measured again from their weights: `python -m pipeline evaluate osa_qr`.
 
 Writes to paper_outputs/evaluations, for each run: loss, accuracy, per-class accuracy and confusion matrix on the full
 test set, and for each layer and head of orthogonal attention what the paper's theorems are about. Git keeps the file, so

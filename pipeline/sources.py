@@ -1,4 +1,4 @@
-"""What each study's numbers are made by: `python -m pipeline.sources` writes paper_outputs/sources/NAME.txt.
+"""What each study's numbers are made by: `python -m pipeline sources` writes paper_outputs/sources/NAME.txt.
 
 That is the part of the study's file that measures and trains, and a digest of every other file of the project that this part
 imports, directly or not; comments, docstrings and layout do not count. A study's stage of dvc.yaml depends on this text

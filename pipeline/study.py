@@ -1,6 +1,6 @@
-"""Measures one study: `python -m pipeline.study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
+"""Measures one study: `python -m pipeline study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-A study that trains reads what is there; `python -m pipeline.tools.fan_out` trains what is missing.
+A study that trains reads what is there; `python -m pipeline fan_out` trains what is missing.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     study = studies.get(chosen.name)
     if study.measure is None:
-        raise UserError(f"{chosen.name} measures nothing: `python -m pipeline.report` reads what it needs.")
+        raise UserError(f"{chosen.name} measures nothing: `python -m pipeline report` reads what it needs.")
     make_deterministic()
     settings, lab = studies.settings(chosen.name), Lab(chosen.name, params.load(), params.load_paper())
     tables, folder = study.measure(settings, lab), FOLDER / chosen.name
@@ -41,7 +41,7 @@ def read_tables(name: str) -> dict[str, pd.DataFrame]:
     """The tables that a study has measured. Raises UserError if there is none."""
     paths = sorted((FOLDER / name).glob("*.csv"))
     if not paths:
-        raise UserError(f"{FOLDER / name} has no table: run `python -m pipeline.study {name}`.")
+        raise UserError(f"{FOLDER / name} has no table: run `python -m pipeline study {name}`.")
     return {path.stem: files.read_csv(path) for path in paths}
 
 

@@ -1,4 +1,4 @@
-"""The tables stage: the runs of Table 2 side by side and summarised over seeds: `python -m pipeline.tables`.
+"""The tables stage: the runs of Table 2 side by side and summarised over seeds: `python -m pipeline tables`.
 
 Which runs there should be is read from params.yaml, never from the folder: one that is not there yet is listed as missing,
 a diverged one is counted, and one that is not listed is left out. Exploratory runs that Table 2 does not have go into

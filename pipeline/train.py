@@ -1,4 +1,4 @@
-"""Trains one variant with one seed: `python -m pipeline.train osa_qr 0`.
+"""Trains one variant with one seed: `python -m pipeline train osa_qr 0`.
 
 Runs on CUDA if there is a device, there as a CUDA graph with the same numbers, else on the CPU. Killed at any moment, the
 same command resumes at the last point of its curves and finishes with the same bits as an undisturbed run.

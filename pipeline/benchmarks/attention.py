@@ -1,5 +1,5 @@
 """One attention call against the number of tokens, by every method and by what else one would call:
-`python -m pipeline.benchmarks.attention`.
+`python -m pipeline benchmarks.attention`.
 
 Orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward` writes them,
 the dense N×N `matrix_exp`, and torch's softmax attention, as torch chooses its backend and by each backend that takes the

@@ -1,4 +1,4 @@
-"""A training step of each deep model, side by side: `python -m pipeline.benchmarks.depth`.
+"""A training step of each deep model, side by side: `python -m pipeline benchmarks.depth`.
 
 All take their steps in one process, in rounds of shuffled order, from their initial weights: what the records of trainings
 say of seconds depends on what the machine did besides. Writes depth.csv and .json to paper_outputs/benchmarks/HARDWARE/.

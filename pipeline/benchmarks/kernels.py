@@ -1,4 +1,4 @@
-"""What the kernels of osa/kernels take of a GPU: `python -m pipeline.benchmarks.kernels`. It needs Triton, and no GPU.
+"""What the kernels of osa/kernels take of a GPU: `python -m pipeline benchmarks.kernels`. It needs Triton, and no GPU.
 
 Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
 paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of

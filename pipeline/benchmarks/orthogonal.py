@@ -1,4 +1,4 @@
-"""An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline.benchmarks.orthogonal`.
+"""An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py by our parametrisation, by torch's where it has it, and by the algorithms of
 pipeline/benchmarks/post.py, beside `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all

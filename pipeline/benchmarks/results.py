@@ -26,7 +26,7 @@ def parser(script: str, about: str | None) -> argparse.ArgumentParser:
     """The options of all scripts, and `about` them in its first paragraph."""
     shown, about = argparse.ArgumentDefaultsHelpFormatter, (about or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m pipeline.benchmarks.{script}", description=about, formatter_class=shown
+        prog=f"python -m pipeline benchmarks.{script}", description=about, formatter_class=shown
     )
     parser.add_argument("--repeats", type=int, default=9, help="rounds, in each of which everything has its turn")
     return parser

@@ -1,4 +1,4 @@
-"""A training step of each model of the paper, against the straightforward script: `python -m pipeline.benchmarks.step`.
+"""A training step of each model of the paper, against the straightforward script: `python -m pipeline benchmarks.step`.
 
 Both sides take the same steps in one process, in rounds of shuffled order: a batch of the true size, forward, backward,
 clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA beside it without its graph; theirs is

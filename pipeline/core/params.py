@@ -140,7 +140,7 @@ class Data(Section):
         if stored is None or (stored.path, stored.resize) != (self.path, self.resize):
             raise UserError(
                 f"{path.parent} does not hold the images of data.path {self.path}: with that path in params.yaml, run "
-                "`python -m pipeline.fetch folder`."
+                "`python -m pipeline fetch folder`."
             )
         return stored
 

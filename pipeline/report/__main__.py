@@ -1,9 +1,9 @@
-"""The pages: `python -m pipeline.report paper` writes report.html and report.md, `research` research.html and research.md.
+"""The pages: `python -m pipeline report paper` writes report.html and report.md, `research` research.html and research.md.
 
-    python -m pipeline.report paper --only theorem_2_2    one study again; the rest from paper_outputs/numbers
-    python -m pipeline.report paper --anyway              also from files that are not those of dvc.lock, which it names
-    python -m pipeline.report readme                      the result into README.md, between its markers
-    python -m pipeline.report demonstration               report.html and report.md of trainings alone, as in quickstart/
+    python -m pipeline report paper --only theorem_2_2    one study again; the rest from paper_outputs/numbers
+    python -m pipeline report paper --anyway              also from files that are not those of dvc.lock, which it names
+    python -m pipeline report readme                      the result into README.md, between its markers
+    python -m pipeline report demonstration               report.html and report.md of trainings alone, as in quickstart/
 
 The words stand in templates/, one for each section. Their numbers come from what the studies summarise of their tables and
 are written to paper_outputs/numbers. There is no clock and no chance in here: the same files give the same bytes.

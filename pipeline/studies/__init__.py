@@ -30,10 +30,10 @@ class Study:
 
     Args:
         settings: the schema of its section of parameters; None where it measures nothing.
-        measure: (settings, lab) → tables: what is expensive. `python -m pipeline.study NAME` writes them as CSV.
+        measure: (settings, lab) → tables: what is expensive. `python -m pipeline study NAME` writes them as CSV.
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that its template shows, from those tables alone.
         figures: by name, (settings, tables, lab) → a figure.
-        trainings: (settings, lab) → the runs that it compares. `python -m pipeline.tools.fan_out` trains them.
+        trainings: (settings, lab) → the runs that it compares. `python -m pipeline fan_out` trains them.
         watch: (training) → rows of numbers, at every point of the curves of its runs: their watched.csv.
     """
 

@@ -107,7 +107,7 @@ def data() -> Iterator[Line]:
         data.digest(data.folder(source))
         yield "data", f"{source}, whole", "", True
     except UserError as error:
-        yield "data", str(error).partition(";")[0], f"`python -m pipeline.fetch {source}`", True
+        yield "data", str(error).partition(";")[0], f"`python -m pipeline fetch {source}`", True
 
 
 def runs() -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""Trains all runs that are missing or stale, several at once: `python -m pipeline.tools.fan_out`.
+"""Trains all runs that are missing or stale, several at once: `python -m pipeline fan_out`.
 
 They are those of Table 2; `--only` names others, of any study. Each is a process of its own with one thread, or on its share
 of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
@@ -52,7 +52,7 @@ PROCESSES: set[subprocess.Popen] = set()  # that train now
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("tools.fan_out", __doc__)
+    parser = command_parser("fan_out", __doc__)
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
     only_help = "these instead, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", default=TABLE_2, help=only_help)

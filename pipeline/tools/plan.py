@@ -24,7 +24,7 @@ SHOWN = 4  # names and reasons in a line
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    command_parser("tools.plan", __doc__).parse_args(arguments)
+    command_parser("plan", __doc__).parse_args(arguments)
     settings, records = params.load(), runs.finished()
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:

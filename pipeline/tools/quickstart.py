@@ -28,7 +28,7 @@ STAGES = ("check", "fetch", "train", "evaluate", "tables")
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    command_parser("tools.quickstart", __doc__).parse_args(arguments)
+    command_parser("quickstart", __doc__).parse_args(arguments)
     params.load()  # names the root's own file where that is at fault
     settings = prepare()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Whether two commits give the same bits on this machine: `python -m pipeline.tools.same_bits COMMIT` compares the working
+"""Whether two commits give the same bits on this machine: `python -m pipeline same_bits COMMIT` compares the working
 tree with a commit, by the weights of every model after its first steps on the sample.
 
 An edit that keeps them needs nothing; one that does not raises `osa.NUMERICS`, and DVC trains again.
@@ -33,7 +33,7 @@ def compare() -> None:
     from pipeline.core.files import ROOT
     from pipeline.training import data
 
-    parser = command_parser("tools.same_bits", __doc__)
+    parser = command_parser("same_bits", __doc__)
     parser.add_argument("commit")
     commit = parser.parse_args().commit
     if not data.folder("sample").exists():

@@ -37,7 +37,7 @@ NOTHING = {"difference": "", "interval": "", "reading": "", "changes": ""}
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("tools.tries", __doc__)
+    parser = command_parser("try", __doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a name under variants in params.yaml")
     set_help = "values to try, as in model.depth=2,3; with more than one --set, every combination"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUES", help=set_help)

@@ -1,7 +1,7 @@
 """The runs in MLflow, as a view of the files under paper_outputs/runs, which stay the truth.
 
-    python -m pipeline.tracking sync [--from DIR]   bring MLflow up to date with the runs, and with those that train now
-    python -m pipeline.tracking ui                  serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
+    python -m pipeline tracking sync [--from DIR]   bring MLflow up to date with the runs, and with those that train now
+    python -m pipeline tracking ui                  serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
 
 The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says.
 """

@@ -37,7 +37,7 @@ def write_project() -> None:
 
 
 class Training:
-    """`python -m pipeline.train` in a process of its own, after `before`, which happens there."""
+    """`python -m pipeline train` in a process of its own, after `before`, which happens there."""
 
     def __init__(self, before: Callable[[], object] = int) -> None:
         handle, name = tempfile.mkstemp(dir=Path())

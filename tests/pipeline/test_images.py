@@ -148,8 +148,8 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     [
         ({"patch_size": 5}, "patch_size 5 .*12"),
         ({"num_classes": 2}, "num_classes 2 .*3"),
-        ({"path": "others"}, "run `python -m pipeline.fetch folder`"),
-        ({}, "run `python -m pipeline.fetch folder`"),
+        ({"path": "others"}, "run `python -m pipeline fetch folder`"),
+        ({}, "run `python -m pipeline fetch folder`"),
     ],
 )
 def test_a_model_that_does_not_fit_the_images_is_refused(changes, expected):

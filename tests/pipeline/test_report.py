@@ -140,7 +140,7 @@ def test_the_committed_pages_are_what_the_committed_files_give(written):
     different = [
         str(path) for path in paths if (written / path).read_bytes() != (ROOT / "paper_outputs" / path).read_bytes()
     ]
-    assert not different, "run `python -m pipeline.report paper`, `… research` and `make readme`"
+    assert not different, "run `python -m pipeline report paper`, `… research` and `make readme`"
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -220,9 +220,9 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
 
 def test_a_try_s_command_is_one_that_its_options_understand():
     run = Run("vit", 0, runs.TRIES, {"init": {"alpha": None, "head": "zeros"}, "train": {"eps": 1e16}})
-    *name, variant, number = shlex.split(run.command)[:5]
-    assert (*name, variant, number) == ("python", "-m", "pipeline.train", "vit", "0")
-    assert params.parse_overrides(shlex.split(run.command)[6::2]) == run.overrides
+    *name, variant, number = shlex.split(run.command)[:6]
+    assert (*name, variant, number) == ("python", "-m", "pipeline", "train", "vit", "0")
+    assert params.parse_overrides(shlex.split(run.command)[7::2]) == run.overrides
 
 
 # kill and resume

@@ -65,7 +65,7 @@ def test_a_study_writes_its_tables_and_removes_stale_ones(project):
 
 
 def test_tables_that_are_missing_are_named_with_the_command(project):
-    with pytest.raises(UserError, match=r"python -m pipeline\.study theorem_4_1"):
+    with pytest.raises(UserError, match=r"python -m pipeline study theorem_4_1"):
         study.read_tables("theorem_4_1")
 
 

@@ -65,7 +65,7 @@ def read_history(content: bytes) -> list[dict]:
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """`python -m pipeline.train` in this process, whose settings of torch are left alone."""
+    """`python -m pipeline train` in this process, whose settings of torch are left alone."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments, "--no-tracking"])
     monkeypatch.setattr(train, "make_deterministic", lambda: None)
     train.main()

@@ -1,4 +1,4 @@
-"""How fast orthogonal linear layers are, machine by machine: what `python -m pipeline.benchmarks.orthogonal` has left in
+"""How fast orthogonal linear layers are, machine by machine: what `python -m pipeline benchmarks.orthogonal` has left in
 paper_outputs/benchmarks. It is run by hand; here its ratios stand beside a post's statements on speed."""
 
 from pathlib import Path

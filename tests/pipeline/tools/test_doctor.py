@@ -46,7 +46,7 @@ def test_data_and_runs(monkeypatch):
     run = trained("vit")
     assert not remedies(doctor.data)["data"] and not any(remedies(doctor.runs).values())
     run.weights.unlink(), Path("data/mnist/t10k-labels-idx1-ubyte.gz").unlink()
-    assert remedies(doctor.runs)["weights"] and "pipeline.fetch mnist" in remedies(doctor.data)["data"]
+    assert remedies(doctor.runs)["weights"] and "pipeline fetch mnist" in remedies(doctor.data)["data"]
     write_params(run={"variants": ["vit"], "seeds": [0]}, train={"eps": 1e-7})
     assert remedies(doctor.runs)["records"]
     Path("params.yaml").write_text("run: [", encoding="utf-8")

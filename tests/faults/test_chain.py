@@ -101,7 +101,7 @@ def replaced(path: Path, content: bytes | None) -> Iterator[None]:
 
 
 def is_new_to_dvc(path: Path) -> bool:
-    """Whether `dvc repro` would run the stage that the file is of: make it again, or refuse it by `pipeline.check`. A frozen
+    """Whether `dvc repro` would run the stage that the file is of: make it again, or refuse it by `pipeline check`. A frozen
     stage it would not run, and yet take its outputs as they are."""
     out = next(OUTS[each] for each in (path, *path.parents) if each in OUTS)
     return bool(out.workspace_status()) and not out.stage.frozen

@@ -1,5 +1,7 @@
 """How Triton kernels are launched: on a tensor's own device, by how many programs, and what they are compiled for."""
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -8,6 +10,7 @@ from osa.kernels import attention, phi1
 from osa.kernels.tiles import BLOCK, SIZE
 
 ENTRIES = 64  # of a basis in each thread, which Gram–Schmidt holds in registers
+PHI1_BYTES = {64: 65536, 128: 163840}  # of shared memory, by rows of a tile: paper_outputs/benchmarks/kernels.csv
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # a matrix: on an H100 it took half the time of four warps
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, heads, N, width), and scale (batch, heads, 1, 1)
@@ -42,13 +45,13 @@ def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
 
 def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
     count, size, width = y.shape
-    scratch_size = 4 * size**2 + size * width + terms_size(size)
+    scratch_size = 4 * size**2 + size * width + terms_size(size, BLOCK.value if size <= SIZE.value else width)
     launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, phi1_constants(z, y))
 
 
-def terms_size(size: int) -> int:
-    """Of the scratch memory in which `phi1.phi1_gradients` keeps terms."""
-    return phi1.MOST_TERMS.value * BLOCK.value * size
+def terms_size(size: int, columns: int = BLOCK.value) -> int:
+    """Of the scratch memory in which `phi1.phi1_gradients` keeps terms, of as many columns as it takes at a time."""
+    return phi1.MOST_TERMS.value * columns * size
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
@@ -111,7 +114,16 @@ def multiprocessors(device: torch.device) -> int:
 
 def phi1_constants(z: Tensor, y: Tensor) -> dict:
     """What a kernel of φ₁ is compiled for."""
-    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
+    tile = max(SIZE.value, padded(z.shape[-1]))
+    options = WARP if tile == SIZE.value else WARP | {"num_warps": 8}
+    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], "TILE": tile, **options}
+
+
+def holds_phi1(size: int, device: torch.device) -> bool:
+    """Whether a program has room for φ₁ of so many rows by tensor cores, whose operands lie in shared memory."""
+    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else math.inf
+    is_new = device.type != "cuda" or capability(device) >= 9  # older ones take operands from registers, which spill
+    return is_new and size > SIZE.value and PHI1_BYTES.get(padded(size), math.inf) <= room
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:

@@ -1,16 +1,17 @@
 """Orthogonal attention of long sequences and wide heads on CUDA: two passes forward, two back, and torch's products between.
 
 The passes are the kernels of osa/kernels/long.py, by many programs a matrix. T of V + M T and its gradient, between Gram
-matrices, are those of osa/functional.py, for all matrices side by side.
+matrices, are by the formulas of osa/functional.py, for all matrices side by side.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 
-from osa import functional, linalg
+from osa import linalg
 from osa.kernels import launch, long
 from osa.kernels.launch import Inputs, padded
 from osa.kernels.mixing import LOST
@@ -19,6 +20,7 @@ LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as 
 LEAST = 2.0**-46  # of a pair's larger square norm, to which the smaller one is raised
 KEPT = 2.0**-5  # of a column's square norm, below which float32 has lost five bits of what is left
 MATRICES = 128  # whose gradients are taken at a time: the steps to T are kept for them, 2 MB each at a width of 64
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # T, given G, X and c
 
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
@@ -37,7 +39,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
         sigma = _lengths(gram)
         gram, products = sigma * gram * sigma.mT, sigma * products
         c = torch.where(linalg.imbalance(gram, c) > LOST.value, math.nan, c)
-    mixed = _mixing(method, num_iterations, epsilon, gram, products, c)
+    mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, c)
     for place, x in zip(kept, (shear, sigma, mixed, gram, products, c), strict=True):
         place.copy_(x)
     _launch(long.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
@@ -52,7 +54,8 @@ def backward(
     sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
     _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
     parts = zip(*(x.split(MATRICES) for x in (*given, sums.sum(1))), strict=True)
-    found = [_mixing_gradients(method, num_iterations, epsilon, *part) for part in parts]
+    mixing = _mixing(method, inputs, num_iterations, epsilon)
+    found = [_mixing_gradients(mixing, *part) for part in parts]
     grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
     grads[3].copy_(grad_c.view(grads[3].shape))
     others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
@@ -80,32 +83,38 @@ def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
-def _mixing(method: str, num_iterations: int, epsilon: float, *given: Tensor) -> Tensor:
-    """T, given G, X and c."""
-    with linalg.full_precision(given[0].device), linalg.without_autocast(given[0].device):
-        if method == "exact":
-            return functional._exact_mixing(*given)
-        return _iterated_mixing(*given, num_iterations, epsilon)
+def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) -> Mixing:
+    """Of a method. φ₁ is in full float32, or by tensor cores, with 22 bits, where the inputs have 8."""
+    query, _, value, _ = inputs
+    is_by_tensor_cores = is_split(*inputs[:3]) and launch.holds_phi1(2 * query.shape[-1], value.device)
+    phi1_times = torch.ops.osa.phi1 if is_by_tensor_cores else linalg.phi1_times
+
+    def mixing(gram: Tensor, products: Tensor, c: Tensor) -> Tensor:
+        with linalg.full_precision(gram.device), linalg.without_autocast(gram.device):
+            if method == "exact":
+                return c * phi1_times(linalg.apply_j(c * gram), linalg.apply_j(products))
+            projector = _projector(gram, num_iterations, epsilon)
+            z = torch.bmm(projector, linalg.apply_j(c * gram))
+            return c * phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
+
+    return mixing
 
 
 @torch.inference_mode(False)  # within an operator, and so below autograd, it alone brings autograd back
 @torch.enable_grad()
-def _mixing_gradients(method: str, num_iterations: int, epsilon: float, *given: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of G, X and c, given these and that of T."""
-    *given, grad = given
-    small = [x.detach().requires_grad_() for x in given]
-    mixed = _mixing(method, num_iterations, epsilon, *small)
+def _mixing_gradients(mixing: Mixing, gram: Tensor, products: Tensor, c: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of G, X and c, given that of T."""
+    small = [x.detach().requires_grad_() for x in (gram, products, c)]
+    mixed = mixing(*small)
     with linalg.full_precision(grad.device), linalg.without_autocast(grad.device):
         return torch.autograd.grad(mixed, small, grad)
 
 
-def _iterated_mixing(gram: Tensor, products: Tensor, scale: Tensor, num_iterations: int, epsilon: float) -> Tensor:
-    """c φ₁(c Π J G) Π J Π X with Π = G_K of G / (‖M‖_F + ε)²."""
+def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
+    """Π = G_K of G / (‖M‖_F + ε)²."""
     square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()  # whose derivative at M = 0 is infinite
-    projector = linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
-    z = torch.bmm(projector, linalg.apply_j(scale * gram))
-    return scale * linalg.phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
+    return linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
 
 
 def _gram_and_products(

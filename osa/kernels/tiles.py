@@ -2,7 +2,8 @@
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
 Intermediate ones lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
-full float32, in tiles of 32 rows (2d or more) and 16 columns, and sums are 16 long.
+tiles of TILE rows (2d or more). Of 32 rows they are in full float32, by 16 columns, with sums 16 long; of more by tensor
+cores, as three products of TF32, which keep 22 bits, by 32 columns, with sums as long as the tile.
 What works on entries is called, not inlined: between calls a program holds a few numbers, so that no register has to be
 spilled, and a kernel compiles in seconds.
 """
@@ -12,6 +13,7 @@ import triton.language as tl
 
 SIZE = tl.constexpr(32)  # rows of a tile, and the most of a matrix that osa/kernels/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
+PANEL = tl.constexpr(32)  # columns of a wider tile
 
 
 @triton.jit
@@ -76,18 +78,27 @@ def store(a, rows, columns, values):
     tl.store(pointers, values.to(a[0].dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def dot(a, b, sums, TILE: tl.constexpr):
+    """sums + A B, of tiles of so many rows."""
+    PRECISION: tl.constexpr = "ieee" if TILE == SIZE else "tf32x3"
+    return tl.dot(a, b, sums, input_precision=PRECISION)
+
+
 @triton.jit(noinline=True)
-def multiply(out, a, b, alpha, add, beta):
+def multiply(out, a, b, alpha, add, beta, TILE: tl.constexpr = SIZE):
     """out ← α A B + β C, without C where it is None. `out` may be C, and B where its rows fit one tile."""
-    for row in range(0, out[3], SIZE):
-        rows = row + tl.arange(0, SIZE)
-        for column in range(0, out[4], BLOCK):
-            columns = column + tl.arange(0, BLOCK)
-            sums = tl.zeros((SIZE, BLOCK), tl.float32)
-            for start in range(0, a[4], BLOCK):
-                inner = start + tl.arange(0, BLOCK)
+    LENGTH: tl.constexpr = BLOCK if TILE == SIZE else TILE
+    COLUMNS: tl.constexpr = BLOCK if TILE == SIZE else PANEL
+    for row in range(0, out[3], TILE):
+        rows = row + tl.arange(0, TILE)
+        for column in range(0, out[4], COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            sums = tl.zeros((TILE, COLUMNS), tl.float32)
+            for start in range(0, a[4], LENGTH):
+                inner = start + tl.arange(0, LENGTH)
                 left, right = load(a, rows, inner).to(tl.float32), load(b, inner, columns).to(tl.float32)
-                sums = tl.dot(left, right, sums, input_precision="ieee")
+                sums = dot(left, right, sums, TILE)
             sums = alpha * sums
             if add is not None:
                 sums += beta * load(add, rows, columns).to(tl.float32)
@@ -97,10 +108,10 @@ def multiply(out, a, b, alpha, add, beta):
 
 
 @triton.jit(noinline=True)
-def copy(out, a, alpha):
+def copy(out, a, alpha, TILE: tl.constexpr = SIZE):
     """out ← α A, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
+        rows, columns = tl.arange(0, TILE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, alpha * load(a, rows, columns))
     tl.debug_barrier()
 
@@ -115,20 +126,20 @@ def add(out, a, alpha):
 
 
 @triton.jit(noinline=True)
-def set_identity(out):
+def set_identity(out, TILE: tl.constexpr = SIZE):
     """out ← I, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
+        rows, columns = tl.arange(0, TILE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
-def inner_product(a, b):
+def inner_product(a, b, TILE: tl.constexpr = SIZE):
     """⟨A, B⟩ = Σ A ∘ B."""
     total = tl.full([], 0.0, tl.float32)
     for column in range(0, a[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
+        rows, columns = tl.arange(0, TILE), column + tl.arange(0, BLOCK)
         total += tl.sum(load(a, rows, columns) * load(b, rows, columns))
     return total
 

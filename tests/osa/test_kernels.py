@@ -16,6 +16,7 @@ from tests.osa.helpers import DEGENERATE, relative_error
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
 from osa.kernels import launch, operators
+from osa.kernels.tiles import SIZE
 from tests.osa.interpreter import DEVICE, Races, quick, random
 
 
@@ -208,18 +209,33 @@ def test_any_norm(method, norm):
     assert max(errors(method, query, key, value, scale)) < 1e-5 * max(1, norm / 10)
 
 
-def test_phi1_alone():
-    """As of a long sequence; values and gradients, with and without doublings, against torch's exponential."""
-    z, y, cotangent = torch.randn(2, 3, 3), torch.randn(2, 3, 5), torch.randn(2, 3, 5)
-    z = (z - z.mT) * torch.tensor([0.3, 4.0]).view(2, 1, 1)
+@pytest.mark.parametrize("size, width", [(3, 5), (37, 3), (70, 35)])
+def test_phi1_alone(size, width):
+    """By registers, and by tensor cores; values and gradients, with and without doublings, against torch's exponential."""
+    if size > SIZE.value and not launch.holds_phi1(size, DEVICE):
+        pytest.skip("this GPU takes torch's products")
+    z, y, cotangent = torch.randn(2, size, size), torch.randn(2, size, width), torch.randn(2, size, width)
+    norms = torch.tensor([0.9, 12.0]).view(2, 1, 1)
+    z = (z - z.mT) * norms / torch.linalg.matrix_norm(z - z.mT, 2)[:, None, None]
     inputs, exact = ([x.detach().to(kind).requires_grad_() for x in (z, y)] for kind in (DEVICE, torch.float64))
-    blocks = torch.cat([torch.cat([exact[0], torch.eye(3).expand(2, 3, 3)], -1), torch.zeros(2, 3, 6)], -2)
-    expected = torch.linalg.matrix_exp(blocks)[:, :3, 3:] @ exact[1]  # Higham 2008, Section 10.7.4
+    blocks = torch.cat([exact[0], torch.eye(size).expand(2, size, size)], -1)
+    blocks = torch.cat([blocks, torch.zeros(2, size, 2 * size)], -2)
+    expected = torch.linalg.matrix_exp(blocks)[:, :size, size:] @ exact[1]  # Higham 2008, Section 10.7.4
     actual = operators.phi1_times(*inputs)
     grads = torch.autograd.grad(actual, inputs, cotangent.to(DEVICE))
     expected_grads = torch.autograd.grad(expected, exact, cotangent.double())
     for a, b in zip((actual, *grads), (expected, *expected_grads), strict=True):
         assert relative_error(a.cpu(), b) < 1e-5
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
+def test_phi1_by_tensor_cores_waits_where_threads_exchange():
+    z, y = torch.randn(1, 37, 37), torch.randn(1, 37, 35)
+    z = (9 * (z - z.mT) / torch.linalg.matrix_norm(z - z.mT, 2)).requires_grad_()
+    for ignores_barriers in (False, True):
+        with Races(ignores_barriers=ignores_barriers).watch() as races:
+            torch.autograd.grad(operators.phi1_times(z, y).sum(), z)
+        assert races.barriers > 20 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
 
 
 def test_lower_precision_is_that_of_inputs_and_outputs_alone():
@@ -233,9 +249,12 @@ def test_beyond_every_digit_the_result_is_nan():
 
 
 def test_kernels_spill_no_register():
-    """And two programs share a multiprocessor; in a process without the interpreter."""
+    """And two programs share a multiprocessor, but of φ₁ by tensor cores, which takes the memory that it is known for; in a
+    process without the interpreter.
+    """
     cases = [("exact", "forward", 16, "float32", 90), ("newton_schulz", "backward", 16, "float32", 90)]
     cases += [("long exact", "gram", 64, "bfloat16", 90), ("long exact", "apply_backward", 64, "bfloat16", 80)]
+    cases += [("phi1", "forward", 64, "float32", 90), ("phi1", "backward", 64, "float32", 90)]
     script = (
         "import json, torch; from pipeline.benchmarks.kernels import launches, name, resources\n"
         f"cases = [(a, b, (c, getattr(torch, d), e)) for a, b, c, d, e in {cases}]\n"
@@ -245,4 +264,6 @@ def test_kernels_spill_no_register():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)
-    assert len(rows) == len(cases) and all(row["spilled_bytes"] == 0 and row["programs"] >= 2 for row in rows), rows
+    *others, forward, backward = rows
+    assert len(rows) == len(cases) and all(row["spilled_bytes"] == 0 and row["programs"] >= 2 for row in others), rows
+    assert forward["spilled_bytes"] == 0 and forward["shared_bytes"] <= backward["shared_bytes"] == launch.PHI1_BYTES[128]

@@ -47,6 +47,7 @@ def long(monkeypatch):
         ("exact", 70, 128, 128, torch.float32),
         ("newton_schulz", 100, 8, 8, torch.float32),
         ("exact", 150, 32, 32, HALF),
+        ("newton_schulz", 70, 19, 35, HALF),
         ("exact", 70, 9, 7, torch.float16),
     ],
 )
@@ -170,7 +171,8 @@ class Memory:
 def test_launches_and_bytes(monkeypatch):
     """What 65,536 tokens of one head in bfloat16 take of 132 multiprocessors, by half of both.
 
-    Ideal is to read and write every tensor once. What lies between Gram matrices is torch's own, and small beside them.
+    Ideal is to read and write every tensor once. φ₁ is a launch forward, and two back; torch's own between Gram matrices are
+    small beside them.
     """
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
     monkeypatch.setattr(sequences, "LEAST_ROWS", 256)
@@ -182,5 +184,5 @@ def test_launches_and_bytes(monkeypatch):
     output = attend(*inputs, 1e-4, "exact")
     forward, memory.launches = memory.launches, []
     torch.autograd.grad(output.sum(), inputs)
-    for launches, count, tensors in ((forward, 3, 4), (memory.launches, 2, 7)):
+    for launches, count, tensors in ((forward, 4, 4), (memory.launches, 4, 7)):
         assert len(launches) == count and sum(used for _, used in launches) <= 2.2 * tensors * output.nbytes, launches

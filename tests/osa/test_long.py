@@ -77,14 +77,20 @@ def test_the_programs_types_do_not_reach_what_lies_between():
 
 @INTERPRETED
 @pytest.mark.parametrize("method", operators.LONG_METHODS)
-def test_nothing_waits_for_the_device(method):
-    """`traffic` fails where a value is read."""
-    query, key, value = random(70, 5, 3, (1, 2))
+@pytest.mark.parametrize("width, dtype", [(5, torch.float32), (32, HALF)])
+def test_nothing_waits_for_the_device(monkeypatch, method, width, dtype):
+    """`traffic` fails where a value is read. By tensor cores φ₁ is one operator, and "exact" leaves few others to launch."""
+    query, key, value = (x.to(dtype) for x in random(70, width, 3, (1, 2)))
     inputs, output = (query, key, value, scales(0.01, 0.01)), torch.empty_like(value)
-    saved, options = torch.empty(sequences.saved_shape(method, query, value)), (2, linalg.EPSILON)
-    assert "aten::bmm" in traffic(lambda: sequences.forward(method, inputs, output, saved, *options)).names
+    saved, options = torch.zeros(sequences.saved_shape(method, query, value)), (2, linalg.EPSILON)
     grads = tuple(map(torch.empty_like, inputs))
-    assert "aten::bmm" in traffic(lambda: sequences.backward(method, inputs, saved, output, grads, *options)).names
+    monkeypatch.setattr(launch, "launch", lambda *x: None)
+    forward = traffic(lambda: sequences.forward(method, inputs, output, saved, *options)).names
+    backward = traffic(lambda: sequences.backward(method, inputs, saved, output, grads, *options)).names
+    assert [names.count("osa::phi1") for names in (forward, backward)] == [dtype == HALF] * 2
+    assert ("osa::phi1_backward" in backward) == (dtype == HALF)
+    if (method, dtype) == ("exact", HALF):
+        assert len(forward) < 100 and len(backward) < 40, (len(forward), len(backward))
 
 
 def test_many_matrices_are_taken_a_part_at_a_time(monkeypatch):

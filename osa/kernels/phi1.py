@@ -1,4 +1,8 @@
-"""φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own."""
+"""φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own.
+
+A Z of up to 32 rows is held in registers (osa/kernels/blocks.py). A taller one, of up to 128, is one tile for tensor cores,
+which take it from shared memory.
+"""
 
 import triton
 import triton.language as tl

@@ -42,11 +42,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def check(tiny: bool) -> Iterator[dict]:
-    sizes = [(7, 3)] if tiny else [(50, 16), (197, 64), (37, 8), (1024, 64)]
-    for method, (tokens, width), dtype in itertools.product(METHODS, sizes, (torch.float32, torch.bfloat16)):
+    sizes = [(7, 3, 1)] if tiny else [(50, 16, 1), (197, 64, 1), (37, 8, 1), (1024, 64, 1), (1024, 64, 12)]
+    for method, (tokens, width, norm), dtype in itertools.product(METHODS, sizes, (torch.float32, torch.bfloat16)):
         torch.manual_seed(0)
         inputs = [torch.randn(2, 3, tokens, width).to(dtype) for _ in range(3)]
-        scale = 1 / torch.linalg.matrix_norm(reference.skew(*inputs[:2], 1.0), 2).max().item()
+        scale = norm / torch.linalg.matrix_norm(reference.skew(*inputs[:2], 1.0), 2).max().item()  # ‖S‖₂, beyond 3 doubled
         dense = reference.newton_schulz_attention if method == "newton_schulz" else reference.orthogonal_attention
         exact = [x.double().requires_grad_() for x in inputs]
         ours = [x.to(DEVICE).requires_grad_() for x in inputs]
@@ -55,7 +55,7 @@ def check(tiny: bool) -> Iterator[dict]:
         grads = torch.autograd.grad(actual, ours, weight.to(actual)), torch.autograd.grad(expected, exact, weight)
         pairs = [(actual.detach(), expected.detach()), *zip(*grads, strict=True)]
         errors = [((a.double().cpu() - b).norm() / b.norm()).item() for a, b in pairs]
-        case = {"method": method, "tokens": tokens, "width": width, "dtype": dtype}
+        case = {"method": method, "tokens": tokens, "width": width, "norm": norm, "dtype": dtype}
         yield case | dict(zip(("output", "query", "key", "value"), errors, strict=True))
 
 

@@ -8,12 +8,7 @@ its operands few registers, so that those of all methods fit one warp.
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import BLOCK, load, store
-
-
-@triton.jit
-def dot(a, b, sums):
-    return tl.dot(a, b, sums, input_precision="ieee")
+from osa.kernels.tiles import BLOCK, dot, load, store
 
 
 @triton.jit

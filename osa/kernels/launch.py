@@ -74,8 +74,8 @@ def _launch_heads(
 
 
 def capability(device: torch.device) -> int:
-    """The first number of the compute capability."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
+    """The first number of the compute capability; of what is no GPU, that of the newest which has forms of its own."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
@@ -122,7 +122,7 @@ def phi1_constants(z: Tensor, y: Tensor) -> dict:
 def holds_phi1(size: int, device: torch.device) -> bool:
     """Whether a program has room for φ₁ of so many rows by tensor cores, whose operands lie in shared memory."""
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else math.inf
-    is_new = device.type != "cuda" or capability(device) >= 9  # older ones take operands from registers, which spill
+    is_new = capability(device) >= 9  # older ones take operands from registers, which spill
     return is_new and size > SIZE.value and PHI1_BYTES.get(padded(size), math.inf) <= room
 
 

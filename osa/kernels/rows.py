@@ -7,7 +7,7 @@ bfloat16, 16 bits. All other products are in full float32.
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import load, matrix, slice_of, transpose
+from osa.kernels.tiles import dot, load, matrix, slice_of, transpose
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def product(sums, left, right, SPLIT: tl.constexpr):
             sums = tl.dot(high, (right - right_high.to(tl.float32)).to(tl.bfloat16), sums)
         sums = tl.dot(high, right_high, sums)
     else:
-        sums = tl.dot(left.to(tl.float32), right.to(tl.float32), sums, input_precision="ieee")
+        sums = dot(left.to(tl.float32), right.to(tl.float32), sums)
     return sums
 
 

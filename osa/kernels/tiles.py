@@ -79,7 +79,7 @@ def store(a, rows, columns, values):
 
 
 @triton.jit
-def dot(a, b, sums, TILE: tl.constexpr):
+def dot(a, b, sums, TILE: tl.constexpr = SIZE):
     """sums + A B, of tiles of so many rows."""
     PRECISION: tl.constexpr = "ieee" if TILE == SIZE else "tf32x3"
     return tl.dot(a, b, sums, input_precision=PRECISION)

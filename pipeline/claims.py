@@ -7,7 +7,7 @@ comparison is the primary one. The words of a verdict are those of pipeline/verd
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +18,17 @@ from scipy.stats import gmean
 
 from pipeline.core import params
 from pipeline.core.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
-from pipeline.verdicts import NOT_TRAINED, Verdict, judge, judge_share, judge_within
+from pipeline.verdicts import (
+    MARGIN_OF_A_START,
+    Verdict,
+    judge,
+    judge_contrast,
+    judge_ratio,
+    judge_share,
+    judge_within,
+    power_of_contrast,
+    power_of_ranks,
+)
 
 GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of ten classes that are equally likely; per cent
 WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of mean accuracies
@@ -31,10 +41,12 @@ class Results:
     Args:
         tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …)
             and, of a study that watches its models, "watched". Where there is no column `name`, `variant` is it.
+        guess_loss: of a model to which all classes are equally likely.
     """
 
-    def __init__(self, *tables: Mapping[str, pd.DataFrame]) -> None:
+    def __init__(self, *tables: Mapping[str, pd.DataFrame], guess_loss: float = GUESS_LOSS) -> None:
         self.runs, self.histories, self.watched = (_together(tables, key) for key in ("runs", "histories", "watched"))
+        self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
         """The runs of a name that are there, or those with this status."""
@@ -61,6 +73,17 @@ class Results:
         own = self.histories[self.histories["name"] == name]
         return [curve for _, curve in own.groupby("seed")]
 
+    def starting(self, name: str) -> list[int]:
+        """The seeds whose runs start, as pipeline/verdicts.py has it."""
+        finished = set(self.runs_of(name, "finished")["seed"])
+        curves = {int(curve["seed"].iloc[0]): curve for curve in self.curves(name)}
+        return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
+
+    def curves_of_starting(self, name: str) -> list[pd.DataFrame]:
+        """The histories of the runs that start."""
+        seeds = self.starting(name)
+        return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
+
     def last_watched(self, name: str, column: str) -> list[float]:
         """What the study saw at the end of each run that finished, on average over layers."""
         own = self.watched[self.watched["name"] == name]
@@ -79,6 +102,26 @@ def _together(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.Data
     return pd.concat(named) if named else pd.DataFrame(columns=columns)
 
 
+@dataclass(frozen=True)
+class Declared:
+    """Numbers declared before the runs, for the power of a test: the paper's accuracies and our spreads, by model."""
+
+    accuracies: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, float] = field(default_factory=dict)
+
+    def effect(self, models: Sequence[str], weights: Sequence[float]) -> float | None:
+        """The paper's Σ wᵢ · accuracyᵢ; None where it has no number for one of the models."""
+        if not set(models) <= self.accuracies.keys():
+            return None
+        return sum(weight * self.accuracies[model] for weight, model in zip(weights, models, strict=True))
+
+    def knows(self, models: Sequence[str]) -> bool:
+        return set(models) <= self.accuracies.keys() & self.spreads.keys()
+
+
+NOTHING = Declared()
+
+
 class Claim(Section):
     """A sentence, where it stands, and its rule. A prediction has what was expected and why, written before its runs."""
 
@@ -87,8 +130,8 @@ class Claim(Section):
     expected: str | None = None
     why: str | None = None
 
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        """The verdict of each comparison, the primary one first. `paper`: its accuracies in per cent, for the power."""
+    def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
+        """The verdict of each comparison, the primary one first."""
         raise NotImplementedError
 
 
@@ -101,10 +144,10 @@ class Comparison(Claim):
     def models(self) -> list[str]:
         return list(dict.fromkeys(itertools.chain(*self.compare)))
 
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        return {f"{first}_vs_{second}": self.verdict(first, second, results, paper or {}) for first, second in self.compare}
+    def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
+        return {f"{first}_vs_{second}": self.verdict(first, second, results, declared) for first, second in self.compare}
 
-    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
+    def verdict(self, first: str, second: str, results: Results, declared: Declared) -> Verdict:
         raise NotImplementedError
 
 
@@ -114,10 +157,13 @@ class Accuracy(Comparison):
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
 
-    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
-        samples = [results.accuracies(first), results.accuracies(second)]
-        effect = paper[first] - paper[second] if {first, second} <= paper.keys() else None
-        return judge(samples, (1, -1), limit=-self.margin_points + 0.0, side="above", effect=effect)
+    def verdict(self, first: str, second: str, results: Results, declared: Declared) -> Verdict:
+        ours, theirs = results.accuracies(first), results.accuracies(second)
+        limit, power = -self.margin_points + 0.0, math.nan
+        if declared.knows([first, second]) and ours and theirs:
+            distance = declared.effect([first, second], (1, -1)) - limit
+            power = power_of_ranks(distance, (declared.spreads[first], declared.spreads[second]), len(ours), len(theirs))
+        return judge(ours, theirs, limit=limit, power=power)
 
 
 class Within(Comparison):
@@ -126,8 +172,8 @@ class Within(Comparison):
     kind: Literal["within"]
     margin_points: PositiveFloat
 
-    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
-        return judge_within([results.accuracies(first), results.accuracies(second)], (1, -1), margin=self.margin_points)
+    def verdict(self, first: str, second: str, results: Results, declared: Declared) -> Verdict:
+        return judge_within(results.accuracies(first), results.accuracies(second), margin=self.margin_points)
 
 
 class Loss(Comparison):
@@ -135,16 +181,15 @@ class Loss(Comparison):
 
     kind: Literal["loss"]
 
-    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
-        return judge([results.losses(first), results.losses(second)], (1, -1), limit=0.0, side="below")
+    def verdict(self, first: str, second: str, results: Results, declared: Declared) -> Verdict:
+        return judge(results.losses(first), results.losses(second), side="below")
 
 
 class Speed(Comparison):
     """The first model reaches a train loss of the second's in less than a factor times its epochs.
 
-    The loss is the geometric mean over the second model's runs of the lowest one in the first part of their training. Epochs
-    are compared by their logarithms; where a run of the first model never gets there, by the share of runs that are fast
-    enough. The estimate is the ratio of epochs, or that share.
+    The loss is the geometric mean, over the second model's runs that start, of the lowest one in the first part of their
+    training. A run that never reaches it takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -157,31 +202,11 @@ class Speed(Comparison):
             raise ValueError("at_most_factor × of_training must be below 1, or training ends before it is exceeded")
         return self
 
-    def verdict(self, first: str, second: str, results: Results, paper: Mapping[str, float]) -> Verdict:
-        return speed(results.curves(first), results.curves(second), self.of_training, self.at_most_factor)
-
-
-def speed(first: list[pd.DataFrame], second: list[pd.DataFrame], of_training: float, factor: float) -> Verdict:
-    """The verdict of `Speed` for the curves of two models."""
-    if not first or not second:
-        return judge([[], []], (1, -1), limit=factor, side="below")
-    loss = target_loss(second, of_training)
-    ours, theirs = ([epochs_to_reach(curve, loss) for curve in curves] for curves in (first, second))
-    reached = [epochs for epochs in theirs if 0 < epochs < math.inf]
-    if not reached:  # such as models that never learn
-        nan = math.nan
-        return Verdict(NOT_TRAINED, nan, nan, nan, nan, min(len(first), len(second)), factor, "below")
-    if any(math.isinf(epochs) for epochs in ours):
-        limit = factor * float(gmean(reached))
-        return judge_share(sum(epochs < limit for epochs in ours), len(ours))
-    return judge_ratio(ours, reached, factor)
-
-
-def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) -> Verdict:
-    """The rule for the ratio of two geometric means to lie below a factor."""
-    verdict = judge([np.log(first).tolist(), np.log(second).tolist()], (1, -1), limit=math.log(factor), side="below")
-    estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
-    return replace(verdict, estimate=estimate, low=low, high=high, limit=factor)
+    def verdict(self, first: str, second: str, results: Results, declared: Declared) -> Verdict:
+        loss = target_loss(results.curves_of_starting(second), self.of_training)
+        ours = [epochs_to_reach(curve, loss) for curve in results.curves(first)]
+        theirs = [epochs_to_reach(curve, loss) for curve in results.curves(second)]
+        return judge_ratio(ours, [] if math.isnan(loss) else theirs, self.at_most_factor)
 
 
 class Contrast(Claim):
@@ -200,11 +225,13 @@ class Contrast(Claim):
             raise ValueError(f"models should be {len(WEIGHTS[self.kind])} for {self.kind}, not {len(self.models)}")
         return self
 
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
-        weights, samples, effect = WEIGHTS[self.kind], [results.accuracies(model) for model in self.models], None
-        if paper and set(self.models) <= paper.keys():
-            effect = sum(w * paper[model] for w, model in zip(weights, self.models, strict=True))
-        return {self.kind: judge(samples, weights, limit=0.0, side="above", effect=effect)}
+    def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
+        weights, samples, power = WEIGHTS[self.kind], [results.accuracies(model) for model in self.models], math.nan
+        if declared.knows(self.models) and min(map(len, samples)) > 1:
+            spreads = [declared.spreads[model] for model in self.models]
+            effect = declared.effect(self.models, weights)
+            power = power_of_contrast(effect, weights, spreads, [len(sample) for sample in samples])
+        return {self.kind: judge_contrast(samples, weights, power=power)}
 
 
 class Stability(Claim):
@@ -215,7 +242,7 @@ class Stability(Claim):
     at_most_rise: Annotated[float, Field(gt=1)]
     share: Fraction
 
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+    def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
         return {model: self.verdict(model, results) for model in self.models}
 
     def verdict(self, model: str, results: Results) -> Verdict:
@@ -234,7 +261,7 @@ class Trains(Claim):
     side: Literal["above", "below"] = "above"
     share: Fraction = 0.5
 
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+    def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
         return {model: self.verdict(results.losses(model)) for model in self.models}
 
     def verdict(self, losses: list[float]) -> Verdict:
@@ -248,11 +275,11 @@ class Measured(Comparison):
     columns: Annotated[list[str], Field(min_length=1)]
     at_most_factor: PositiveFloat
 
-    def judge(self, results: Results, paper: Mapping[str, float] | None = None) -> dict[str, Verdict]:
+    def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
         verdicts = {}
         for (first, second), column in itertools.product(self.compare, self.columns):
-            samples = (results.last_watched(name, column) for name in (first, second))
-            verdicts[f"{first}_vs_{second}_{column}"] = judge_ratio(*samples, self.at_most_factor)
+            ours, theirs = results.last_watched(first, column), results.last_watched(second, column)
+            verdicts[f"{first}_vs_{second}_{column}"] = judge_ratio(ours, theirs, self.at_most_factor)
         return verdicts
 
 
@@ -276,6 +303,12 @@ def read_claims(path: str | Path) -> dict[str, Claim]:
 def trains(loss: float) -> bool:
     """Whether a last train loss is that of a run that trains."""
     return loss < TRAINS * GUESS_LOSS
+
+
+def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
+    """Whether the mean train loss is clearly below a guess's at the first point in the second half of training."""
+    late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
+    return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:

@@ -10,7 +10,6 @@ which git does not keep.
 """
 
 import hashlib
-import itertools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,36 +192,18 @@ def same_config(recorded: dict, config: RunConfig) -> bool:
 
 
 def of_table_2(settings: Params) -> list[Run]:
-    """The runs that Table 2, Figure 1 and the verdicts are of: of each model those of `run.seeds`, or its exploratory
-    ones if they are more."""
-    seeds = settings.run.seeds
-    return [
-        run
-        for variant in settings.run.variants
-        for run in whichever_are_more([Run(variant, seed) for seed in seeds], exploratory(settings, variant))
-    ]
-
-
-def beside_table_2(settings: Params) -> set[str]:
-    """The exploratory runs that Table 2 does not have, by name."""
-    variants, seeds = settings.run.variants, settings.run.exploratory_seeds
-    return {str(Run(*each)) for each in itertools.product(variants, seeds)} - set(map(str, of_table_2(settings)))
-
-
-def whichever_are_more(trained: list, known: list) -> list:
-    """What Table 2 has of a model: what is trained for it, or what is known of exploratory seeds if that is more."""
-    return known if len(known) > len(trained) else trained
-
-
-def exploratory(settings: Params, variant: str) -> list[Run]:
-    """The exploratory runs of a model as it is configured now, but for seeds that are trained.
+    """The runs of Table 2, Figure 1 and the verdicts: of each model those of `run.seeds`, and those of `run.recorded_seeds`
+    as the model is configured now.
 
     Raises:
-        UserError: one is not whole.
+        UserError: a recorded run is not whole.
     """
-    seeds = [seed for seed in settings.run.exploratory_seeds if seed not in settings.run.seeds]
-    config, candidates = params.resolve(settings, variant), (Run(variant, seed) for seed in seeds)
-    return [run for run in candidates if (made := run.record()) and is_of(made, config)]
+    listed = []
+    for variant in settings.run.variants:
+        config, recorded = params.resolve(settings, variant), [Run(variant, seed) for seed in settings.run.recorded_seeds]
+        known = [run.seed for run in recorded if (made := run.record()) and is_of(made, config)]
+        listed += [Run(variant, seed) for seed in sorted({*known, *settings.run.seeds})]
+    return listed
 
 
 def is_of(record: dict, config: RunConfig) -> bool:

@@ -57,6 +57,16 @@ class Estimate:
     error: float
     freedom: float
 
+    @classmethod
+    def of_spreads(
+        cls, value: float, weights: Sequence[float], variances: Sequence[float], sizes: Sequence[int]
+    ) -> "Estimate":
+        """Welch's, given the variances of the samples."""
+        each = [weight**2 * variance / size for weight, variance, size in zip(weights, variances, sizes, strict=True)]
+        variance = sum(each)
+        freedom = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
+        return cls(value, math.sqrt(variance), freedom)
+
 
 def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool = False) -> Estimate:
     """Σ wᵢ · mean(sampleᵢ), such as a difference of two means for the weights (1, −1).
@@ -71,14 +81,12 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
     squares = [_squares(sample) for sample in samples]
     if min(sizes) < (1 if equal_spread else 2) or not any(squares):
         return Estimate(value, math.nan, math.nan)
-    parts = [weight**2 / size for weight, size in zip(weights, sizes, strict=True)]
     if equal_spread:
+        parts = [weight**2 / size for weight, size in zip(weights, sizes, strict=True)]
         freedom = sum(sizes) - len(sizes)
         return Estimate(value, math.sqrt(sum(parts) * sum(squares) / freedom), freedom)
-    each = [part * square / (size - 1) for part, square, size in zip(parts, squares, sizes, strict=True)]
-    variance = sum(each)
-    freedom = variance**2 / sum(e**2 / (size - 1) for e, size in zip(each, sizes, strict=True))
-    return Estimate(value, math.sqrt(variance), freedom)
+    variances = [square / (size - 1) for square, size in zip(squares, sizes, strict=True)]
+    return Estimate.of_spreads(value, weights, variances, sizes)
 
 
 def interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:

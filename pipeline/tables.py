@@ -1,8 +1,8 @@
 """The tables stage: the runs of Table 2 side by side and summarised over seeds: `python -m pipeline tables`.
 
 Which runs there should be is read from params.yaml, never from the folder: one that is not there yet is listed as missing,
-a diverged one is counted, and one that is not listed is left out. Exploratory runs that Table 2 does not have go into
-tables of their own, exploratory_runs.csv and so on, and runs that were trained again since the last commit into again.csv.
+a diverged one is counted, and one that is not listed is left out. Runs that were trained again since the last commit go into
+again.csv.
 """
 
 import itertools
@@ -47,9 +47,6 @@ def main() -> None:
     for curve in ("train_loss", "test_loss"):
         tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
     tables["accuracy_by_seed"] = accuracy_by_seed(tables["runs"], params.run.variants)
-    known = [run for variant in params.run.variants for run in results.exploratory(params, variant)]
-    if others := [run for run in known if run not in results.of_table_2(params)]:
-        tables |= {f"exploratory_{name}": table for name, table in tables_of(map(read_run, others), params).items()}
     tables["again"] = trained_again(params)
     for name, table in tables.items():
         write_csv(FOLDER / f"{name}.csv", table)
@@ -83,7 +80,7 @@ def find_runs(params: Params) -> list[dict]:
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
     strays = {path.parent for path in Path(results.FOLDER, results.TABLE_2).glob("*/*/metrics.json")}
-    seeds = params.run.seeds + params.run.exploratory_seeds
+    seeds = params.run.seeds + params.run.recorded_seeds
     strays -= {Run(*run).folder for run in itertools.product(params.run.variants, seeds)}
     if strays:
         warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")

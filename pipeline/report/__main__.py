@@ -86,7 +86,7 @@ def make(name: str, only: str | None, compared: chain.Chain) -> None:
         context[each] = files.read_json(path)
     if name != "research" and only is None:
         files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
-        shown = ("table_2", "new_seeds", "cost", "compute", "provenance")
+        shown = ("table_2", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
         figure_1 = figures.figure_1(lab.tables["curves"], lab.params)
         files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, ["paper_outputs/tables/curves.csv", *commits]))
@@ -100,7 +100,6 @@ def common(lab: Lab) -> dict[str, Any]:
     content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
     content |= {
         "provenance": results.provenance(records),
-        "new_seeds": results.new_seeds(lab),
         "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),

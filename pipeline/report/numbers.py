@@ -82,8 +82,11 @@ def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """Of whatever has `low` and `high`, e.g. 96.1 to 97.5."""
-    return ABSENT if pd.isna(ends["low"]) else f"{fixed(ends['low'], digits)} to {fixed(ends['high'], digits)}"
+    """An interval from its `low` and `high`, e.g. 96.1 to 97.5; one end alone may be absent, as infinity is in files."""
+    low, high = ends["low"], ends["high"]
+    if pd.isna(low) and pd.isna(high):
+        return ABSENT
+    return f"{'−∞' if pd.isna(low) else fixed(low, digits)} to {'∞' if pd.isna(high) else fixed(high, digits)}"
 
 
 def times(ratio: float, digits: int = 2) -> str:

@@ -26,7 +26,7 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, plain
 from pipeline.report import figures, page
-from pipeline.runs import CURVES, FOLDER, TABLE_2, TRIES, Run, whichever_are_more
+from pipeline.runs import CURVES, FOLDER, TABLE_2, TRIES, Run
 from pipeline.statistics import CONFIDENCE, interval, summarise
 from pipeline.tools import fan_out
 
@@ -131,9 +131,8 @@ def read(name: str | Path) -> dict[str, Seeds]:
                 run = record | {"accuracy": accuracy, "points": points[["step", "epoch", *CURVES]]}
                 runs.setdefault(record["name"], {})[record["seed"]] = run
         if listed:
-            seeds, others = (set(listed.get(key) or []) for key in ("seeds", "exploratory_seeds"))
+            kept = {*listed["seeds"], *listed.get("recorded_seeds", [])}
             for name, own in runs.items():
-                kept = whichever_are_more(seeds, (others - seeds) & own.keys())
                 runs[name] = {seed: run for seed, run in own.items() if seed in kept}
             runs = {name: own for name, own in runs.items() if own}
     except (OSError, AttributeError, KeyError, TypeError, ValueError, YAMLError) as error:

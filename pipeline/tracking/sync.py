@@ -38,7 +38,7 @@ OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
 SHARED = ("configuration", "data_sha256", "numerics", "mlflow.source.name", "mlflow.source.type")  # of a parent too
 _start = attrgetter("info.start_time")
-EXPLORATORY = "exploratory"  # what MLflow has as the study of runs that were Table 2's before the seeds that decide it
+
 REPORT = ("figure_1.svg", "figure_1.png", "report.html")  # artifacts of the newest parent
 
 
@@ -96,11 +96,9 @@ class Experiment:
 
     def __init__(self, client: Any) -> None:
         self.client, self.paper = client, params.load_paper()
-        self.settings, self.exploratory = {}, set()
+        self.settings = {}
         with suppress(UserError):  # an edit that is under way must not stop it
-            settings = params.load()
-            self.settings = settings.model_dump()
-            self.exploratory = runs.beside_table_2(settings)
+            self.settings = params.load().model_dump()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.paper.title
         if (present := client.get_experiment_by_name(name)) is None:
             location = None if store.address().startswith("http") else store.artifacts()
@@ -121,7 +119,7 @@ class Experiment:
     def write_views(self, paths: Iterable[Path]) -> dict[str, str]:
         """Saves the views of these records and of the runs that are there; the name of each by the end of its address."""
         names = [*map(records.name_of, paths), *self.children]
-        studies = {name.split("/")[0] for name in names} | ({EXPLORATORY} if self.exploratory.intersection(names) else set())
+        studies = {name.split("/")[0] for name in names}
         saved = views(study for study in studies if re.fullmatch(r"[\w.-]+", study))
         for key, (_, view) in saved.items():
             if self.tags.get(f"mlflow.sharedViewState.{key}") != view:
@@ -166,7 +164,7 @@ class Experiment:
     def _tags(self, training: Training) -> dict[str, str]:
         """The tags of a child; `configuration` is what the seeds under one parent have in common."""
         record, environment = training.record, training.record["environment"]
-        tags = {key: record[key] for key in OWN} | ({"study": EXPLORATORY} if str(training.run) in self.exploratory else {})
+        tags = {key: record[key] for key in OWN}
         tags |= {key: environment[key] for key in ENVIRONMENT if environment.get(key) is not None}
         family = [tags["study"], record["name"], record["data_sha256"], params.written_config(record["config"])]
         tags |= {"level": "single", "configuration": files.digest(family)[:16], "files": training.digest}

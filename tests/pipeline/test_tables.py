@@ -96,9 +96,9 @@ def test_a_second_time_and_without_weights_the_bytes_are_the_same(project):
     assert {path: path.read_bytes() for path in FOLDER.rglob("*.*")} == before
 
 
-def split(seeds, exploratory, **changes):
-    """params.yaml with these seeds and the models of the project."""
-    run = {"variants": ["vit", "osa_ns"], "seeds": seeds, "exploratory_seeds": exploratory}
+def split(seeds, recorded, **changes):
+    """The seeds of Table 2 by model, with these in params.yaml and the models of the project."""
+    run = {"variants": ["vit", "osa_ns"], "seeds": seeds, "recorded_seeds": recorded}
     synthetic.write_params(
         Path(), lambda raw: raw.update(run=run, **{key: raw[key] | each for key, each in changes.items()})
     )
@@ -106,15 +106,12 @@ def split(seeds, exploratory, **changes):
     return {variant: own["seed"].tolist() for variant, own in table("runs").groupby("variant")}
 
 
-def test_table_2_is_of_whichever_seeds_are_more_model_by_model(project):
-    assert split([2], [0, 1]) == {"vit": [0, 1], "osa_ns": [0, 1]}
-    assert not list(FOLDER.glob("exploratory_*"))
-    assert split([1, 2], [0]) == {"vit": [1, 2], "osa_ns": [1, 2]}
-    assert table("exploratory_runs")["seed"].tolist() == [0, 0] and set(table("exploratory_histories")["seed"]) == {0}
+def test_table_2_has_recorded_seeds_of_models_that_are_as_they_were(project):
+    assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [0, 1, 2]}
+    assert split([1, 2], [1]) == {"vit": [1, 2], "osa_ns": [1, 2]}
     assert split([2], [0, 1], train={"eps": 1e-7}) == {"vit": [2], "osa_ns": [2]}  # of another configuration they are none
     shutil.rmtree(RUNS / "osa_ns/0")
-    assert split([2], [0, 1]) == {"vit": [0, 1], "osa_ns": [2]}
-    assert table("exploratory_runs")[["variant", "seed"]].to_numpy().tolist() == [["osa_ns", 1]]
+    assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [1, 2]}
 
 
 def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, monkeypatch):

@@ -12,7 +12,7 @@ from pipeline.benchmarks.results import FOLDER, TRAINED
 from pipeline.core import files
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
-from pipeline.verdicts import judge
+from pipeline.verdicts import judge_contrast
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
     cpus, gpus = (sorted(FOLDER.glob(f"*/{name}")) for name in ("step.json", "gpu_step.csv"))
     steps = [*map(on_cpu, cpus), *map(on_gpu, gpus)]
     ratios = [step["ns_over_qr"] for step in steps if step["ns_over_qr"]]
-    return {"steps": steps, "ns_below_qr": judge([np.log(ratios).tolist()], (1,), limit=0.0, side="below")}
+    return {"steps": steps, "ns_below_qr": judge_contrast([np.log(ratios).tolist()], (1,), side="below")}
 
 
 def on_cpu(path: Path) -> dict[str, Any]:

@@ -1,23 +1,21 @@
 """Section 5's comparisons from made-up runs with known answers."""
 
-import csv
 import math
 
 import pytest
 
-from pipeline.claims import Results, read_claims
+from pipeline.claims import Results
 from pipeline.report import figures, page
-from pipeline.studies.paper import section_5
-from pipeline.studies.paper.section_5 import CLAIMS, PRIMARY, STUDY, ahead_from_epoch, ratios, summarise
-from pipeline.verdicts import NOT_TESTABLE, NOT_TRAINED, REPRODUCED
+from pipeline.studies.paper.section_5 import PRIMARY, STUDY, ahead_from_epoch, ratios, summarise
+from pipeline.verdicts import NOT_TESTABLE, NOT_TRAINED
 from tests.pipeline.studies.paper.conftest import histories, runs
 
 ACCURACIES = {
-    "osa_qr": [97.1, 97.2, 97.3],
-    "osa_ns": [96.8, 96.9, 97.0],
-    "vit": [97.0, 97.1, 97.2],
-    "vit_noskip": [94.5, 94.6, 94.7],
-    "vit_noskip_nonorm": [79.0, 79.6, 80.2],
+    "osa_qr": [97.0, 97.1, 97.2, 97.3, 97.4],
+    "osa_ns": [96.7, 96.8, 96.9, 97.0, 97.1],
+    "vit": [96.9, 97.0, 97.1, 97.2, 97.3],
+    "vit_noskip": [94.4, 94.5, 94.6, 94.7, 94.8],
+    "vit_noskip_nonorm": [78.4, 79.0, 79.6, 80.2, 80.8],
 }
 
 
@@ -25,7 +23,7 @@ def halving(epochs_per_halving, epochs=10):
     return [2.0 * 0.5 ** (epoch / epochs_per_halving) for epoch in range(epochs + 1)]
 
 
-def around(ratio, n=3):
+def around(ratio, n=5):
     return [halving(ratio * 1.01**seed) for seed in range(n)]
 
 
@@ -64,25 +62,19 @@ def test_the_headline_is_of_the_first_comparisons_alone(trained):
 
 
 def test_holm_leaves_out_what_holds_by_itself_alone(trained):
-    """QR is 0.4 points below ViT: p is near 0.05, and the other three are near 0."""
-    trained.tables["runs"] = runs(ACCURACIES | {"osa_qr": [96.7, 96.75, 96.83], "vit": [97.0, 97.1, 97.25]})
+    """The ranks of QR, 0.3 points below ViT, are mixed with its: p is near 0.05, and the other three are near 0."""
+    trained.tables["runs"] = runs(
+        ACCURACIES | {"osa_qr": [96.5, 96.6, 96.7, 96.8, 97.6], "vit": [97.0, 97.05, 97.1, 97.15, 97.2]}
+    )
     head = summarise(None, {}, trained)["headline"]
     assert head["together"] == 3 and head["reproduced"] + head["open"] == 4
 
 
-def test_exploratory_runs_do_not_decide(trained):
-    assert not summarise(None, {}, trained)["exploratory"]
-    trained.tables |= {f"exploratory_{name}": trained.tables[name] for name in ("runs", "histories")}
-    trained.tables["runs"] = runs(ACCURACIES | {"vit": [99.0, 99.1, 99.2], "osa_qr": [96.0, 96.1, 96.2]}).assign(seed=7)
-    summary = summarise(None, {}, trained)
-    assert summary["judged_seeds"] == [7] and summary["exploratory_seeds"] == trained.params.run.exploratory_seeds
-    assert verdict(summary, "osa_matches_vit", "osa_qr_vs_vit").estimate == pytest.approx(-3)
-    assert summary["exploratory"]["osa_matches_vit"]["osa_qr_vs_vit"]["verdict"].word == REPRODUCED
-
-
-def test_an_effect_that_our_seeds_cannot_see_is_not_tested(trained):
-    trained.tables["runs"] = runs(ACCURACIES | {"osa_ns": [95.9, 96.9, 97.9]})
+def test_an_effect_that_our_seeds_cannot_see_is_not_tested_where_it_is_open(trained):
+    trained.tables["runs"] = runs(ACCURACIES | {"osa_ns": [95.9, 96.4, 96.9, 97.4, 97.9]})
     assert verdict(summarise(None, {}, trained), "osa_matches_vit", "osa_ns_vs_vit").word == NOT_TESTABLE
+    trained.tables["runs"] = runs(ACCURACIES | {"osa_ns": [97.9, 98.0, 98.1, 98.2, 98.3]})
+    assert verdict(summarise(None, {}, trained), "osa_matches_vit", "osa_ns_vs_vit").word == "reproduced"
 
 
 def test_without_runs_nothing_is_trained_and_nothing_fails(paper_lab):
@@ -95,6 +87,7 @@ def test_without_runs_nothing_is_trained_and_nothing_fails(paper_lab):
 
 def test_ratios_at_every_loss_that_all_reach():
     results = Results({"histories": histories({"a": [halving(0.5)] * 2, "b": [halving(1)] * 2, "c": [halving(4)] * 2})})
+    results.runs = runs({name: [90.0] * 2 for name in "abc"}).assign(name=lambda table: table["variant"])
     table = ratios(results, "a", "b")
     assert table["ratio"].to_numpy() == pytest.approx(0.5) and (table["loss"].diff().dropna() <= 0).all()
     slow = ratios(results, "c", "b")
@@ -103,19 +96,19 @@ def test_ratios_at_every_loss_that_all_reach():
 
 def test_ahead_from_the_epoch_after_which_it_stays_ahead():
     plateau = [2.0, 2.0, 2.0, 0.5, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002]
-    results = Results({"histories": histories({"late": [plateau], "b": [halving(1)]})})
+    table = runs({"late": [90.0], "b": [90.0]})
+    results = Results({"runs": table, "histories": histories({"late": [plateau], "b": [halving(1)]})})
     assert 3 < ahead_from_epoch(results, "late", "b") < 4.5
     assert ahead_from_epoch(results, "b", "late") is None
 
 
-def test_the_former_rules_words_are_about_todays_comparisons(paper_lab):
-    claims = read_claims(CLAIMS)
-    with section_5.FORMER_RULE.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    known = {name: set(claim.judge(Results({}))) for name, claim in claims.items()}
-    about_osa = [row for row in rows if row["claim"] in section_5.ABOUT_OSA]
-    assert len(about_osa) == 9 and all(row["comparison"] in known[row["claim"]] for row in about_osa)
-    assert all(float(row["low"]) <= float(row["estimate"]) <= float(row["high"]) for row in rows)
+def test_one_run_that_fails_to_start_leaves_the_curves_of_the_others(trained):
+    curves = {name: around(ratio) for name, ratio in CURVES.items()}
+    curves["osa_ns"][0] = [2.3] * 11
+    trained.tables["histories"] = histories(curves)
+    summary = summarise(None, {}, trained)
+    assert verdict(summary, "osa_faster_than_noskip", "osa_ns_vs_vit_noskip").estimate == pytest.approx(0.6, rel=0.03)
+    assert summary["ahead_from_epoch"]["osa_ns"] is not None
 
 
 def test_figures_show_what_is_compared(trained):

@@ -79,6 +79,11 @@ class Results:
         curves = {int(curve["seed"].iloc[0]): curve for curve in self.curves(name)}
         return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
 
+    def accuracies_of_starting(self, name: str) -> list[float]:
+        """Test accuracy in per cent of the runs that start."""
+        runs, seeds = self.runs_of(name), self.starting(name)
+        return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
+
     def curves_of_starting(self, name: str) -> list[pd.DataFrame]:
         """The histories of the runs that start."""
         seeds = self.starting(name)

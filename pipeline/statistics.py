@@ -12,6 +12,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 CONFIDENCE = 0.95  # of intervals that are shown
+LEAST_RUNS = 3  # behind a prediction interval
 Samples = Sequence[Sequence[float]]
 Interval = tuple[float, float]
 

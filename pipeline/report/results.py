@@ -15,11 +15,10 @@ from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.lab import TABLES, Lab
 from pipeline.runs import Run
-from pipeline.statistics import one_more_run, summarise
+from pipeline.statistics import LEAST_RUNS, one_more_run, summarise
 
 FOLDER = Path("paper_outputs")
 TABLE_2 = FOLDER / "table_2.csv"
-LEAST_STARTING = 3  # runs behind an interval
 
 
 def read(lab: Lab) -> dict[tuple[str, int], dict]:
@@ -48,13 +47,12 @@ def table_2(lab: Lab) -> list[dict[str, Any]]:
     tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
-        table, starting = results.runs_of(variant), results.starting(variant)
-        accuracies = dict(zip(table["seed"], results.accuracies(variant), strict=True))
-        own = [accuracies[seed] for seed in starting]
-        low, high = one_more_run(own) if len(own) >= LEAST_STARTING else (math.nan, math.nan)
+        own, starting = results.accuracies_of_starting(variant), results.starting(variant)
+        accuracies = dict(zip(results.runs_of(variant)["seed"], results.accuracies(variant), strict=True))
+        low, high = one_more_run(own) if len(own) >= LEAST_RUNS else (math.nan, math.nan)
         ours, paper = summarise(own), lab.paper.table_2.get(variant)
         rows.append(
-            {"variant": variant, "paper": paper, "ours": asdict(ours), "accuracies": own, "runs": len(table)}
+            {"variant": variant, "paper": paper, "ours": asdict(ours), "accuracies": own, "runs": len(accuracies)}
             | {"others": [value for seed, value in accuracies.items() if seed not in starting]}
             | {"difference": None if paper is None else ours.mean - paper}
             | {"one_more_run": {"low": low, "high": min(high, 100.0)}}

@@ -1,7 +1,13 @@
-"""What tests of training share."""
+"""Fixtures that tests of the pipeline share."""
 
+import itertools
+
+import pandas as pd
 import pytest
 
+from pipeline.claims import Results
+from pipeline.core import files, params
+from pipeline.runs import Run
 from tests.pipeline.trainings import write_data, write_params
 
 
@@ -12,3 +18,14 @@ def project(tmp_path, monkeypatch):
     write_params()
     write_data()
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def known() -> Results:
+    """Seeds 0 to 9 of the paper's five models by the first reading, which were known before the rule of verdicts."""
+    runs, histories = [], []
+    for variant, seed in itertools.product(params.load_paper().table_2, range(10)):
+        folder, identity = Run(variant, seed, base=files.ROOT).folder, {"name": variant, "seed": seed}
+        runs.append(identity | {"status": "finished"} | files.read_json(folder / "metrics.json"))
+        histories.append(files.read_csv(folder / "history.csv").assign(**identity))
+    return Results({"runs": pd.DataFrame(runs), "histories": pd.concat(histories)})

@@ -4,13 +4,11 @@ import csv
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy.stats import PermutationMethod, binomtest, mannwhitneyu, ttest_ind
 
-from pipeline.claims import Declared, Results, read_claims
+from pipeline.claims import Declared, read_claims
 from pipeline.core import files, params
-from pipeline.runs import Run
 from pipeline.studies.paper.section_5 import CLAIMS, RULES, SPREADS
 from pipeline.verdicts import (
     CONTRADICTED,
@@ -170,21 +168,6 @@ def test_a_level_of_five_per_cent_holds_where_both_models_scatter_alike():
     assert errors <= 2000 * 0.05 + 3 * math.sqrt(2000 * 0.05 * 0.95) and errors > 2000 * 0.03
 
 
-KNOWN = range(10)  # the seeds that were recorded before this rule
-
-
-@pytest.fixture(scope="module")
-def known() -> Results:
-    runs, histories = [], []
-    for variant in ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm"):
-        for seed in KNOWN:
-            run = Run(variant, seed, base=files.ROOT)
-            identity, metrics = {"name": variant, "seed": seed}, files.read_json(run.folder / "metrics.json")
-            runs.append(identity | {"status": "finished"} | metrics)
-            histories.append(files.read_csv(run.folder / "history.csv").assign(**identity))
-    return Results({"runs": pd.DataFrame(runs), "histories": pd.concat(histories)})
-
-
 def test_the_verdicts_of_the_known_seeds(known):
     declared, claims = Declared(params.load_paper().table_2, SPREADS), read_claims(CLAIMS)
     with RULES.open(encoding="utf-8", newline="") as file:
@@ -208,7 +191,7 @@ def test_the_estimates_of_the_known_seeds(known, claim, comparison, estimate, lo
 
 
 def test_of_the_known_seeds_one_fails_to_start(known):
-    failing = {name: set(KNOWN) - set(known.starting(name)) for name in known.runs["name"].unique()}
+    failing = {name: set(range(10)) - set(known.starting(name)) for name in known.runs["name"].unique()}
     assert {name: seeds for name, seeds in failing.items() if seeds} == {"osa_ns": {5}}
 
 

@@ -1,46 +1,60 @@
 """Which reading of the recipe comes closest to Table 2: what common code bases choose where the paper leaves a detail open.
 
-A run is called by its configuration and its model: fused_standard_vit_noskip_nonorm.
+A run is called by its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
+the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) − log-odds(the
+paper's): a point counts for more near 100 %.
+
+A configuration is *the* recipe, as far as five numbers can tell, if all five lie in the prediction intervals of one more run
+that starts, and its distance is below LIMIT. This was fixed before seeds 10 to 14, which decide it for PyTorch's defaults.
+The first reading's ten seeds have 0.24; five seeds of the true recipe pass in 79 to 96 % of simulated experiments, five of
+the first reading in 1 to 3 %.
 """
+
+import math
+from dataclasses import asdict
+
+from scipy.special import logit
 
 from pipeline.claims import Results
 from pipeline.lab import Lab
-from pipeline.statistics import contrast
+from pipeline.statistics import LEAST_RUNS, one_more_run
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Tables, comparison
 from pipeline.studies.paper.section_5 import results_of
 
+LIMIT = 0.20
+
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """The accuracies of each configuration, the paper's, and the distance of both."""
-    own, table_2 = Results(tables), results_of(lab)
+    """Each configuration beside the paper, Table 2's too, and the closest of those with all models."""
+    own, table_2, paper = Results(tables), results_of(lab), lab.paper.table_2
     samples: dict[str, dict[str, list[float]]] = {}
     for name, training in settings.runs.items():
         configuration = name.removesuffix(f"_{training.variant}")
-        samples.setdefault(configuration, {})[training.variant] = own.accuracies(name)
-    default = {model: table_2.accuracies(model) for model in lab.paper.table_2}
-    ours = distances(default, default, lab.paper.table_2)
-    configurations = {name: distances(each, default, lab.paper.table_2) for name, each in samples.items()}
-    complete = [name for name, each in configurations.items() if len(each["models"]) == len(ours["models"]) == len(default)]
-    closest = min(complete, key=lambda name: configurations[name]["distance"], default=None) if default else None
-    return {"default": ours, "configurations": configurations, "closest": closest}
+        samples.setdefault(configuration, {})[training.variant] = own.accuracies_of_starting(name)
+    default = compare({model: table_2.accuracies_of_starting(model) for model in paper}, paper)
+    configurations = {name: compare(each, paper) for name, each in samples.items()}
+    complete = [name for name, each in configurations.items() if each["models"].keys() == paper.keys()]
+    closest = min(complete, key=lambda name: configurations[name]["distance"], default=None)
+    return {"default": default, "configurations": configurations, "closest": closest, "limit": LIMIT}
 
 
-def distances(ours: dict[str, list[float]], default: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """For each model that is trained, z² = (paper − mean)² / (s² (1 + 1/n)), and their mean: 1 on average where the paper's
-    numbers are one more run of each. s is the spread of these runs and the default's together."""
+def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
+    """A configuration's models beside the paper's, its distance, and whether it is the recipe."""
     models = {}
-    for model, values in ours.items():
+    for model, values in accuracies.items():
         if values:
-            others = [] if values is default[model] else [default[model]]
-            estimate = contrast([[paper[model]], values, *others], [1, -1, *[0] * len(others)], equal_spread=True)
-            models[model] = {"ours": summary(values), "paper": paper[model], "difference": -estimate.value}
-            models[model]["squared"] = (estimate.value / estimate.error) ** 2
-    squared = [model["squared"] for model in models.values()]
+            ours, (low, high) = summary(values), one_more_run(values)
+            is_within = low <= paper[model] <= high if len(values) >= LEAST_RUNS else None
+            models[model] = {"ours": asdict(ours), "difference": ours.mean - paper[model], "is_within": is_within}
+    odds = [float(logit(each["ours"]["mean"] / 100) - logit(paper[model] / 100)) for model, each in models.items()]
+    distance = math.sqrt(sum(value**2 for value in odds) / len(odds)) if odds else None
+    is_complete = models.keys() == paper.keys()
     return {
         "models": models,
-        "distance": sum(squared) / len(squared) if squared else None,
-        "largest_difference": max((abs(model["difference"]) for model in models.values()), default=None),
+        "distance": distance,
+        "largest_difference": max((abs(each["difference"]) for each in models.values()), default=None),
+        "is_the_recipe": is_complete and all(each["is_within"] for each in models.values()) and distance < LIMIT,
     }
 
 

@@ -1,5 +1,7 @@
 """What is tried where the paper leaves a detail open, whole recipes, and attention or initialisation."""
 
+import math
+
 import pytest
 
 from pipeline import studies
@@ -7,7 +9,7 @@ from pipeline.report import page
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import attention_or_initialisation, left_open, recipes
 from pipeline.verdicts import NOT_TRAINED, REPRODUCED
-from tests.pipeline.studies.paper.conftest import runs
+from tests.pipeline.studies.paper.conftest import histories, runs
 
 STANDARD = {"variant": "vit", "set": {"data": {"pixel_scaling": "standard"}}, "seeds": [0, 1, 2]}
 EPSILON = {"variant": "osa_ns", "set": {"variant": {"epsilon": 1e-3}}, "seeds": [0]}
@@ -46,17 +48,38 @@ def test_of_many_alternatives_one_must_stand_out(paper_lab):
     assert not left_open.summarise(many, tables, paper_lab)["matter"]
 
 
+def learning(accuracies: dict[str, list[float]]) -> dict:
+    """Runs with these accuracies, and curves of runs that start."""
+    curves = {name: [[2.3, 1.0, 0.5]] * len(own) for name, own in accuracies.items()}
+    return {"runs": runs(accuracies), "histories": histories(curves)}
+
+
 def test_distances_of_configurations_from_table_2(paper_lab):
-    paper_lab.tables = {"runs": runs({"vit": [96.2, 97.2, 98.2]})}
+    paper_lab.tables = learning({"vit": [96.2, 97.2, 98.2]})
     listed = settings(near_vit=STANDARD, far_vit=STANDARD, missing_vit=STANDARD)
-    tables = {"runs": runs({"near_vit": [96.2, 97.2, 98.2], "far_vit": [94.0, 94.2, 94.4]})}
+    tables = learning({"near_vit": [96.2, 97.2, 98.2], "far_vit": [94.0, 94.2, 94.4]})
     summary = recipes.summarise(listed, tables, paper_lab)
     assert summary["default"]["distance"] == pytest.approx(0, abs=1e-12) and set(summary["default"]["models"]) == {"vit"}
-    far = summary["configurations"]["far"]
-    assert far["distance"] == pytest.approx(9 / (0.52 * (1 + 1 / 3)))  # the variances are 0.04 and 1
-    assert far["models"]["vit"]["difference"] == pytest.approx(-3)
-    assert summary["configurations"]["near"]["distance"] == pytest.approx(0, abs=1e-12)
-    assert summary["configurations"]["missing"]["distance"] is None
+    far, missing = summary["configurations"]["far"], summary["configurations"]["missing"]
+    assert far["distance"] == pytest.approx(math.log(0.972 / 0.028) - math.log(0.942 / 0.058))
+    assert far["models"]["vit"]["difference"] == pytest.approx(-3) and far["models"]["vit"]["is_within"] is False
+    assert missing["distance"] is None and summary["closest"] is None
+    assert not far["is_the_recipe"] and not missing["is_the_recipe"]  # nor is one of four models missing
+
+
+def test_a_recipe_has_all_five_models_near_the_papers(paper_lab):
+    paper = paper_lab.paper.table_2
+    near = {model: [value - 1, value, value + 1] for model, value in paper.items()}
+    assert recipes.compare(near, paper)["is_the_recipe"]
+    assert not recipes.compare(near | {"vit": []}, paper)["is_the_recipe"]
+    assert not recipes.compare(near | {"vit": [95.0, 95.1, 95.2]}, paper)["is_the_recipe"]  # outside its interval
+    assert not recipes.compare(near | {"vit_noskip_nonorm": [50.0, 60.0, 70.0]}, paper)["is_the_recipe"]  # too far
+
+
+def test_the_distance_that_was_known_when_the_limit_was_fixed(paper_lab, known):
+    paper = paper_lab.paper.table_2
+    first_reading = recipes.compare({model: known.accuracies_of_starting(model) for model in paper}, paper)
+    assert round(first_reading["distance"], 2) == 0.24 and not first_reading["is_the_recipe"]
 
 
 CELLS = {"vit_section_4": [79.0, 80.0, 81.0], "osa_xavier": [89.0, 90.0, 91.0]}

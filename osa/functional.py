@@ -6,6 +6,7 @@ To be read from the top: the equations, the plain code that is them, what is che
 import math
 from collections.abc import Callable
 from functools import partial, reduce
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from osa.linalg import (
     warn_where_lost,
     without_autocast,
 )
-from osa.masking import check_neutral, repeated, without_padding
+from osa.masking import check_neutral, check_tensors, repeated, without_padding
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
 LOST = 2.0**-7  # imbalance times eps, in which errors measured are 10⁻⁴ or so
@@ -106,12 +107,15 @@ def orthogonal_attention(
         (..., N, d_value), of value's type. With bfloat16 or float16 inputs the small matrices are float32.
 
     Raises:
-        ValueError: the shapes do not match, the method is unknown, or an argument asks for a matrix that is not orthogonal.
+        TypeError: query, key, value or the mask is no tensor, or the scale no real number.
+        ValueError: the shapes, types or devices do not match, the method is unknown, or an argument asks for a matrix that
+            is not orthogonal.
     """
     check_neutral(dropout_p, is_causal)
+    check_tensors(query, key, value)
     if enable_gqa:
         key, value = repeated(query, key), repeated(query, value)
-    scale = _checked(query, key, value, scale, method, num_iterations)
+    scale = _checked(query, key, value, scale, method, num_iterations, epsilon)
     if attn_mask is not None:
         query, key = without_padding(query, key, attn_mask)
     attend = kernel("attend", query, key, value, scale, method) or plain_attention
@@ -134,7 +138,8 @@ def orthogonal_attention_matrix(
     Returns:
         (..., N, N).
     """
-    scale = _checked(query, key, query, scale, method, num_iterations)
+    check_tensors(query, key)
+    scale = _checked(query, key, query, scale, method, num_iterations, epsilon)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     return plain_attention(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
@@ -155,13 +160,17 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
 
 
-def check_method(method: str, num_iterations: int | None) -> None:
+def check_method(method: str, num_iterations: int | None, epsilon: float = EPSILON) -> None:
     """Raises ValueError where the method is unknown, or does not iterate and is given a number of iterations."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-    if num_iterations is not None and (method not in ITERATIONS or num_iterations < 1):
+    if num_iterations is not None and method not in ITERATIONS:
         names = " and ".join(ITERATIONS)
-        raise ValueError(f"num_iterations must be 1 or more and belongs to {names}, not {num_iterations} to {method}")
+        raise ValueError(f"num_iterations belongs to {names}, not to {method}: leave it out")
+    if num_iterations is not None and not (isinstance(num_iterations, int) and num_iterations >= 1):
+        raise ValueError(f"num_iterations must be a whole number of 1 or more, not {num_iterations!r}")
+    if not (isinstance(epsilon, Real) and 0 <= epsilon < math.inf):
+        raise ValueError(f"epsilon must be a finite number of 0 or more, not {epsilon!r}")
 
 
 def _goes_to_onnx() -> bool:
@@ -172,16 +181,18 @@ _goes_to_onnx._dynamo_marked_constant = True  # which is false to a trace if ask
 
 
 def _checked(
-    query: Tensor, key: Tensor, value: Tensor, scale: Scale | None, method: str, num_iterations: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: Scale | None,
+    method: str,
+    num_iterations: int | None,
+    epsilon: float,
 ) -> Scale:
     """The scale, once nothing is found wrong with any argument."""
-    check_method(method, num_iterations)
+    check_method(method, num_iterations, epsilon)
     if method in ("qr", "qr_literal") and _goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
-    if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
-    if not all(x.is_floating_point() for x in (query, key, value)):
-        raise ValueError("query, key and value must be real floating-point tensors")
     if query.shape[-2:] != key.shape[-2:]:
         raise ValueError(f"query and key must agree in (N, d), not {tuple(query.shape[-2:])} and {tuple(key.shape[-2:])}")
     if value.shape[-2] != key.shape[-2]:
@@ -191,7 +202,17 @@ def _checked(
         batch = torch.broadcast_shapes(*batches)
     except RuntimeError:
         raise ValueError(f"the batch dimensions of query, key and value must broadcast, not {batches}") from None
-    if isinstance(scale, Tensor) and scale.dim():
+    if scale is None:
+        return 1 / math.sqrt(query.shape[-1] or 1)  # of no columns S is 0 at any scale
+    if not isinstance(scale, (Tensor, Real)) or (isinstance(scale, Tensor) and scale.is_complex()):
+        raise TypeError(f"scale must be a real number or a tensor of them, not {scale!r}")
+    if not isinstance(scale, Tensor):
+        dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), torch.float32)
+        if not abs(scale) <= torch.finfo(dtype).max:
+            raise ValueError(f"scale must be a number that {dtype} holds, not {scale!r}")
+    elif scale.device != query.device:
+        raise ValueError(f"scale must be on the device of the query, {query.device}, not {scale.device}")
+    elif scale.dim():
         try:
             fits = scale.shape[-2:] == (1, 1) and torch.broadcast_shapes(scale.shape[:-2], batch) == batch
         except RuntimeError:
@@ -200,7 +221,7 @@ def _checked(
             raise ValueError(
                 f"scale must broadcast against {(*batch, 1, 1)} with two last dimensions of 1, not {tuple(scale.shape)}"
             )
-    return 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale  # of no columns S is 0 at any scale
+    return scale
 
 
 def plain_attention(

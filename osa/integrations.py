@@ -1,33 +1,57 @@
 """Orthogonal attention inside models of timm and of Hugging Face's transformers; importing this needs neither."""
 
+import copyreg
+import functools
 import math
+import re
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from osa.functional import check_method, orthogonal_attention
+from osa.linalg import EPSILON
+from osa.masking import repeated
+
+SAVED = "orthogonal_attention"  # key of a transformers configuration, for the settings of the attention
 
 
-def timm_attention(*, method: str = "exact", alpha_init: float = 0.1, **options: Any) -> type[nn.Module]:
+def timm_attention(
+    *, method: str = "exact", num_iterations: int | None = None, epsilon: float = EPSILON, alpha_init: float = 0.1
+) -> type[nn.Module]:
     """A class for the argument `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) for the softmax.
 
     It has timm's weights, biases and norms under timm's names, so that a checkpoint of timm lacks `alpha` alone, one number
     for each head. Dropout of attention and causal masks are refused; a boolean mask of padding is fine.
 
     Args:
-        method, options: as for `orthogonal_attention`.
+        method, num_iterations, epsilon: as for `orthogonal_attention`.
         alpha_init: initial α, which multiplies timm's scale 1/√d_v.
+
+    Returns:
+        The same class for the same arguments, as which pickle keeps it.
 
     Raises:
         ImportError: timm is not installed.
-        ValueError: the method is unknown.
+        ValueError: the method is unknown, or α is not finite.
     """
+    check_method(method, num_iterations, epsilon)
+    _check_finite("alpha_init", alpha_init)
+    return _timm_class(method, num_iterations, epsilon, alpha_init)
+
+
+class _Made(type):
+    """The type of classes that a call makes: pickle writes the call, as models of timm keep their attention's class."""
+
+
+@functools.cache
+def _timm_class(method: str, num_iterations: int | None, epsilon: float, alpha_init: float) -> type[nn.Module]:
     from timm.layers import Attention
 
-    check_method(method, options.get("num_iterations"))
+    class OrthogonalAttention(Attention, metaclass=_Made):
+        made_by = (method, num_iterations, epsilon, alpha_init)
 
-    class OrthogonalAttention(Attention):
         def __init__(self, dim: int, num_heads: int = 8, **others: Any) -> None:
             super().__init__(dim, num_heads, **others)
             weight = self.proj.weight
@@ -38,55 +62,126 @@ def timm_attention(*, method: str = "exact", alpha_init: float = 0.1, **options:
             query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
             query, key = self.q_norm(query), self.k_norm(key)
             scale = self.scale * self.alpha[:, None, None]
-            dropout_p = self.attn_drop.p if self.training else 0.0
-            settings = dict(scale=scale, method=method, **options)
-            heads = orthogonal_attention(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+            settings = dict(scale=scale, method=method, num_iterations=num_iterations, epsilon=epsilon)
+            heads = orthogonal_attention(query, key, value, attn_mask, self.dropout_p(), is_causal, **settings)
             y = self.norm(heads.transpose(1, 2).flatten(2))  # (B, N, h·d_v)
             if self.gate is not None:
                 y = y * self.gate(x).sigmoid()
             return self.proj_drop(self.proj(y))
 
+        def dropout_p(self) -> float:
+            """What `attn_drop` asks for, which would act on the attention matrix."""
+            if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
+                raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
+            return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
+
+        def extra_repr(self) -> str:
+            return f"method={method}"
+
     return OrthogonalAttention
 
 
-def register_with_transformers(name: str = "osa", *, method: str = "exact", alpha: float = 1.0, **options: Any) -> None:
+def _found_again(made: "_Made") -> Any:
+    """What pickle writes for a class of `_timm_class`; a class that is derived from one it finds by name."""
+    return (_timm_class, made.made_by) if "made_by" in vars(made) else made.__qualname__
+
+
+copyreg.pickle(_Made, _found_again)
+
+
+def register_with_transformers(
+    name: str = "osa",
+    *,
+    method: str = "exact",
+    num_iterations: int | None = None,
+    epsilon: float = EPSILON,
+    alpha: float = 1.0,
+) -> None:
     """Makes `attn_implementation=name` orthogonal attention in models of transformers that encode, such as ViT and BERT.
 
     With it goes the function that makes masks, without which transformers would hand padding over as no mask at all.
-    Causal models and dropout of attention are refused at the first call.
+    Causal models and dropout of attention are refused at the first call, which also writes the name and the settings into
+    the model's configuration. A model that is saved after it asks for this registration when it is loaded, and is refused
+    without it or with other settings. Of a model of several parts, such as CLIP, the configuration of the whole is not at
+    hand: `from_pretrained` takes `attn_implementation=name` there.
 
     Args:
-        method, options: as for `orthogonal_attention`.
+        name: a new one, or one registered by this function before.
+        method, num_iterations, epsilon: as for `orthogonal_attention`.
         alpha: α, which multiplies the model's own scale, 1/√d_v as a rule.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: the method is unknown.
+        ValueError: the method is unknown, α is not finite, or the name is another attention's or no word.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    check_method(method, options.get("num_iterations"))
-
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        for argument in ("position_bias", "softcap", "sliding_window"):
-            if others.get(argument) is not None:
-                raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
-        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        scale = alpha * (scaling or 1 / math.sqrt(query.shape[-1]))
-        settings = dict(scale=scale, enable_gqa=key.shape[1] != query.shape[1], method=method, **options)
-        heads = orthogonal_attention(query, key, value, attention_mask, dropout, causal, **settings)
-        return heads.transpose(1, 2).contiguous(), None  # (B, N, h, d_v), and no attention weights
-
-    AttentionInterface.register(name, attend)
+    check_method(method, num_iterations, epsilon)
+    _check_finite("alpha", alpha)
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f'name must be a word such as "osa", not {name!r}')
+    registered = AttentionInterface().get(name)
+    is_ours = isinstance(registered, functools.partial) and registered.func is _attend
+    if not is_ours and name in (*AttentionInterface(), *AttentionMaskInterface()):
+        raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
+    settings = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha": alpha}
+    AttentionInterface.register(name, functools.partial(_attend, name, settings))
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def _attend(
+    name: str,
+    settings: dict[str, Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    output_attentions: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls: the heads (B, N, h, d_v), and the attention matrices (B, h, N, N) where asked for."""
+    for argument in ("position_bias", "softcap", "sliding_window"):
+        if others.get(argument) is not None:
+            raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
+    _mark(getattr(module, "config", None), name, settings)
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    options = {option: chosen for option, chosen in settings.items() if option != "alpha"}
+    options["scale"] = settings["alpha"] * (scaling or 1 / math.sqrt(query.shape[-1]))
+    if key.shape[1] != query.shape[1]:
+        key, value = repeated(query, key), repeated(query, value)
+    heads = orthogonal_attention(query, key, value, attention_mask, dropout, causal, **options)
+    matrices = None
+    if output_attentions:
+        identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
+        matrices = orthogonal_attention(query, key, identity, attention_mask, **options)  # A = exp(S) I
+    return heads.transpose(1, 2).contiguous(), matrices
+
+
+def _mark(config: Any, name: str, settings: dict[str, Any]) -> None:
+    """Writes into a model's configuration what its attention is, once, and refuses to be another one than written there.
+
+    transformers reads `attn_implementation` when it loads a model, and writes it only where it is an attribute.
+    """
+    if config is None:
+        return
+    saved = getattr(config, SAVED, None)
+    if saved is None:
+        setattr(config, SAVED, dict(settings))
+    elif saved != settings:
+        given = ", ".join(f"{option}={chosen!r}" for option, chosen in saved.items())
+        raise ValueError(
+            f"the model's attention is another one than {name!r} is now: register_with_transformers({name!r}, {given}), or "
+            f"set config.{SAVED} to None to have the new one"
+        )
+    if getattr(config, "attn_implementation", None) != name:
+        config.attn_implementation = name
+
+
+def _check_finite(name: str, number: float) -> None:
+    if not (isinstance(number, Real) and math.isfinite(number)):
+        raise ValueError(f"{name} must be a finite number, not {number!r}")

@@ -6,6 +6,23 @@ from torch._subclasses.fake_tensor import is_fake
 
 from osa.linalg import is_captured, is_eager
 
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(*tensors: Tensor) -> None:
+    """Raises TypeError or ValueError where query, key or value is no tensor that one can calculate with."""
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"query, key and value must be tensors, not {type(x).__name__}: torch.as_tensor makes them")
+        if x.dim() < 2:
+            raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
+        if x.dtype not in TYPES:
+            raise ValueError(
+                f"query, key and value must be floating-point, of 16, 32 or 64 bits, not {x.dtype}: x.float() is float32"
+            )
+        if x.device != tensors[0].device:
+            raise ValueError(f"query, key and value must be on one device, not {tensors[0].device} and {x.device}")
+
 
 def check_neutral(dropout_p: float, is_causal: bool) -> None:
     """Raises ValueError where either asks for an attention matrix that is not orthogonal."""
@@ -14,7 +31,7 @@ def check_neutral(dropout_p: float, is_causal: bool) -> None:
             "is_causal=True is refused: a causal attention matrix is triangular, and only diagonal ones among these are "
             "orthogonal, so that no token would read another"
         )
-    if dropout_p > 0:
+    if dropout_p != 0:
         raise ValueError(
             f"dropout_p must be 0, not {dropout_p}: exp(S) without some of its entries is not orthogonal; "
             "drop out the output instead"
@@ -30,18 +47,28 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
             read, under torch.compile and in function transforms, unequal rows are an error on the device.
 
     Raises:
+        TypeError: the mask is no tensor.
         ValueError: the mask is of another kind.
     """
     num_tokens = query.shape[-2]
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attn_mask must be a boolean tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     if mask.dtype != torch.bool:
         raise ValueError(
             f"attn_mask must be boolean, not {mask.dtype}: exp(S) has no softmax, to whose logits a mask could be added"
         )
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask must be on the device of the query, {query.device}, not {mask.device}")
     rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 0)
     if columns != num_tokens or (rows != num_tokens and rows != 1):  # `in` is not traced where sizes are symbols
         raise ValueError(
             f"attn_mask must be (..., 1, {num_tokens}) or (..., {num_tokens}, {num_tokens}), not {tuple(mask.shape)}"
         )
+    try:
+        torch.broadcast_shapes(mask.shape[:-2], query.shape[:-2])
+    except RuntimeError:
+        batches = f"{tuple(mask.shape[:-2])} and {tuple(query.shape[:-2])}"
+        raise ValueError(f"the batch dimensions of attn_mask and query must broadcast, not {batches}") from None
     first = mask[..., :1, :]  # (..., 1, N)
     if mask.shape[-2] > 1:
         is_padding = (mask == first).all()

@@ -7,14 +7,14 @@ import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from osa.deep.shaped import (
     KERNELS,
@@ -109,6 +109,10 @@ def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> tuple[Callable, float, 
     return activation, 1.0, linear_share(activation.of_number)
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 ATTENTION = {
     "orthogonal": _orthogonal_attention,
     "softmax": _softmax_attention,
@@ -124,7 +128,7 @@ MLP_INIT = {
 }
 ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
-    "gelu_tanh": lambda depth: (partial(F.gelu, approximate="tanh"), gain(gelu_tanh), linear_share(gelu_tanh)),
+    "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
     "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
 }
@@ -372,8 +376,7 @@ def create_model(name: str, *, generator: Generator | None = None, **changes) ->
         ValueError: there is no such model, or an option has an impossible value.
         TypeError: there is no such option.
     """
-    if name not in MODELS:
-        raise ValueError(f"model {name!r} is unknown; choose one of {', '.join(MODELS)}")
+    check_model(name)
     return build_vit(**MODELS[name] | changes, generator=generator)
 
 
@@ -390,8 +393,7 @@ def build_vit(*, generator: Generator | None = None, **options) -> VisionTransfo
     """
     for name in options:
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            raise TypeError(f"{name} is no option of a model{f'; did you mean {near[0]}?' if near else ''}")
+            raise TypeError(f"{name} is no option of a model; {did_you_mean(name, OPTIONS)}")
     config = ModelConfig(**options)
     make_attention, init_attention_ = ATTENTION[config.attention](config)
     activation, *moments = ACTIVATION[config.activation](config.depth)
@@ -424,6 +426,18 @@ def build_vit(*, generator: Generator | None = None, **options) -> VisionTransfo
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
     return vit
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError if there is no such model in `MODELS`."""
+    if name not in MODELS:
+        raise ValueError(f"model {name!r} is unknown; {did_you_mean(name, MODELS)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names as a question, or all of them to choose from."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
 
 
 def _allocate(module: nn.Module) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from osa.functional import check_method, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
@@ -47,20 +48,17 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product where all are linear layers.
+        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product where three plain layers allow.
 
         Args:
             x: (B, N, embed_dim).
         """
         parts = (self.query, self.key, self.value)
-        if all(isinstance(part, nn.Linear) for part in parts):
-            weight = torch.cat([part.weight for part in parts])  # (3d, d)
-            bias = None if self.query.bias is None else torch.cat([part.bias for part in parts])
-            qkv = F.linear(x, weight, bias)  # (B, N, 3d)
-        else:  # quantised, or with an adapter around them
-            qkv = torch.cat([part(x) for part in parts], dim=-1)
-        qkv = qkv.unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
-        return qkv.permute(2, 0, 3, 1, 4).unbind()
+        if joined := _joined(parts):
+            qkv = F.linear(x, *joined).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
+            return qkv.permute(2, 0, 3, 1, 4).unbind()
+        query, key, value = (part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        return query, key, value
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
         """The heads' outputs for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
@@ -70,17 +68,44 @@ class SelfAttention(nn.Module):
         """(B, N, embed_dim) or (N, embed_dim) → the same, or only the first `num_outputs` tokens of that.
 
         Raises:
-            ValueError: x has another shape, or there are inputs for key and value, too.
+            TypeError: x is no tensor.
+            ValueError: x has another shape, or is not floating-point, or there are inputs for key and value, too.
         """
         if others or isinstance(num_outputs, Tensor):
             raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
-        if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the tokens must be a tensor, not {type(x).__name__}: torch.as_tensor makes one")
+        if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
             d = self.embed_dim
-            raise ValueError(f"the tokens must be (B, N, {d}) or (N, {d}), not {tuple(x.shape)}")
+            raise ValueError(f"the tokens must be floating-point, (B, N, {d}) or (N, {d}), not {x.dtype}, {tuple(x.shape)}")
         batch = x if x.dim() == 3 else x[None]
         heads = self.mix(*self.project(batch), num_outputs)
         y = self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
         return y if x.dim() == 3 else y[0]
+
+
+def _joined(parts: tuple[nn.Module, ...]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight (3d, d) and bias of one product that does what calling the three parts does, or None where there is none."""
+    if not all(map(_is_plain, parts)):
+        return None
+    weights, biases = [part.weight for part in parts], [part.bias for part in parts]
+    if not _are_alike(weights) or not _are_alike(biases):
+        return None
+    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether it is a linear layer as torch makes it, parametrised or not: no subclass, no `forward` or hook of its own."""
+    if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
+        return False
+    return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+
+
+def _are_alike(tensors: list[Tensor | None]) -> bool:
+    """Whether all are None, or tensors of torch's own class that share shape, type and device."""
+    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):  # a subclass may know no concatenation
+        return all(tensor is None for tensor in tensors)
+    return len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) == 1
 
 
 class OrthogonalSelfAttention(SelfAttention):
@@ -97,7 +122,8 @@ class OrthogonalSelfAttention(SelfAttention):
         alpha_per_head: one α for each head, or one for the layer.
 
     Raises:
-        ValueError: h does not divide d, 2 d_v > d, the method is unknown, or the iterations are not its own.
+        ValueError: h does not divide d, 2 d_v > d, the method is unknown, the iterations are not its own, or a number is
+            impossible.
     """
 
     def __init__(
@@ -119,7 +145,9 @@ class OrthogonalSelfAttention(SelfAttention):
                 f"num_heads {num_heads} gives 2 d_v = {2 * embed_dim} > embed_dim = {embed_dim}; "
                 "orthogonal attention needs 2 or more heads (Section 4.2)"
             )
-        check_method(method, num_iterations)
+        check_method(method, num_iterations, epsilon)
+        if not math.isfinite(alpha_init):
+            raise ValueError(f"alpha_init must be a finite number, not {alpha_init!r}")
         self.options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
         self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1, device=device, dtype=dtype))
         init_orthogonal_attention_(self, alpha=alpha_init)
@@ -195,6 +223,9 @@ class Block(nn.Module):
         norm_eps: its ε.
         shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which keeps q where both terms have it.
             None: x + f(x).
+
+    Raises:
+        ValueError: the shortcut is not in [0, 1].
     """
 
     def __init__(
@@ -212,6 +243,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         make_norm = partial(nn.LayerNorm, embed_dim, norm_eps, device=device, dtype=dtype) if norm else nn.Identity
+        if shortcut is not None and not 0 <= shortcut <= 1:
+            raise ValueError(f"shortcut must be in [0, 1], not {shortcut!r}")
         self.norm1, self.attention, self.norm2 = make_norm(), attention, make_norm()
         self.mlp = mlp
         self.skip, self.shortcut = skip, shortcut

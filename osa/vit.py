@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from osa.init import truncated_normal_, xavier_linear_
@@ -89,8 +91,11 @@ class VisionTransformer(nn.Module):
             (B, N, d).
 
         Raises:
+            TypeError: the images are no tensor.
             ValueError: the images are of another size, or not floating-point.
         """
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images must be a tensor, not {type(images).__name__}: torch.as_tensor makes one")
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"images must be (B, {', '.join(map(str, self.image_shape))}), not {tuple(images.shape)}")
         if not images.is_floating_point():
@@ -116,10 +121,10 @@ class VisionTransformer(nn.Module):
 
     def reset_classifier(self, num_classes: int) -> None:
         """A new head, by Xavier, of the device and type of the weights; 0 for none."""
-        weight = self.patch_embedding.weight
+        token = self.cls_token  # which no adapter replaces
         self.head = nn.Identity()
         if num_classes:
-            self.head = nn.Linear(self.num_features, num_classes, device=weight.device, dtype=weight.dtype)
+            self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)
             xavier_linear_(self.head)
         if self.config is not None:
             self.config = dataclasses.replace(self.config, num_classes=num_classes)
@@ -138,3 +143,23 @@ class VisionTransformer(nn.Module):
             else:
                 x = block(x, outputs)
         return self.norm(x)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model that torch.compile, a data-parallel wrapper or an average of weights holds, or the model itself."""
+    parts = dict(model.named_children())
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
+        return unwrapped(parts["module"])
+    return unwrapped(parts["_orig_mod"]) if "_orig_mod" in parts else model  # of torch.compile
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The blocks of a model, or of the model that a wrapper holds.
+
+    Raises:
+        ValueError: it has none.
+    """
+    blocks = getattr(unwrapped(model), "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise ValueError(f"a model with `blocks`, each of an attention and an mlp, is needed, not {type(model).__name__}")
+    return blocks

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from osa.functional import orthogonal_attention
 from osa.linalg import flat, full_precision, in_own_types, phi1_times, without_autocast
+from osa.vit import blocks_of
 
 ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 leaves some 1e-6
 
@@ -361,13 +362,14 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
         by: one of `MAPS`, which then parametrises the weights, or "retraction", where `StiefelConstraint` has to keep them.
 
     Raises:
-        ValueError: the map is to parametrise matrices of heads.
+        ValueError: the constraint is unknown, the map is to parametrise matrices of heads, or a weight is no parameter.
     """
-    constraint = CONSTRAINTS[name]
+    constraint = _constraint(name)
     if by != RETRACTION and constraint.per_head:
         whole = " or ".join(name for name, other in CONSTRAINTS.items() if not other.per_head)
         raise ValueError(f"{by} parametrises whole matrices, {whole}, and not {name}")
-    for block in model.blocks:
+    constrained_parameters(model, name)  # which are there
+    for block in blocks_of(model):
         for views in constraint.views(block.attention):
             _write(views, orthonormal_(torch.cat(views, dim=-2)))
         if by != RETRACTION:
@@ -376,29 +378,55 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
 
 
 def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The weights that a constraint is on, of every block."""
-    return [getattr(block.attention, part).weight for part in CONSTRAINTS[name].parts for block in model.blocks]
+    """The weights that a constraint is on, of every block.
+
+    Raises:
+        ValueError: there is no such constraint, or a weight is no parameter but computed, so that it cannot be written to.
+    """
+    attentions, weights = [block.attention for block in blocks_of(model)], []
+    for part in _constraint(name).parts:
+        for attention in attentions:
+            weight = getattr(getattr(attention, part), "weight", None)
+            if not isinstance(weight, nn.Parameter):
+                raise ValueError(f"{name} needs {part}.weight as a parameter of its own, not a parametrised or adapted one")
+            weights.append(weight)
+    return weights
 
 
 class StiefelConstraint:
-    """Keeps the weights that `constrain_` made orthonormal on their manifolds through the steps of any optimiser."""
+    """Keeps the weights that `constrain_` made orthonormal on their manifolds through the steps of any optimiser.
+
+    It finds the weights in the model at every step: they may move to another device or type in between.
+    """
 
     def __init__(self, model: nn.Module, name: str) -> None:
-        views = (CONSTRAINTS[name].views(block.attention) for block in model.blocks)
-        self.groups = list(zip(*views, strict=True))
+        self.model, self.name = model, name
+        self.weights()  # which are there
+
+    def _groups(self) -> list[tuple[Views, ...]]:
+        """Of each group of the constraint the views of every block."""
+        views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
+        return list(zip(*views, strict=True))
 
     def weights(self) -> list[Tensor]:
         """A copy of each group's weights, (depth, count, rows, d)."""
-        return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self.groups]
+        return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self._groups()]
 
     @contextmanager
     def project_step(self) -> Iterator[None]:
         """Replaces the step that an optimiser takes inside by its `retract`."""
+        constrained_parameters(self.model, self.name)  # which can be written to
         before = self.weights()
         yield
-        for group, old, new in zip(self.groups, before, self.weights(), strict=True):
+        for group, old, new in zip(self._groups(), before, self.weights(), strict=True):
             for views, weight in zip(group, retract(old, new - old), strict=True):
                 _write(views, weight)
+
+
+def _constraint(name: str) -> Constraint:
+    if name not in CONSTRAINTS:
+        raise ValueError(f"constraint {name!r} is unknown; choose one of {', '.join(CONSTRAINTS)}")
+    return CONSTRAINTS[name]
 
 
 def _write(views: Views, weight: Tensor) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from osa.vit import blocks_of
+
 
 def gram_penalty(weight: Tensor) -> Tensor:
     """Σ (σᵢ² − 1)² over the singular values of W, the lesser of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², summed over the batch.
@@ -102,21 +104,31 @@ def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, T
     in time and memory of N² for each head.
 
     Args:
-        model: with `blocks`, each of an `attention` and an `mlp`.
+        model: with `blocks`, each of an `attention` and an `mlp`; or a wrapper of such a model, as DistributedDataParallel.
         images: what the model takes.
         name: one of `PENALTIES`.
 
     Returns:
         The output, and a tensor ().
+
+    Raises:
+        ValueError: there is no such penalty, the model has no blocks, or what enters them is not shown: torch.compile runs
+            no hooks.
     """
-    inputs = []
-    hooks = [
-        block.attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])) for block in model.blocks
-    ]
+    if name not in PENALTIES:
+        raise ValueError(f"penalty {name!r} is unknown; choose one of {', '.join(PENALTIES)}")
+    inputs: list[Tensor] = []
+    blocks = blocks_of(model)
+    hooks = [block.attention.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for block in blocks]
     try:
         output = model(images)
     finally:
         for hook in hooks:
             hook.remove()
-    terms = [term(block, x) for block, x in zip(model.blocks, inputs, strict=True) for term in PENALTIES[name]]
+    if len(inputs) != len(blocks):
+        raise ValueError(
+            "the blocks do not show what enters them, as where they are compiled, or DataParallel has copied them: "
+            "give with_penalty the model without torch.compile and DataParallel"
+        )
+    terms = [term(block, x) for block, x in zip(blocks, inputs, strict=True) for term in PENALTIES[name]]
     return output, torch.stack(terms).sum()

@@ -1,6 +1,12 @@
 """Models of timm, transformers and torchvision with our attention, where installed: the code of docs/library.md."""
 
+import copy
+import io
+import math
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +15,8 @@ import torch
 from osa import integrations, orthogonal_attention
 from tests.osa.helpers import relative_error
 
-PAGE = (Path(__file__).parents[2] / "docs/library.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
 SNIPPETS = dict(re.findall(r"```python (timm|transformers|torchvision)\n(.*?)```", PAGE, re.DOTALL))
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of the packages are not ours
 
@@ -36,6 +43,13 @@ def test_the_pages_model_trains_ten_steps(package, size):
     assert losses[-1] < 0.7 * losses[0] and not torch.equal(weight, before)
 
 
+PRINTED = """
+import pickle, sys, torch
+
+print(pickle.load(sys.stdin.buffer)(torch.ones(1, 3, 16, 16)).sum().item())
+"""
+
+
 def timm_vit(**options):
     timm = pytest.importorskip("timm")
     sizes = dict(img_size=16, patch_size=8, num_classes=7, depth=2)
@@ -59,6 +73,62 @@ def test_timms_attention_is_ours_with_timms_weights():
     assert model.eval()(images).shape == (2, 7)
     with pytest.raises(ValueError, match="dropout_p"):
         model.train()(images)
+
+
+def test_timms_models_are_pickled_and_copied_with_their_attention():
+    """In a process, or another one: classes that are made by a call have no name that pickle could look up."""
+    timm = pytest.importorskip("timm")
+    settings = dict(method="newton_schulz", num_iterations=5, epsilon=1e-3, alpha_init=0.75)
+    layer = integrations.timm_attention(**settings)
+    assert layer is integrations.timm_attention(**settings) is not integrations.timm_attention()
+    model, images = timm_vit(attn_layer=layer).eval(), torch.randn(2, 3, 16, 16)
+    expected = model(images)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    for other in copies:
+        assert type(other.blocks[0].attn) is layer and torch.equal(other(images), expected)
+        other.blocks[0].attn.alpha.data.zero_()
+    assert torch.equal(model(images), expected)
+    plain = timm.layers.Attention(192, 3)
+    printed = subprocess.run([sys.executable, "-c", PRINTED], input=pickle.dumps(model), capture_output=True, cwd=ROOT)
+    assert float(printed.stdout) == pytest.approx(model(torch.ones(1, 3, 16, 16)).sum().item(), rel=1e-5), printed.stderr
+    with pytest.raises(RuntimeError, match="alpha"):
+        layer(192, 3).load_state_dict(plain.state_dict())
+
+    class Derived(layer):  # a class of one's own is found by its own name, or not at all
+        pass
+
+    with pytest.raises((pickle.PicklingError, AttributeError), match="Derived"):
+        pickle.dumps(Derived(192, 3))
+    assert type(copy.deepcopy(Derived(192, 3))) is Derived
+
+
+@pytest.mark.parametrize("part", ["qkv", "q_norm", "k_norm", "norm", "gate", "proj", "proj_drop"])
+def test_every_layer_of_timms_attention_is_called(part):
+    timm = pytest.importorskip("timm")
+    made = integrations.timm_attention(alpha_init=2.0)
+    layer = made(16, 2, qk_norm=True, scale_norm=True, gated=True, norm_layer=torch.nn.LayerNorm)
+    x, factor, inner = torch.randn(2, 5, 16), torch.nn.Parameter(torch.tensor(2.0)), layer.get_submodule(part)
+    assert isinstance(layer, timm.layers.Attention)
+    before = layer(x)
+    setattr(layer, part, torch.nn.Sequential(inner, Scaled(factor)))
+    output = layer(x)
+    output.square().sum().backward()
+    assert relative_error(output, before) > 1e-3 and factor.grad.abs() > 1e-6
+    layer.attn_drop = torch.nn.Sequential(torch.nn.Dropout(0.1))  # would act on a matrix that is not there
+    with pytest.raises(ValueError, match="attn_drop must be nn.Dropout"):
+        layer(x)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x.sin()
 
 
 def bert(**options):
@@ -89,3 +159,116 @@ def test_a_causal_model_is_refused():
     for mask in (None, torch.tensor([[1, 1, 1, 0, 0]])):
         with pytest.raises(ValueError, match=r"is_causal|whole tokens"):
             transformers.LlamaModel(config)(torch.randint(50, (1, 5)), attention_mask=mask)
+
+
+def encoder(name="osa_test", **options):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, image_size=16)
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**sizes, patch_size=4, **options, attn_implementation=name)
+    return transformers.ViTModel(config).eval()
+
+
+SETTINGS = dict(method="newton_schulz", num_iterations=5, epsilon=1e-3, alpha=2.0)
+
+
+@pytest.fixture
+def registered():
+    """With which a model that is loaded has to agree; and the name is free again afterwards."""
+    pytest.importorskip("transformers")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    integrations.register_with_transformers("osa_test", **SETTINGS)
+    yield lambda: [each._global_mapping.pop("osa_test") for each in (AttentionInterface, AttentionMaskInterface)]
+    integrations.register_with_transformers("osa_test")
+
+
+def test_a_model_of_transformers_is_loaded_as_it_was_saved_or_refused(registered, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, images = encoder(), torch.randn(2, 3, 16, 16)
+    expected = model(images).last_hidden_state
+    model.save_pretrained(tmp_path / "a")
+    for load in (transformers.ViTModel, transformers.AutoModel):
+        loaded = load.from_pretrained(tmp_path / "a")
+        assert torch.equal(loaded(images).last_hidden_state, expected)
+    loaded.save_pretrained(tmp_path / "b")
+    softmax = transformers.ViTModel.from_pretrained(tmp_path / "b", attn_implementation="sdpa")  # as it is asked for
+    assert relative_error(softmax(images).last_hidden_state, expected) > 0.1
+    softmax.save_pretrained(tmp_path / "c")
+    again = transformers.ViTModel.from_pretrained(tmp_path / "c")
+    assert torch.equal(again(images).last_hidden_state, softmax(images).last_hidden_state)
+    for name, other in SETTINGS.items():
+        other = {"method": "polar_express"}.get(name, other + 1 if name != "method" else None)
+        integrations.register_with_transformers("osa_test", **SETTINGS | {name: other})
+        with pytest.raises(ValueError, match=f"attention is another one.*{name}={SETTINGS[name]!r}"):
+            loaded(images)
+    remedy = re.search(r"register_with_transformers\(.*?\)", str(error_of(loaded, images)))[0]
+    exec(f"integrations.{remedy}")
+    assert torch.equal(loaded(images).last_hidden_state, expected)
+    registered()
+    for load in (transformers.ViTModel, transformers.AutoModel):
+        with pytest.raises(ValueError, match="osa_test"):
+            load.from_pretrained(tmp_path / "a")
+
+
+def error_of(model, images):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        model(images)
+    return caught.value
+
+
+def test_a_pickled_model_of_transformers_keeps_its_settings(registered):
+    model, images = encoder(), torch.randn(2, 3, 16, 16)
+    expected = model(images).last_hidden_state
+    arrived = pickle.loads(pickle.dumps(model))
+    assert torch.equal(arrived(images).last_hidden_state, expected)
+    integrations.register_with_transformers("osa_test", alpha=3.0)
+    assert "alpha=2.0" in str(error_of(arrived, images))
+    arrived.config.orthogonal_attention = None  # as the message says
+    assert relative_error(arrived(images).last_hidden_state, expected) > 1e-3
+
+
+def test_attention_matrices_are_given_where_asked_for(registered):
+    model, images = encoder(), torch.randn(2, 3, 16, 16)
+    outputs = model(images, output_attentions=True)
+    assert [tuple(a.shape) for a in outputs.attentions] == [(2, 4, 17, 17)] * 2
+    assert model(images).attentions is None
+    integrations.register_with_transformers("osa_test_exact", alpha=2.0)
+    masked, mask = bert(attn_implementation="osa_test_exact"), torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    for a in masked(torch.randint(50, (2, 9)), attention_mask=mask, output_attentions=True).attentions:
+        torch.testing.assert_close(a @ a.mT, torch.eye(9).expand_as(a), rtol=0, atol=1e-5)
+        torch.testing.assert_close(a[1, :, 5:], torch.eye(9)[5:].expand(4, 4, 9))
+        assert (a[0] - torch.eye(9)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments, error, cause",
+    [
+        (dict(name="sdpa"), ValueError, "'sdpa' is another attention of transformers.*your own"),
+        (dict(name="eager"), ValueError, "'eager' is another"),
+        (dict(name="flash_attention_2"), ValueError, "'flash_attention_2' is another"),
+        (dict(name=""), ValueError, "name must be a word.*''"),
+        (dict(name="kernels-community/osa"), ValueError, "name must be a word"),
+        (dict(name="paged|osa"), ValueError, "name must be a word"),
+        (dict(name=None), ValueError, "name must be a word.*None"),
+        (dict(alpha=math.nan), ValueError, "alpha must be a finite number"),
+        (dict(alpha="0.1"), ValueError, "alpha must be a finite number"),
+        (dict(method="qrr"), ValueError, "'qrr' is unknown"),
+        (dict(epsilon=-1.0), ValueError, "epsilon"),
+        (dict(num_iterations=3), ValueError, "num_iterations"),
+        (dict(methd="qr"), TypeError, "methd"),
+    ],
+)
+def test_names_and_settings_that_are_refused(arguments, error, cause):
+    pytest.importorskip("transformers")
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    before = [dict(each._global_mapping) for each in (AttentionInterface, AttentionMaskInterface)]
+    with pytest.raises(error, match=cause):
+        integrations.register_with_transformers(**dict(name="osa_test") | arguments)
+    assert before == [dict(each._global_mapping) for each in (AttentionInterface, AttentionMaskInterface)]
+    others = {"alpha_init" if key == "alpha" else key: value for key, value in arguments.items()}
+    if "name" not in others:
+        with pytest.raises(error, match=cause.replace("alpha", "alpha_init")):
+            integrations.timm_attention(**others)

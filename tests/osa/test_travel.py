@@ -145,6 +145,103 @@ def test_a_parametrised_model_travels_as_the_weights_that_it_makes(tmp_path):
     assert parametrize.is_parametrized(model.blocks[0].attention.value)
 
 
+def by_vector(model):
+    """Every parameter is a part of one tensor then."""
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()).detach(), model.parameters())
+    return model
+
+
+HELD = {
+    "views of one tensor": by_vector,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "DataParallel": nn.DataParallel,
+    "average": AveragedModel,
+    "average of a compiled one": lambda model: AveragedModel(torch.compile(model, backend="eager")),
+    "checkpoints": lambda model: model.set_grad_checkpointing() or model,
+    "frozen": lambda model: model.requires_grad_(False),
+    "another head": lambda model: model.reset_classifier(3) or model,
+}
+
+
+@pytest.mark.parametrize("way", HELD)
+def test_what_holds_a_model_leaves_its_folder_alone(way, tmp_path):
+    pytest.importorskip("safetensors")
+    model = create("osa_iso")
+    osa.save_pretrained(HELD[way](model), tmp_path)
+    assert torch.equal(osa.load_pretrained("osa_iso", folder=tmp_path)(IMAGES), model(IMAGES))
+
+
+def set_forward(model):
+    layer = model.blocks[1].attention.out
+    layer.forward = lambda x: 2 * nn.Linear.forward(layer, x)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def add_adapter(model):
+    attention, plain = model.blocks[1].attention, model.blocks[1].attention.value
+    attention.value = Twice(16, 16, bias=False)
+    attention.value.load_state_dict(plain.state_dict())  # with the same keys
+
+
+CHANGES = {  # what no configuration says, and where
+    "another method": (
+        lambda model: model.blocks[2].attention.options.update(method="newton_schulz"),
+        "blocks.2.attention is",
+    ),
+    "a skip": (lambda model: setattr(model.blocks[3], "skip", True), "blocks.3 is"),
+    "another activation": (lambda model: setattr(model.blocks[0].mlp, "activation", torch.relu), "blocks.0.mlp is"),
+    "tokens of another size": (lambda model: setattr(model, "normalise_tokens", False), "the model is"),
+    "a head of one's own": (lambda model: setattr(model, "head", nn.Linear(16, 3)), "head is"),
+    "an adapter": (add_adapter, "blocks.1.attention.value is"),
+    "a forward of its own": (set_forward, "blocks.1.attention.out is"),
+    "a norm": (lambda model: setattr(model, "norm", nn.LayerNorm(16)), "norm is"),
+    "another block": (lambda model: model.blocks.append(copy.deepcopy(model.blocks[0])), "blocks.5 is"),
+    "a block less": (lambda model: model.blocks.__delitem__(4), "blocks.4 is"),
+    "pruning": (
+        lambda model: prune.l1_unstructured(model.blocks[0].attention.key, "weight", 0.5),
+        "blocks.0.attention.key is",
+    ),
+    "int8": (lambda model: quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True), "patch_embedding is"),
+    "a tied weight": (
+        lambda model: setattr(model.blocks[0].attention.key, "weight", model.blocks[0].attention.query.weight),
+        "blocks.0.attention.query.weight and blocks.0.attention.key.weight are one",
+    ),
+    "a block twice": (
+        lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
+        "blocks.0.mlp.fc1.weight and blocks.1.mlp.fc1.weight are one",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_folder_cannot_say_is_refused_and_travels_whole(change, tmp_path):
+    """By torch.save, as the message says; and nothing is written."""
+    pytest.importorskip("safetensors")
+    model, (edit, place) = create("osa_iso"), CHANGES[change]
+    edit(model)
+    with pytest.raises(ValueError, match=f"{place}.*torch.save"):
+        osa.save_pretrained(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    if change == "a forward of its own":  # a function that is local to this test
+        return
+    arrived = torch.load(saved(model), weights_only=False)
+    assert torch.equal(arrived(IMAGES), model(IMAGES))
+    tied = len(list(model.parameters())), len(list(arrived.parameters()))
+    assert tied[0] == tied[1]
+
+
+def test_another_model_is_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    for model in (nn.Linear(2, 2), nn.Sequential(create("vit")), create("vit").blocks[0]):
+        with pytest.raises(ValueError, match=r"no config.*osa\.build_vit"):
+            osa.save_pretrained(model, tmp_path)
+
+
 @pytest.mark.parametrize(
     "name, file, old, new, cause",
     [
@@ -165,6 +262,37 @@ def test_a_folder_that_contradicts_itself_is_refused_in_a_sentence(name, file, o
     path.write_text(path.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
     with pytest.raises(ValueError, match=cause):
         osa.load_pretrained(name, folder=tmp_path)
+
+
+def test_files_that_hold_no_whole_model_are_a_sentence(tmp_path):
+    pytest.importorskip("safetensors")
+    osa.save_pretrained(create("vit"), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model\.safetensors is no file of safetensors, or not a whole one"):
+        osa.load_pretrained("vit", folder=tmp_path)
+    (tmp_path / "config.json").unlink()
+    weights.rename(tmp_path / "5.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing.*the folder has 5\.safetensors: give the path"):
+        osa.load_pretrained("vit", folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *((name, {}) for name in MODELS),
+        *(("vit", dict(activation=each, depth=13)) for each in ("gelu_tanh", "tat_leaky_relu")),
+    ],
+)
+def test_every_model_travels_in_every_way(name, options, tmp_path):
+    pytest.importorskip("safetensors")
+    model = create(name, **options)
+    expected = model(IMAGES)
+    osa.save_pretrained(model, tmp_path)
+    arrived = [osa.load_pretrained(name, folder=tmp_path)]
+    arrived += [travel(model, create(name, seed=1, **options)).eval() for travel in WAYS.values()]
+    assert all(torch.equal(other(IMAGES), expected) and other.config == model.config for other in arrived)
 
 
 def test_without_safetensors_its_installation_is_named(monkeypatch, tmp_path):

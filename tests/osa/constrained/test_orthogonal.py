@@ -1,5 +1,6 @@
 """Maps onto rotations, weights parametrised by them, and steps along Stiefel manifolds."""
 
+import copy
 import math
 
 import pytest
@@ -258,6 +259,58 @@ def test_a_constraint_holds_under_adamw_and_leaves_the_rest_free(name, constrain
             parameter.add_(torch.randn_like(parameter))
     moved = {id(parameter) for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == constrained and len(moved) == 2 * (4 if constraint == "attention" else 2)
+
+
+def to_dtype(model):
+    model.to(torch.float64)
+
+
+def to_empty(model):
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    model.to_empty(device="cpu").load_state_dict(state)
+
+
+def to_other_parameters(model):
+    model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()}, assign=True)
+
+
+def to_other_layers(model):
+    for block in model.blocks:
+        block.attention = copy.deepcopy(block.attention)
+
+
+@pytest.mark.parametrize("move", [to_dtype, to_empty, to_other_parameters, to_other_layers])
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_a_constraint_follows_the_weights_of_its_model(constraint, move):
+    """Its own storage is theirs no more once the model has moved to another device or type, or has been loaded."""
+    model = small()
+    constrain_(model, constraint, RETRACTION)
+    stiefel = StiefelConstraint(model, constraint)
+    move(model)
+    weights = constrained_parameters(model, constraint)
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    start = stiefel.weights()
+    with stiefel.project_step():
+        optimizer.step()
+    for old, new in zip(start, stiefel.weights(), strict=True):
+        assert orthogonality_error(new) < float32_rounding(12) < 1e-2 < (new - old).norm()
+
+
+def test_a_constraint_that_cannot_write_is_refused():
+    model = small()
+    constrain_(model, "whole_value_out", "cayley")
+    stiefel = StiefelConstraint(nn.DataParallel(model), "whole_value_out")  # which can be read
+    assert max(map(orthogonality_error, stiefel.weights())) < float32_rounding(12)
+    for call in (lambda: stiefel.project_step().__enter__(), lambda: constrain_(model, "value_out", RETRACTION)):
+        with pytest.raises(ValueError, match="value.weight as a parameter of its own"):
+            call()
+    for call in (constrained_parameters, StiefelConstraint, lambda *others: constrain_(*others, RETRACTION)):
+        with pytest.raises(ValueError, match="'value' is unknown; choose one of value_out"):
+            call(model, "value")
+        with pytest.raises(ValueError, match="`blocks`.*not Linear"):
+            call(nn.Linear(2, 2), "value_out")
 
 
 @every_map

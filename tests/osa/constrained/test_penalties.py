@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad
+from torch.optim.swa_utils import AveragedModel
 
 from osa import create_model
 from osa.constrained.penalties import (
@@ -99,4 +101,34 @@ def test_a_penalty_sums_its_terms_over_blocks_and_leaves_the_output_alone(name):
     torch.testing.assert_close(penalty, expected)
     penalty.backward()
     assert model.blocks[-1].attention.query.weight.grad.norm() > 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_wrapped_models_have_their_penalty_and_others_a_sentence():
+    model, images = create_model("vit", **SMALL), torch.randn(7, 1, 4, 4)
+    expected = with_penalty(model, images, "VAR-III")
+    for held in (nn.DataParallel(model), AveragedModel(model)):
+        assert all(map(torch.equal, with_penalty(held, images, "VAR-III"), expected))
+    for other, name, cause in (
+        (model, "VAR-IV", "'VAR-IV' is unknown; choose one of VAR-I,"),
+        (nn.Linear(4, 4), "VAR-I", "`blocks`.*not Linear"),
+    ):
+        with pytest.raises(ValueError, match=cause):
+            with_penalty(other, images, name)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the compiler
+@pytest.mark.parametrize("way", ["torch.compile", "in place", "block by block"])
+def test_a_compiled_model_is_a_sentence(way):
+    """Hooks are no part of what was compiled without them."""
+    model, images = create_model("vit", **SMALL), torch.randn(7, 1, 4, 4)
+    expected, compiled = model(images), model
+    if way == "torch.compile":
+        compiled = torch.compile(model, backend="eager")
+    for part in {"in place": [model], "block by block": model.blocks}.get(way, []):
+        part.compile(backend="eager")
+    torch.testing.assert_close(compiled(images), expected)
+    with pytest.raises(ValueError, match="without torch.compile"):
+        with_penalty(compiled, images, "VAR-I")
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -73,8 +73,13 @@ def _launch_heads(
     launch_resident(kernel, batch * heads, tensors, strides, scratch_size, constants | numbers)
 
 
+def has_wgmma(device: torch.device) -> bool:
+    """Whether its tensor cores read shared memory, by asynchronous instructions that Hopper alone has: none later."""
+    return capability(device) == 9
+
+
 def capability(device: torch.device) -> int:
-    """The first number of the compute capability; of what is no GPU, that of the newest which has forms of its own."""
+    """The first number of the compute capability; of what is no GPU, that of the one which has forms of its own."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
@@ -120,10 +125,11 @@ def phi1_constants(z: Tensor, y: Tensor) -> dict:
 
 
 def holds_phi1(size: int, device: torch.device) -> bool:
-    """Whether a program has room for φ₁ of so many rows by tensor cores, whose operands lie in shared memory."""
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else math.inf
-    is_new = capability(device) >= 9  # older ones take operands from registers, which spill
-    return is_new and size > SIZE.value and PHI1_BYTES.get(padded(size), math.inf) <= room
+    """Whether a program has room for φ₁ of so many rows by tensor cores. Registers, if operands lay there, would spill."""
+    needed, room = PHI1_BYTES.get(padded(size), math.inf), max(PHI1_BYTES.values())
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return has_wgmma(device) and size > SIZE.value and needed <= room
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:

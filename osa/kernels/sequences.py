@@ -85,11 +85,10 @@ def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
 
 def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) -> Mixing:
     """Of a method. φ₁ is in full float32, or by tensor cores, with 22 bits, where the inputs have 8."""
-    query, _, value, _ = inputs
-    is_by_tensor_cores = is_split(*inputs[:3]) and launch.holds_phi1(2 * query.shape[-1], value.device)
-    phi1_times = torch.ops.osa.phi1 if is_by_tensor_cores else linalg.phi1_times
+    may_split = is_split(*inputs[:3])
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor) -> Tensor:
+        phi1_times = (may_split and linalg.kernel("split_phi1_times", gram, products)) or linalg.phi1_times
         with linalg.full_precision(gram.device), linalg.without_autocast(gram.device):
             if method == "exact":
                 return c * phi1_times(linalg.apply_j(c * gram), linalg.apply_j(products))
@@ -197,7 +196,7 @@ def is_split(*tensors: Tensor) -> bool:
 def gram_tile(query: Tensor, value: Tensor) -> dict:
     """Rows at a time, columns of the left factor and of both right ones, and registers for five products of these."""
     width, value_width, is_halved = padded(query.shape[-1]), padded(value.shape[-1]), is_split(query, value)
-    if is_halved and width == 64 >= value_width and launch.capability(query.device) >= 9:  # whose tensor cores read memory
+    if is_halved and width == 64 >= value_width and launch.has_wgmma(query.device):
         return {"TILE": (64, width, width, value_width), "num_warps": 8, "num_stages": 3, "maxnreg": 128}
     return _tile(32 if is_halved else 16, 32, query, value, 3)
 
@@ -219,7 +218,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
     """The same for three results, with fewer rows where registers would run out."""
-    tile, has_room = apply_tile(query, value), launch.capability(query.device) >= 9
+    tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)
     return tile | {"TILE": (min(rows, most), *others)}

@@ -2,7 +2,9 @@
 
 Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
 paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of
-shared memory, and how many programs a multiprocessor holds at once, by that memory alone and altogether.
+shared memory, how many programs a multiprocessor holds at once, by that memory alone and altogether, the compiler's warnings
+of performance, and for how many of its products of tensor cores (HGMMA, Hopper's asynchronous instruction) a thread waits.
+C7510 says that it waits for each of them.
 """
 
 import itertools
@@ -102,12 +104,13 @@ def name(launched: Launch) -> str:
 def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, architecture: int) -> dict:
     """A row of the table."""
     compiled = compile_kernel(launched, architecture)
-    with tempfile.NamedTemporaryFile(suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"].encode())
-        file.flush()
-        target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
-        command = [TOOLS / "ptxas", "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr
+    target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, machine_code = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(compiled.asm["ptx"], encoding="utf-8")
+        report = _run("ptxas", "-v", f"--gpu-name={target}", ptx, "-o", machine_code).stderr
+        instructions = _run("cuobjdump", "--dump-sass", machine_code).stdout
+    hgmma, waits = (len(re.findall(rf"\b{name}\b", instructions)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
     used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # of all its functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
@@ -124,7 +127,25 @@ def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, arc
         "shared_bytes": shared,
         "programs_by_memory": by_memory,
         "programs": min(by_registers, WARPS // warps, by_memory),
+        "warnings": " ".join(sorted(set(re.findall(r"\bC75\d\d\b", report)))),
+        "hgmma": hgmma,
+        "waits": waits,
     }
+
+
+def is_worse(row: dict, than: dict) -> bool:
+    """Whether a kernel takes more of a GPU than its row of the table has."""
+    return (
+        not set(row["warnings"].split()) <= set(than["warnings"].split())
+        or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))
+        or int(row["programs"]) < int(than["programs"])
+        or int(row["waits"]) * int(than["hgmma"]) > int(than["waits"]) * int(row["hgmma"])
+    )
+
+
+def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
+    command = [TOOLS / tool, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
 
 
 def compile_kernel(launched: Launch, architecture: int):

@@ -62,9 +62,6 @@ def quick():
         high = tf32(x.data)
         return [interpreter.TensorHandle(part, x.dtype.scalar) for part in (high, tf32(x.data - high))]
 
-    def tf32(x):
-        return ((np.ascontiguousarray(x).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
-
     def fma(builder, x, y, z):
         exact = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
@@ -79,6 +76,11 @@ def quick():
         patch.setattr(type(builder), "create_fma", fma)
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
+
+
+def tf32(x):
+    """float32 rounded to the 11 bits of TF32."""
+    return ((np.ascontiguousarray(x).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def random(tokens, width, value_width=3, batch=(1, 2), seed=0):

@@ -1,10 +1,6 @@
 """The numbers of the kernels of CUDA, on a GPU or by Triton's interpreter on the CPU, and what a GPU gives them to do."""
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,13 +11,15 @@ from tests.osa.helpers import DEGENERATE, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
+from triton.runtime import interpreter
+
 from osa.kernels import launch, operators
 from osa.kernels.tiles import SIZE
-from tests.osa.interpreter import DEVICE, Races, quick, random
+from tests.osa.interpreter import DEVICE, Races, quick, random, tf32
 
 
 @pytest.fixture(scope="module", autouse=True)
-def interpreter():
+def interpreted():
     if DEVICE.type == "cuda":
         yield
         return
@@ -238,6 +236,23 @@ def test_phi1_by_tensor_cores_waits_where_threads_exchange():
         assert races.barriers > 20 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's products are taken apart")
+def test_the_first_use_of_phi1_would_notice_a_product_too_few(monkeypatch):
+    form = "phi1", DEVICE, (torch.float32,), 0, 37, 5
+    assert operators._agrees(*form)
+    kind = type(interpreter.interpreter_builder)
+    product = kind.create_dot
+
+    def without_the_lower_half(builder, a, b, sums, precision, *others):
+        if precision.name == "TF32x3":
+            b = interpreter.TensorHandle(tf32(b.data), b.dtype.scalar)
+        return product(builder, a, b, sums, precision, *others)
+
+    monkeypatch.setattr(kind, "create_dot", without_the_lower_half)
+    with pytest.warns(UserWarning, match="its error is"):
+        assert not operators._agrees(*form)
+
+
 def test_lower_precision_is_that_of_inputs_and_outputs_alone():
     query, key, value = (x.bfloat16() for x in random(7, 3))
     assert max(errors("exact", query, key, value, scales(0.3, -0.2))) < 1e-2  # two heads with a scale each
@@ -246,24 +261,3 @@ def test_lower_precision_is_that_of_inputs_and_outputs_alone():
 def test_beyond_every_digit_the_result_is_nan():
     query, key, value = random(5, 2, 3, (1, 1))
     assert attend(query, key, value, 1e9, "exact").isnan().all()
-
-
-def test_kernels_spill_no_register():
-    """And two programs share a multiprocessor, but of φ₁ by tensor cores, which takes the memory that it is known for; in a
-    process without the interpreter.
-    """
-    cases = [("exact", "forward", 16, "float32", 90), ("newton_schulz", "backward", 16, "float32", 90)]
-    cases += [("long exact", "gram", 64, "bfloat16", 90), ("long exact", "apply_backward", 64, "bfloat16", 80)]
-    cases += [("phi1", "forward", 64, "float32", 90), ("phi1", "backward", 64, "float32", 90)]
-    script = (
-        "import json, torch; from pipeline.benchmarks.kernels import launches, name, resources\n"
-        f"cases = [(a, b, (c, getattr(torch, d), e)) for a, b, c, d, e in {cases}]\n"
-        "print(json.dumps([resources(method, each, *case) for method, kernel, case in cases"
-        " for each in launches(method, *case) if name(each) == kernel]))"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    rows = json.loads(done.stdout)
-    *others, forward, backward = rows
-    assert len(rows) == len(cases) and all(row["spilled_bytes"] == 0 and row["programs"] >= 2 for row in others), rows
-    assert forward["spilled_bytes"] == 0 and forward["shared_bytes"] <= backward["shared_bytes"] == launch.PHI1_BYTES[128]

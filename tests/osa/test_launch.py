@@ -19,7 +19,7 @@ from tests.osa.helpers import relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
-from osa.kernels import operators
+from osa.kernels import launch, operators, sequences
 from tests.osa.interpreter import DEVICE, quick, random
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
@@ -33,6 +33,7 @@ def as_on_cuda(monkeypatch):
         return
     monkeypatch.setitem(linalg.KERNELS, "attend", [(operators.fits, operators.attend)])
     monkeypatch.setitem(linalg.KERNELS, "phi1_times", [(operators.fits_phi1, operators.phi1_times)])
+    monkeypatch.setitem(linalg.KERNELS, "split_phi1_times", [(operators.fits_split_phi1, operators.phi1_times)])
     with quick():
         yield
 
@@ -193,6 +194,16 @@ def test_a_kernel_that_fails_is_left_with_one_warning(monkeypatch, error):
     assert not operators._is_right(*FORM)
 
 
+@pytest.mark.parametrize("capability", [8, 9, 10, 12])
+def test_hopper_alone_has_the_form_of_asynchronous_products(monkeypatch, capability):
+    """Instructions that are neither in the GPUs before it nor in those after it."""
+    monkeypatch.setattr(launch, "capability", lambda device: capability)
+    inputs = torch.empty(2, 1, 1, 300, 64, dtype=torch.bfloat16)
+    part = sequences.gram_tile(*inputs)["TILE"][1]
+    assert (part == 64, launch.holds_phi1(128, DEVICE), launch.holds_phi1(256, DEVICE)) == (capability == 9,) * 2 + (False,)
+    assert sequences.apply_backward_tile(*inputs)["TILE"][0] == (128 if capability == 9 else 32)
+
+
 @pytest.mark.usefixtures("untried")
 def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
     """Types, rows and widths make another program, which may fail where the first one did not."""
@@ -226,7 +237,7 @@ def test_rows_may_lie_2_to_the_31_entries_apart(monkeypatch, most):
 def test_the_library_knows_its_kernels_only_when_they_are_imported():
     """And imports them only where there is a device."""
     script = "import sys, osa; assert not {'triton', 'osa.kernels'} & sys.modules.keys(); before = len(osa.linalg.KERNELS)\n"
-    script += "import osa.kernels; assert len(osa.linalg.KERNELS) == before + 1 and len(osa.linalg.KERNELS['attend']) == 2"
+    script += "import osa.kernels; assert len(osa.linalg.KERNELS) == before + 2 and len(osa.linalg.KERNELS['attend']) == 2"
     if DEVICE.type == "cpu":
         subprocess.run([sys.executable, "-c", script], check=True)
 

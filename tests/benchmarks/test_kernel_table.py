@@ -1,0 +1,72 @@
+"""What the compiler says of the kernels, beside what it said: paper_outputs/benchmarks/kernels.csv."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
+
+from osa.kernels import launch
+from pipeline.benchmarks.kernels import TABLE, is_worse
+from pipeline.core.files import ROOT
+
+KEY = "method", "kernel", "width", "dtype", "architecture"
+
+
+def rows_of(path):
+    with path.open(encoding="utf-8") as file:
+        return {tuple(row[name] for name in KEY): row for row in csv.DictReader(file)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "methods, widths, architectures",
+    [(["exact", "newton_schulz"], ["16"], ["90"]), (["phi1", "long exact"], ["64"], ["80", "90"])],
+    ids=["short", "long"],
+)
+def test_the_compiler_finds_no_kernel_worse_than_it_did(methods, widths, architectures, tmp_path):
+    """And where φ₁ is not by tensor cores no register spills; in a process without the interpreter."""
+    output, names = tmp_path / "new.csv", ("methods", "widths", "architectures")
+    chosen = ["--output", output]
+    for name, values in zip(names, (methods, widths, architectures), strict=True):
+        chosen += [f"--{name}", *values]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-m", "pipeline", "benchmarks.kernels", *chosen], env=environment, cwd=ROOT, check=True)
+    before, now = (rows_of(path) for path in (ROOT / TABLE, output))
+    assert now and now.keys() <= before.keys()
+    assert not [(row, before[key]) for key, row in now.items() if is_worse(row, before[key])]
+    others = [row for row in now.values() if row["method"] != "phi1"]
+    assert all((row["spilled_bytes"], row["warnings"]) == ("0", "") for row in others)
+    by_memory = {row["shared_bytes"] for row in now.values() if row["method"] == "phi1" and row["width"] == "64"}
+    assert by_memory <= {str(launch.PHI1_BYTES[128])}
+
+
+def test_the_table_has_what_the_compiler_warns_of():
+    """C7510 of φ₁ by tensor cores, whose products wait for one another, and of nothing else."""
+    rows = rows_of(ROOT / TABLE).values()
+    warned = {(row["method"], row["width"], row["waits"] == row["hgmma"]) for row in rows if row["warnings"]}
+    assert warned == {("phi1", "32", True), ("phi1", "64", True)}
+    assert {row["warnings"] for row in rows} == {"", "C7510"}
+    assert all(row["hgmma"] == "0" for row in rows if row["architecture"] == "sm_80")
+
+
+@pytest.mark.parametrize(
+    "change, worse",
+    [
+        ({}, False),
+        ({"warnings": ""}, False),
+        ({"warnings": "C7510 C7512"}, True),
+        ({"spilled_bytes": 9}, True),
+        ({"shared_bytes": 2048}, True),
+        ({"programs": 1}, True),
+        ({"waits": 11}, True),
+        ({"hgmma": 40}, False),
+    ],
+    ids=str,
+)
+def test_a_row_is_worse_where_a_kernel_takes_more_or_waits_more(change, worse):
+    row = {"warnings": "C7510", "spilled_bytes": 8, "shared_bytes": 1024, "programs": 2, "hgmma": 20, "waits": 10}
+    assert is_worse(row | change, row) == worse

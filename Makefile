@@ -61,7 +61,7 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) dvc commit --force benchmarks
 	$(RUN) dvc repro --single-item report
 
-gpu:  ## check and time the kernels on a GPU, where torch alone will do, into gpu.tar.gz; STEP=attention takes that step alone
+gpu:  ## ten minutes of a GPU, where torch and Triton alone will do, into gpu.tar.gz; STEP=attention takes that part alone
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1

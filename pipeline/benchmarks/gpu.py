@@ -1,129 +1,290 @@
-"""All that needs a GPU, on a machine with torch alone: `make gpu`, or `python pipeline/benchmarks/gpu.py [STEP ...]`.
+"""Ten minutes of a GPU, where torch and Triton alone will do: `make gpu`, or `python pipeline/benchmarks/gpu.py [PART ...]`.
 
-check      values and gradients of every kernel against the reference in float64
-attention  one call with long sequences, by "exact" and torch's softmax attention, as replays of a CUDA graph
-warps      one call at the paper's size, by how many warps a matrix has
-step       a training step of each model of the paper, as a replay
-tests      the tests of kernels and CUDA graphs, where pytest is installed
-train      seed 0 of each model, where the pipeline's packages and data/mnist are: carry it along
+machine    what the device copies and multiplies a second
+forms      each form of a kernel: seconds of its first use, and its errors against float64, side by side in processes
+attention  a call by its launches, as a replay of a CUDA graph and eagerly, beside torch's attention and a copy
+vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
+step       a training step of each model of the paper, and its parts
+train      the phases of a whole training of the paper's size, on random images
+profile    what the profiler says of each kernel of a call
 
-Each step is a process of its own that ends within ten minutes. All goes to gpu/, and with the runs into gpu.tar.gz, to be
-unpacked at the root of a repository with the same code. It runs by its path: `pipeline` asks for packages that may lack.
+All of it ends within 570 seconds, of which each part has a share. A part is a process of its own, writes a row as soon as it
+is measured, and stops at its deadline. Tables and output go to gpu/, and into gpu.tar.gz after each part; last come the
+numbers to look at first. It runs by its path: `pipeline` asks for packages that may lack.
 """
 
 import argparse
+import contextlib
 import csv
-import importlib.util
-import itertools
+import json
+import os
 import runpy
 import statistics
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # instead of this folder
+STARTED = time.perf_counter()
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import osa  # noqa: E402
-from osa import reference  # noqa: E402
+from osa import functional, linalg  # noqa: E402
 
-SECONDS = 570  # of a step
+SECONDS = 570
+SHARES = {"machine": 25, "forms": 150, "attention": 150, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
+TINY_MODEL = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
-METHODS = ("exact", "qr", "newton_schulz")
-NEEDED = ("pandas", "numpy", "scipy", "matplotlib", "pydantic", "ruamel", "tqdm", "hypothesis")  # for a training, tested
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF, SINGLE = torch.bfloat16, torch.float32
+NORMS = (2.0, 40.0)  # ‖S‖₂: a trained head has a median of 0.2 to 1.6 by block
+Rows = Iterator[dict]
 
 
-def check(tiny: bool) -> Iterator[dict]:
-    sizes = [(7, 3, 1)] if tiny else [(50, 16, 1), (197, 64, 1), (37, 8, 1), (1024, 64, 1), (1024, 64, 12)]
-    for method, (tokens, width, norm), dtype in itertools.product(METHODS, sizes, (torch.float32, torch.bfloat16)):
-        torch.manual_seed(0)
-        inputs = [torch.randn(2, 3, tokens, width).to(dtype) for _ in range(3)]
-        scale = norm / torch.linalg.matrix_norm(reference.skew(*inputs[:2], 1.0), 2).max().item()  # ‖S‖₂, beyond 3 doubled
-        dense = reference.newton_schulz_attention if method == "newton_schulz" else reference.orthogonal_attention
-        exact = [x.double().requires_grad_() for x in inputs]
-        ours = [x.to(DEVICE).requires_grad_() for x in inputs]
-        actual, expected = osa.orthogonal_attention(*ours, scale=scale, method=method), dense(*exact, scale)
-        weight = torch.randn_like(expected)
-        grads = torch.autograd.grad(actual, ours, weight.to(actual)), torch.autograd.grad(expected, exact, weight)
-        pairs = [(actual.detach(), expected.detach()), *zip(*grads, strict=True)]
-        errors = [((a.double().cpu() - b).norm() / b.norm()).item() for a, b in pairs]
-        case = {"method": method, "tokens": tokens, "width": width, "norm": norm, "dtype": dtype}
-        yield case | dict(zip(("output", "query", "key", "value"), errors, strict=True))
+def machine(tiny: bool) -> Rows:
+    size, bytes_copied = (64, 2**12) if tiny else (8192, 2**30)
+    x = torch.empty(bytes_copied, dtype=torch.uint8, device=DEVICE)
+    time_of_copy = seconds(lambda: (x.clone(),))
+    yield {"what": "copy", "seconds": time_of_copy, "rate": 2 * bytes_copied / time_of_copy, "unit": "B/s"}
+    a = torch.randn(size, size, dtype=HALF, device=DEVICE)
+    time_of_product = seconds(lambda: (a @ a,))
+    yield {"what": "product", "seconds": time_of_product, "rate": 2 * size**3 / time_of_product, "unit": "FLOP/s"}
 
 
-def attention(tiny: bool) -> Iterator[dict]:
-    """Long sequences, by "exact", by torch's softmax attention, which takes its own choice or cuDNN's kernel, and by the
-    roofline: inputs and output copied once, and what gradients need besides."""
-    calls = {
-        "exact": partial(osa.orthogonal_attention, scale=0.01, method="exact"),
-        "sdpa": F.scaled_dot_product_attention,
-        "sdpa_cudnn": cudnn_attention,
-    }
-    sizes = [(1,), (16,), (300,)] if tiny else [(1, 8, 64), (64,), (256, 1024, 4096, 16384, 65536)]
-    for heads, width, tokens, dtype in itertools.product(*sizes, (torch.float32, torch.bfloat16)):
-        if heads * tokens**2 > (2**33 if dtype == torch.float32 else 2**38):
-            continue
-        inputs = [torch.randn(1, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
-        case = {"heads": heads, "width": width, "tokens": tokens, "dtype": dtype}
-        for method, call in calls.items():
-            if method != "sdpa_cudnn" or (dtype == torch.bfloat16 and DEVICE.type == "cuda"):
-                yield {"method": method} | case | timings(call, inputs)
-        copies = [partial(copy, inputs[0].detach(), count) for count in (2, 6)]
-        yield {"method": "copy"} | case | dict(zip(("forward", "both"), map(seconds, copies), strict=True))
+FORMS = (  # method, batch, heads, tokens, width, type
+    ("exact", 2, 160, 197, 64, HALF),  # heads enough to fill a device, and few
+    ("exact", 1, 3, 1024, 64, HALF),
+    ("exact", 2, 3, 50, 16, SINGLE),
+    ("qr", 2, 3, 50, 16, SINGLE),
+    ("newton_schulz", 2, 3, 50, 16, SINGLE),
+    *(("exact", 2, 160, 197, width, HALF) for width in (32, 48, 80, 96, 128)),
+    ("exact", 1, 3, 1024, 64, SINGLE),
+    ("newton_schulz", 1, 3, 1024, 64, HALF),
+)
+TINY_FORMS = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF))
+ERRORS = ("output", "query", "key", "value")  # of the output, and of the gradients
 
 
-def cudnn_attention(*inputs: torch.Tensor) -> torch.Tensor:
+def forms(tiny: bool) -> Rows:
+    """Each in a process, as many at a time as there are cores: what compiles alone takes most of a minute."""
+    chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
+
+    def tried(index: int) -> list[dict]:
+        options = ["--form", str(index), *(["--rehearse"] if tiny else [])]
+        done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, cwd=ROOT, check=False)
+        print(done.stderr, file=sys.stderr, flush=True)
+        error = "" if done.returncode == 0 else (done.stderr.splitlines() or [f"status {done.returncode}"])[-1]
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return found or [case(*chosen[index]) | dict.fromkeys(unknown, "") | {"failed": error}]
+
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 2)) as pool:
+        for future in as_completed([pool.submit(tried, index) for index in range(len(chosen))]):
+            yield from future.result()
+
+
+def form(method: str, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Rows:
+    """Its first use, and errors of values and gradients at each norm against the plain route on the CPU in float64."""
+    for norm in NORMS:
+        inputs, scale = draw(batch, heads, tokens, width, dtype, norm)
+        call = partial(osa.orthogonal_attention, scale=scale, method=method)
+        start, grad = time.perf_counter(), torch.randn_like(inputs[2])
+        found = outputs_and_gradients(call, inputs, grad)
+        first = time.perf_counter() - start
+        again = outputs_and_gradients(call, inputs, grad)
+        few = [x.detach()[:1, :2].cpu().double().requires_grad_() for x in inputs]
+        plain = partial(functional.plain_attention, scale=scale, method=method, num_iterations=None, epsilon=linalg.EPSILON)
+        expected = outputs_and_gradients(plain, few, grad[:1, :2].cpu().double())
+        errors = [((x[:1, :2].cpu().double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+        yield (
+            case(method, batch, heads, tokens, width, dtype)
+            | {"norm": norm, "first_use": first, "same_bits": all(map(torch.equal, found, again))}
+            | dict(zip(ERRORS, errors, strict=True))
+            | {"failed": ""}
+        )
+
+
+def outputs_and_gradients(call: Callable, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    output = call(*inputs)
+    found = [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return found
+
+
+def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> dict:
+    names = {"method": method, "batch": batch, "heads": heads, "tokens": tokens, "width": width}
+    return names | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def draw(batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float) -> tuple[list[Tensor], float]:
+    """Independent tokens, and the scale that gives the first heads this ‖S‖₂, which is the spectral radius of c J MᵀM."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
+    m = torch.cat(inputs[:2], -1)[0, :2].double()
+    radius = torch.linalg.eigvals(linalg.apply_j(m.mT @ m)).abs().max().item()
+    return [x.to(DEVICE).requires_grad_() for x in inputs], norm / radius
+
+
+SHAPES = (  # batch, heads, tokens: ViT-B/16, then long sequences
+    (128, 12, 197),
+    (1, 64, 4096),
+    (1, 64, 1024),
+    (1, 1, 4096),
+    (1, 64, 16384),
+    (1, 8, 16384),
+    (1, 64, 65536),
+)
+
+
+def attention(tiny: bool) -> Rows:
+    """Width 64 in bfloat16. The share of a kernel is that of a replay of its launch alone; "rest" is what is left."""
+    for batch, heads, tokens in ((1, 2, 70),) if tiny else SHAPES:
+        shape = {"batch": batch, "heads": heads, "tokens": tokens}
+        for norm in NORMS:
+            inputs, scale = draw(batch, heads, tokens, 64, HALF, norm)
+            call = partial(osa.orthogonal_attention, scale=scale, method="exact")
+            for row in timings(call, inputs, with_launches=True):
+                yield shape | {"norm": norm, "method": "exact"} | row
+            if norm == NORMS[0] and (tiny or (batch, heads, tokens) in SHAPES[:2]):
+                with without_kernels():
+                    for row in timings(call, inputs):
+                        yield shape | {"norm": norm, "method": "exact, torch's products"} | row
+        others = {"sdpa": F.scaled_dot_product_attention}
+        if DEVICE.type == "cuda":
+            others["cudnn"] = by_cudnn
+        for name, call in others.items():
+            for row in timings(call, inputs):
+                yield shape | {"norm": "", "method": name} | row
+        for work, count in (("forward", 2), ("both", 6)):  # tensors of one size read and written, at the least
+            row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
+            yield shape | row | {"seconds": seconds(partial(copy, inputs[0].detach(), count))}
+
+
+def by_cudnn(*inputs: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return F.scaled_dot_product_attention(*inputs)
 
 
-def copy(x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Reads and writes `count` tensors: 2 for Q, K, V and the output, 4 more for these again and all four gradients."""
+def copy(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """2 for Q, K, V and the output, 4 more for these again and all four gradients."""
     return tuple(x.clone() for _ in range(count))
 
 
-def warps(tiny: bool) -> Iterator[dict]:
-    """One call at the paper's size, by how many warps a matrix has; `osa.kernels.launch` chooses one."""
-    from osa.kernels import launch
-
-    chosen = launch.WARP
-    inputs = [torch.randn(2 if tiny else 128, 4, 50, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
-    for method, count in itertools.product(METHODS, (1, 2, 4)):
-        launch.WARP = chosen | {"num_warps": count}
-        call = partial(osa.orthogonal_attention, scale=0.01, method=method)
-        yield {"method": method, "warps": count} | timings(call, inputs)
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    kernels, linalg.KERNELS = linalg.KERNELS, {}
+    try:
+        yield
+    finally:
+        linalg.KERNELS = kernels
 
 
-def timings(call: Callable, inputs: list[torch.Tensor]) -> dict[str, float]:
-    """Seconds of a call, and of it with its gradients."""
-    forward, both = (partial(differentiate, call, inputs[: 3 * n], inputs) for n in (0, 1))
-    return {"forward": seconds(forward), "both": seconds(both)}
+def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
+    """Seconds of a call and of it with its gradients, as replays and eagerly; and of each of the launches of the latter."""
+    for name, wanted in (("forward", []), ("both", inputs)):
+        work = partial(differentiate, call, wanted, inputs)
+        whole = seconds(work)
+        yield {"work": name, "part": "all", "how": "replay", "seconds": whole}
+        yield {"work": name, "part": "all", "how": "eager", "seconds": seconds(work, replayed=False)}
+    for part, alone in launches_of(work) if with_launches else ():
+        share = seconds(alone)
+        whole -= share
+        yield {"work": "both", "part": part, "how": "replay", "seconds": share}
+    if with_launches:
+        yield {"work": "both", "part": "rest", "how": "replay", "seconds": whole}
 
 
-def differentiate(call: Callable, wanted: list[torch.Tensor], inputs: list[torch.Tensor]) -> tuple:
+def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) -> tuple:
     with torch.set_grad_enabled(bool(wanted)):
         output = call(*inputs)
-        return torch.autograd.grad(output.sum(), wanted) if wanted else (output,)
+        return torch.autograd.grad(output, wanted, output.detach()) if wanted else (output,)
 
 
-def step(tiny: bool) -> Iterator[dict]:
+def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple]]]:
+    """Each launch of osa's kernels by name and number, to be made again by itself."""
+    from osa.kernels import launch
+
+    start, found = launch.launch, []
+    launch.launch = lambda *given: (found.append(given), start(*given))
+    try:
+        work()
+    finally:
+        launch.launch = start
+    return [(f"{i} {given[0].fn.__name__}", partial(again, start, given)) for i, given in enumerate(found, 1)]
+
+
+def again(start: Callable, given: tuple) -> tuple:
+    start(*given)
+    return ()
+
+
+def vit_b16(tiny: bool) -> Rows:
+    """In bfloat16 by autocast, 128 images; with skips and LN, so that attention alone differs."""
+    small = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
+    sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
+    batch = 1 if tiny else 128
+    images = torch.rand(batch, 3, sizes["image_size"], sizes["image_size"], device=DEVICE)
+    for kind, options in {"softmax": {}, "orthogonal": {"method": "exact"}}.items():
+        model = osa.build_vit(
+            attention=kind, **options, **sizes, skip=True, norm=True, mlp_init="xavier", in_channels=3, num_classes=1000
+        )
+        work = step_of(model.to(DEVICE), images, autocast=True)
+        for how in ("replay", "eager"):
+            yield {"attention": kind, "batch": batch, "how": how, "seconds": seconds(work, replayed=how == "replay")}
+
+
+def step(tiny: bool) -> Rows:
+    """As replays: the whole step, its forward pass, both passes, and all of it with the identity in attention's place."""
+    images = torch.rand(1 if tiny else 128, 1, 28, 28, device=DEVICE)
+    labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:
-        model = osa.create_model(name).to(DEVICE)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=DEVICE.type == "cuda")
-        images = torch.rand(4 if tiny else 128, 1, 28, 28, device=DEVICE)
-        yield {"model": name, "seconds": seconds(partial(train_step, model, optimizer, images))}
+        model = osa.create_model(name, **(TINY_MODEL if tiny else {})).to(DEVICE)
+        row = {"model": name, "seconds": seconds(step_of(model, images))}
+
+        def forward(model=model) -> tuple[Tensor]:
+            return (F.cross_entropy(model(images), labels),)
+
+        def both(forward=forward, model=model) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(forward()[0], list(model.parameters()))
+
+        row |= {"forward": seconds(forward), "both": seconds(both)}
+        for module in model.modules():
+            if isinstance(module, osa.modules.SelfAttention):
+                module.mix = identity
+        yield row | {"without_attention": seconds(step_of(model, images))}
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor) -> tuple:
-    loss = F.cross_entropy(model(images), torch.arange(len(images), device=DEVICE) % 10)
+def identity(query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
+    """Instead of `SelfAttention.mix`."""
+    return (value + 0 * query + 0 * key)[:, :, :num_outputs]
+
+
+def step_of(model: torch.nn.Module, images: Tensor, *, autocast: bool = False) -> Callable[[], tuple]:
+    """A training step as the pipeline takes it, with labels of any kind."""
+    labels = torch.arange(len(images), device=DEVICE) % 10
+    return partial(train_step, model, optimizer_of(model), autocast, images, labels)
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True, capturable=DEVICE.type == "cuda")
+
+
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, autocast: bool, images: Tensor, labels: Tensor
+) -> tuple:
+    with torch.autocast(DEVICE.type, HALF, enabled=autocast, cache_enabled=False):  # a cache would outlive a replay
+        loss = F.cross_entropy(model(images), labels)
     model.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -131,82 +292,221 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images:
     return (loss.detach(),)
 
 
-def seconds(work: Callable[[], tuple]) -> float:
-    """The median of up to 20 samples of replays of a CUDA graph, within half a second, or of two calls on a CPU."""
+def train(tiny: bool) -> Rows:
+    """OSA (exact) as the pipeline trains it: ten epochs of 60,000 images, 40 times evaluated and kept."""
+    count, tested, batch, epochs, points = (4, 2, 2, 1, 2) if tiny else (60000, 10000, 128, 10, 40)
+    yield {"phase": "import", "times": 1, "seconds": time.perf_counter() - STARTED}
+    clock = Stopwatch()
+    torch.zeros(1, device=DEVICE)
+    yield clock.row("device")
+    images, labels = torch.rand(count, 1, 28, 28, device=DEVICE), torch.arange(count, device=DEVICE) % 10
+    yield clock.row("images")
+    model = osa.create_model("osa_exact", **(TINY_MODEL if tiny else {})).to(DEVICE)
+    optimizer = optimizer_of(model)
+    yield clock.row("model")
+    take = partial(train_step, model, optimizer, False)
+    first = images[:batch], labels[:batch]
+    take(*first)
+    yield clock.row("first step")
+    if DEVICE.type == "cuda":
+        take = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["GraphedStep"](take, model, [optimizer], *first)
+    yield clock.row("recording")
+    steps, kept = epochs * (count // batch), {"steps": 0.0, "evaluations": 0.0, "checkpoints": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(steps):
+            rows = torch.arange(i * batch, (i + 1) * batch, device=DEVICE) % count
+            take(images[rows], labels[rows])
+            if (i + 1) % (steps // points) == 0:
+                kept["steps"] += clock.lap()
+                with torch.no_grad():
+                    (model(images[:tested]).argmax(-1) == labels[:tested]).float().mean().item()
+                kept["evaluations"] += clock.lap()
+                with open(Path(folder, "checkpoint.pt"), "wb") as file:
+                    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                    os.fsync(file.fileno())
+                kept["checkpoints"] += clock.lap()
+    for phase, spent in kept.items():
+        yield {"phase": phase, "times": steps if phase == "steps" else points, "seconds": spent}
+
+
+class Stopwatch:
+    """Seconds between one lap and the next, once the device has done all that it was given."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        before, self.last = self.last, time.perf_counter()
+        return self.last - before
+
+    def row(self, phase: str) -> dict:
+        return {"phase": phase, "times": 1, "seconds": self.lap()}
+
+
+def profile(tiny: bool) -> Rows:
+    """Kernels of one call with its gradients, at ViT-B/16's shape and a long one; on a CPU operators instead."""
+    activity = torch.profiler.ProfilerActivity
+    for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
+        inputs, scale = draw(batch, heads, tokens, 64, HALF, NORMS[0])
+        work = partial(differentiate, partial(osa.orthogonal_attention, scale=scale, method="exact"), inputs, inputs)
+        work()
+        with torch.profiler.profile(activities=[activity.CUDA if DEVICE.type == "cuda" else activity.CPU]) as profiler:
+            work()
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(str(Path(folder, "trace.json")))
+            events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+        wanted = [each for each in events if each.get("cat") == ("kernel" if DEVICE.type == "cuda" else "cpu_op")]
+        for event in sorted(wanted, key=lambda each: -each["dur"])[:20]:
+            facts = event["args"]
+            yield {
+                "heads": batch * heads,
+                "tokens": tokens,
+                "kernel": event["name"][:80],
+                "seconds": event["dur"] / 1e6,
+                "registers": facts.get("registers per thread", ""),
+                "shared_bytes": facts.get("shared memory", ""),
+                "occupancy_percent": facts.get("est. achieved occupancy %", ""),
+                "grid": facts.get("grid", ""),
+                "block": facts.get("block", ""),
+            }
+
+
+def seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
+    """The median of up to 20 samples within half a second, of replays of a CUDA graph or of calls; on a CPU of two calls."""
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/cost.py"))["seconds"], 1, 2
     if DEVICE.type == "cuda":
-        work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)
+        if replayed:
+            work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)
+        else:
+            work()
         once = clock(work, 1, DEVICE)
         times = 10 if once < 0.01 else 1
         samples = min(20, max(3, int(0.5 / (times * once))))
     return statistics.median(clock(work, times, DEVICE) for _ in range(samples))
 
 
-TABLES = {"check": check, "attention": attention, "warps": warps, "step": step}
-
-
-def commands(name: str) -> list[list[str]]:
-    """What a step that is no table runs: nothing where the machine lacks what that needs."""
-    has_packages = all(map(importlib.util.find_spec, NEEDED))
-    if name == "tests" and importlib.util.find_spec("pytest"):
-        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]  # other versions warn of other things
-        kernels = [f"tests/osa/test_{each}.py" for each in ("kernels", "launch", "long")]
-        graph = [[*pytest, "tests/pipeline/test_cuda_graph.py"]] if has_packages else []
-        return [[*pytest, "--noconftest", *kernels], *graph]
-    if name == "train" and has_packages and (ROOT / "data/mnist").exists():
-        return [["-m", "pipeline.train", model, "0", "--no-tracking"] for model in MODELS[:-1]]
-    return []
+PARTS: dict[str, Callable[[bool], Rows]] = {
+    "machine": machine,
+    "forms": forms,
+    "attention": attention,
+    "vit_b16": vit_b16,
+    "step": step,
+    "train": train,
+    "profile": profile,
+}
 
 
 def main() -> None:
-    parser, known = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]), (*TABLES, "tests", "train")
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"{', '.join(known)}; default: all")
-    parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
+    parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too: by Triton's interpreter")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which all ends (default: %(default)s)")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of a part's own process: when it stops
+    parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if DEVICE.type != "cuda" and not chosen.rehearse:
         sys.exit("error: torch finds no CUDA device here: run it where there is one, or add --rehearse.")
-    if unknown := set(chosen.steps) - set(known):
-        sys.exit(f"error: {', '.join(sorted(unknown))}: no such step; choose from {', '.join(known)}.")
-    folder, outcomes = chosen.into.resolve(), {}
+    if unknown := set(chosen.parts) - set(PARTS):
+        sys.exit(f"error: {', '.join(sorted(unknown))}: no such part; choose from {', '.join(PARTS)}.")
+    folder = chosen.into.resolve()
+    with interpreted() if DEVICE.type == "cpu" else contextlib.nullcontext():
+        if chosen.form is not None:
+            for row in form(*(TINY_FORMS if chosen.rehearse else FORMS)[chosen.form]):
+                print(json.dumps(row), flush=True)
+            return
+        if chosen.until:
+            (name,) = chosen.parts
+            write(folder / f"{name}.csv", PARTS[name](chosen.rehearse), chosen.until)
+            return
     folder.mkdir(parents=True, exist_ok=True)
-    if chosen.inside:
-        write(folder / f"{chosen.steps[0]}.csv", TABLES[chosen.steps[0]](chosen.rehearse))
-        return
-    for name in chosen.steps or known:
-        options = ["--into", folder, "--inside", *(["--rehearse"] if chosen.rehearse else [])]
-        outcomes[name] = run([[__file__, name, *options]] if name in TABLES else commands(name), folder / f"{name}.txt")
+    outcomes = {}
+    for name in chosen.parts or PARTS:
+        share = chosen.seconds if chosen.parts else SHARES[name] * chosen.seconds / SECONDS
+        outcomes[name] = run(name, folder, min(share, chosen.seconds - (time.perf_counter() - STARTED) - 5), chosen.rehearse)
         print(f"{name}: {outcomes[name]}", flush=True)
         with tarfile.open(folder.with_suffix(".tar.gz"), "w:gz") as archive:
             archive.add(folder, "gpu")
-            for path in sorted(ROOT.glob("paper_outputs/runs/table_2/*/0")) if outcomes.get("train") == "done" else ():
-                archive.add(path, path.relative_to(ROOT))
-    if failed := [name for name, outcome in outcomes.items() if outcome not in ("done", "skipped")]:
+    print("\n".join(first_look(folder)), flush=True)
+    if failed := [name for name, outcome in outcomes.items() if outcome not in ("done", "out of time")]:
         sys.exit(f"error: {', '.join(failed)} did not end well: see {folder}; give its name to try it again.")
 
 
-def write(path: Path, rows: Iterator[dict]) -> None:
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels take tensors of the CPU, by Triton's interpreter, as in the tests."""
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    from osa.kernels import operators
+    from tests.osa.interpreter import quick
+
+    linalg.KERNELS["attend"] = [(operators.fits, operators.attend)]
+    linalg.KERNELS["phi1_times"] = [(operators.fits_phi1, operators.phi1_times)]
+    linalg.KERNELS["split_phi1_times"] = [(operators.fits_split_phi1, operators.phi1_times)]
+    with quick():
+        yield
+
+
+def run(name: str, folder: Path, allowed: float, tiny: bool) -> str:
+    """A part, which stops by itself before it is stopped."""
+    if allowed < 5:
+        return "out of time"
+    options = ["--into", folder, "--until", time.time() + allowed - 2, *(["--rehearse"] if tiny else [])]
+    command = [sys.executable, __file__, name, *map(str, options)]
+    with (folder / f"{name}.txt").open("w", encoding="utf-8") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
+        try:
+            status = child.wait(allowed)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, 9)  # and the processes of its forms
+            child.wait()
+            return "out of time"
+    return "done" if status == 0 else f"status {status}"
+
+
+def write(path: Path, rows: Rows, until: float) -> None:
     """Row by row, so that what was measured before the time ran out is kept."""
     facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"}
     with path.open("w", newline="", encoding="utf-8") as file:
-        for i, row in enumerate(rows):
-            writer = csv.DictWriter(file, row | facts)
-            if i == 0:
+        writer = None
+        for row in rows:
+            if writer is None:
+                writer = csv.DictWriter(file, row | facts, restval="", extrasaction="ignore")
                 writer.writeheader()
             writer.writerow(row | facts)
             file.flush()
+            if time.time() > until:
+                break
 
 
-def run(steps: list[list], log: Path) -> str:
-    with log.open("w", encoding="utf-8") as file:
-        for command in steps:
-            options = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": ROOT, "timeout": SECONDS, "check": True}
-            try:
-                subprocess.run([sys.executable, *map(str, command)], **options)
-            except subprocess.SubprocessError as error:
-                return type(error).__name__
-    return "done" if steps else "skipped"
+def first_look(folder: Path) -> Iterator[str]:
+    """What decides: whether numbers are right, and how long a step takes with OSA, and a call."""
+    forms_found = read(folder / "forms.csv")
+    wrong = [row for row in forms_found if row["failed"] or row["same_bits"] != "True"]
+    yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
+    for dtype in sorted({row["dtype"] for row in forms_found}):
+        errors = [float(row[name] or "inf") for row in forms_found if row["dtype"] == dtype for name in ERRORS]
+        yield f"largest error in {dtype}: {max(errors):.1e}"
+    steps = {row["attention"]: float(row["seconds"]) for row in read(folder / "vit_b16.csv") if row["how"] == "replay"}
+    if len(steps) == 2:
+        yield f"a step of ViT-B/16, orthogonal over softmax: {steps['orthogonal'] / steps['softmax']:.2f} (1.3 is the aim)"
+    calls = {}
+    for row in read(folder / "attention.csv"):
+        if (row["part"], row["how"], row["work"]) == ("all", "replay", "both") and row["norm"] in ("", str(NORMS[0])):
+            calls.setdefault((row["batch"], row["heads"], row["tokens"]), {})[row["method"]] = float(row["seconds"])
+    for (batch, heads, tokens), found in calls.items():
+        for other in ("sdpa", "exact, torch's products"):
+            if {"exact", other} <= found.keys():
+                yield f"{batch} × {heads} heads of {tokens} tokens: {found[other] / found['exact']:.2f} × as fast as {other}"
+
+
+def read(path: Path) -> list[dict]:
+    """A table, or no row where there is none."""
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 Python."""
 
 import ast
+import dataclasses
 import os
 import re
 import shutil
@@ -61,6 +62,16 @@ def written(tmp_path_factory):
         command = [sys.executable, "-OO", "-m", "pipeline.report", "readme"]  # without docstrings too
         subprocess.run(command, env=os.environ | ascii_alone, check=True)
     return folder / "paper_outputs"
+
+
+def test_a_mistake_in_a_study_shows_itself(monkeypatch):
+    """Only what the project raises on purpose becomes a sentence."""
+    monkeypatch.chdir(ROOT)
+    study = studies.get("theorem_4_2")
+    broken = dataclasses.replace(study, summarise=lambda *arguments: None.missing)
+    monkeypatch.setattr(studies, "get", lambda name: broken)
+    with pytest.raises(AttributeError, match="missing"):
+        report.main(["paper", "--only", "theorem_4_2"])
 
 
 WEIGHTS = sorted((ROOT / "paper_outputs/weights/table_2").rglob("*.safetensors"))

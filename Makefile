@@ -58,8 +58,7 @@ benchmark: setup  ## time attention and the training step on this machine, again
 	$(RUN) python -m pipeline benchmarks.step
 	$(RUN) python -m pipeline benchmarks.depth
 	$(RUN) python -m pipeline benchmarks.orthogonal
-	$(RUN) dvc commit --force benchmarks
-	$(RUN) dvc repro --single-item report
+	$(RUN) dvc repro paper research
 
 gpu:  ## ten minutes of a GPU, where torch and Triton alone will do, into gpu.tar.gz; STEP=attention takes that part alone
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)

@@ -10,7 +10,7 @@ import importlib
 import sys
 from pathlib import Path
 
-COMMANDS = {name: name for name in ("check", "fetch", "train", "evaluate", "tables", "sources", "study")}
+COMMANDS = {name: name for name in ("check", "fetch", "train", "evaluate", "tables", "study")}
 COMMANDS |= {"report": "report.__main__", "try": "tools.tries"}
 COMMANDS |= {name: f"tools.{name}" for name in ("fan_out", "plan", "doctor", "quickstart", "same_bits")}
 COMMANDS |= {"tracking": "tracking.__main__"}

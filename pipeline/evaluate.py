@@ -20,9 +20,9 @@ from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded, rounded_table
 from pipeline.core.params import RunConfig
-from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import make_deterministic
+from pipeline.training.run import Run
 
 BATCH_SIZE = 500
 ATTENTION_IMAGES = 128  # test images over which the attention is measured
@@ -47,10 +47,10 @@ def evaluation(run: Run, config: RunConfig) -> dict:
     made = run.record()
     if made is None:
         raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
-    trained, training = run.read("metrics"), {key: made[key] for key in ("metrics_sha256", "weights_sha256")}
-    if trained["diverged"]:
+    training = {key: made[key] for key in ("metrics_sha256", "weights_sha256")}
+    if made["status"] == "diverged":
         return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
-    return training | measure(run, config, trained["test_accuracy"])
+    return training | measure(run, config, run.metrics()["test_accuracy"])
 
 
 def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
@@ -58,7 +58,7 @@ def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     device, model = record.default_device(), run.load_model(config)
     folder = data.folder(config.data.source)
     mnist = data.load(folder, config.data.pixel_scaling, device)
-    if mnist.sha256 != run.read("record")["data_sha256"]:
+    if mnist.sha256 != run.record()["data_sha256"]:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
     predictions, loss = predict(model.to(device), mnist.test_images, mnist.test_labels)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)

@@ -1,5 +1,6 @@
 """What a study works with: the paper's recipe as configurations and models, images, random streams, trainings, tables."""
 
+import copy
 import functools
 import itertools
 import math
@@ -14,9 +15,9 @@ from torch import Generator, Tensor
 from osa.vit import VisionTransformer
 from pipeline.core import files, params, record
 from pipeline.core.params import Overrides, Paper, Params, RunConfig
-from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import Training, build_model, random_stream
+from pipeline.training.run import Run
 
 TABLES = Path("paper_outputs/tables")
 
@@ -26,6 +27,12 @@ class Lab:
 
     def __init__(self, study: str, settings: Params, paper: Paper) -> None:
         self.study, self.params, self.paper = study, settings, paper
+
+    def of(self, study: str) -> "Lab":
+        """The bench of another study, with the same tables and images."""
+        other = copy.copy(self)
+        other.study = study
+        return other
 
     def label(self, variant: str) -> str:
         """What a reader calls a variant."""

@@ -1,11 +1,12 @@
 """Measures one study: `python -m pipeline study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-A study that trains reads what is there; `python -m pipeline fan_out` trains what is missing.
+It takes one thread, as the last digits depend on their number. record.json beside the tables has the digest of each.
 """
 
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from pipeline import studies
 from pipeline.core import files, params, record
@@ -14,7 +15,6 @@ from pipeline.lab import Lab
 from pipeline.training.loop import make_deterministic
 
 FOLDER = Path("paper_outputs/studies")
-RECORD = "record.json"
 
 
 @entry_point
@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     study = studies.get(chosen.name)
     if study.measure is None:
         raise UserError(f"{chosen.name} measures nothing: `python -m pipeline report` reads what it needs.")
+    torch.set_num_threads(1)
     make_deterministic()
     settings, lab = studies.settings(chosen.name), Lab(chosen.name, params.load(), params.load_paper())
     tables, folder = study.measure(settings, lab), FOLDER / chosen.name
@@ -33,16 +34,14 @@ def main(arguments: list[str] | None = None) -> None:
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
         (folder / f"{stale}.csv").unlink()
     environment = record.describe_environment(record.default_device()) | record.describe_commit()
-    made_by = {"settings": settings.model_dump(mode="json"), "environment": environment}
-    files.write_json(folder / RECORD, made_by)
+    files.write_record(folder, {"settings": settings.model_dump(mode="json"), "environment": environment})
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:
-    """The tables that a study has measured. Raises UserError if there is none."""
-    paths = sorted((FOLDER / name).glob("*.csv"))
-    if not paths:
-        raise UserError(f"{FOLDER / name} has no table: run `python -m pipeline study {name}`.")
-    return {path.stem: files.read_csv(path) for path in paths}
+    """The tables that a study has measured. Raises UserError if they are not there, or not as they were measured."""
+    folder = FOLDER / name
+    files.read_record(folder, f"python -m pipeline study {name}")
+    return {path.stem: files.read_csv(path) for path in sorted(folder.glob("*.csv"))}
 
 
 if __name__ == "__main__":

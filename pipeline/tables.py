@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from pipeline import runs as results
 from pipeline.core import files, record
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.params import Params, load
-from pipeline.runs import CURVES, Run
+from pipeline.results import of_table_2
 from pipeline.statistics import summarise
+from pipeline.training.run import CURVES, TABLE_2, Run
+from pipeline.training.run import FOLDER as RUNS
 
 FOLDER, METRICS = Path("paper_outputs/tables"), "test_accuracy"
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
@@ -72,14 +73,13 @@ def find_runs(params: Params) -> list[dict]:
     Raises:
         UserError: there is no run at all, or the evaluation of one is not of its training.
     """
-    runs = [read_run(run) for run in results.of_table_2(params)]
+    runs = [read_run(run) for run in of_table_2(params)]
     missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
     if len(missing) == len(runs):
-        folder = results.FOLDER / results.TABLE_2
-        raise UserError(f"{folder} holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
+        raise UserError(f"{RUNS / TABLE_2} holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
-    strays = {path.parent for path in Path(results.FOLDER, results.TABLE_2).glob("*/*/metrics.json")}
+    strays = {path.parent for path in (RUNS / TABLE_2).glob("*/*/metrics.json")}
     seeds = params.run.seeds + params.run.recorded_seeds
     strays -= {Run(*run).folder for run in itertools.product(params.run.variants, seeds)}
     if strays:
@@ -90,10 +90,10 @@ def find_runs(params: Params) -> list[dict]:
 def read_run(run: Run) -> dict:
     """The identity, the status, the metrics and the evaluation of one run."""
     identity = {"variant": run.variant, "seed": run.seed}
-    if run.record() is None or not run.evaluated.exists():
+    made = run.record()
+    if made is None or not run.evaluated.exists():
         return identity | {"status": "missing"}
-    metrics, evaluation = run.read("metrics"), run.evaluation()
-    return identity | {"status": "diverged" if metrics["diverged"] else "finished"} | metrics | evaluation
+    return identity | {"status": made["status"]} | run.metrics() | files.read_json(run.evaluated)
 
 
 def warn(sentence: str) -> None:
@@ -141,7 +141,7 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
 def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
     """The curves of every run, diverged ones included, one below the other."""
     there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
-    return pd.concat(Run(*run).points().assign(**run._asdict()) for run in there)
+    return pd.concat(Run(*run).history().assign(**run._asdict()) for run in there)
 
 
 def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
@@ -189,7 +189,7 @@ def trained_again(params: Params) -> pd.DataFrame:
                 "seed": run.seed,
                 "same_weights": before["weights_sha256"] == made["weights_sha256"],
             }
-            for name, each in (("committed", json.loads(metrics)), ("here", run.read("metrics"))):
+            for name, each in (("committed", json.loads(metrics)), ("here", run.metrics())):
                 row[name] = math.nan if each["diverged"] else 100 * each["test_accuracy"]
             rows.append(row)
     return pd.DataFrame(rows, columns=[*RUN, "committed", "here", "same_weights"])

@@ -6,11 +6,11 @@ same command resumes at the last point of its curves and finishes with the same 
 With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/runs/tries, which DVC and git leave alone.
 """
 
-from pipeline import runs, studies, tracking
+from pipeline import studies, tracking
 from pipeline.core import params
 from pipeline.core.errors import command_parser, entry_point
-from pipeline.recorder import train
 from pipeline.training.loop import make_deterministic
+from pipeline.training.run import TABLE_2, TRIES, Run, train
 
 
 @entry_point
@@ -25,13 +25,13 @@ def main() -> None:
     arguments = parser.parse_args()
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
-    settings, study = params.load(), arguments.study or (runs.TRIES if overrides else runs.TABLE_2)
-    if study in (runs.TABLE_2, runs.TRIES):
+    settings, study = params.load(), arguments.study or (TRIES if overrides else TABLE_2)
+    if study in (TABLE_2, TRIES):
         watch, config = None, params.resolve(settings, arguments.variant, overrides)
     else:
         watch = studies.get(study).watch
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
-    run = runs.Run(arguments.variant, arguments.seed, study, overrides)
+    run = Run(arguments.variant, arguments.seed, study, overrides)
     train(run, config, watch=watch, eager=arguments.eager)
     if not arguments.no_tracking:
         tracking.sync_quietly(run)

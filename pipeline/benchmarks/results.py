@@ -3,12 +3,12 @@
 import argparse
 import re
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-import torchvision
 
 from pipeline.core import files, record
 
@@ -66,11 +66,24 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
 
 def write(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
     """name.csv with the table and name.json with the facts, in the folder of this machine."""
-    environment = record.describe_environment(device) | {"torchvision": torchvision.__version__}
+    environment = record.describe_environment(device) | {"torchvision": version("torchvision")}
     path = FOLDER / slug(environment) / name
     files.write_csv(path.with_suffix(".csv"), table)
     files.write_json(path.with_suffix(".json"), facts | {"environment": environment, "options": vars(options)})
+    files.write_record(path.parent, {})
     print(f"{path}.csv")
+
+
+def measured(name: str) -> list[Path]:
+    """The file of that name of each machine that has one, such as step.json.
+
+    Raises:
+        UserError: a machine's files are not those that were measured there.
+    """
+    paths = sorted(FOLDER.glob(f"*/{name}"))
+    for folder in {path.parent for path in paths}:
+        files.read_record(folder, "make benchmark")
+    return paths
 
 
 def with_best(table: pd.DataFrame) -> pd.DataFrame:

@@ -32,9 +32,9 @@ from pipeline.core import params, record
 from pipeline.core.errors import entry_point
 from pipeline.core.files import rounded
 from pipeline.core.params import Params, RunConfig
-from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import Training, make_deterministic
+from pipeline.training.run import Run
 
 SEED = 5  # one of those whose weights git keeps
 SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long

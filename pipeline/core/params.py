@@ -410,23 +410,24 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
     Raises:
         UserError: there is no such variant, or an override is unknown or impossible.
     """
-    return _configure(params, params, name, overrides)
+    if name not in params.variants:
+        raise UserError(ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
+    return _configure(params, params.data, name, params.variants[name], overrides)
 
 
 def resolve_recipe(params: Params, paper: Paper, name: str, overrides: Overrides | None = None) -> RunConfig:
-    """As `resolve`, from the paper's recipe instead of the shared sections of params.yaml, on the data that those name."""
-    return _configure(paper.recipe, params, name, overrides)
+    """The configuration of a model of osa.MODELS by the paper's recipe, whatever params.yaml says but for its data."""
+    if name not in osa.models.MODELS:
+        raise UserError(ended(f"osa.MODELS has no {name}{hint(name, osa.models.MODELS)}"))
+    return _configure(paper.recipe, params.data, name, Variant(**osa.models.MODELS[name]), overrides)
 
 
-def _configure(shared: Shared, params: Params, name: str, overrides: Overrides | None) -> RunConfig:
-    if name not in params.variants:
-        raise UserError(ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
-    variant = params.variants[name]
+def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overrides: Overrides | None) -> RunConfig:
     where = f"params.yaml: variants.{name}" + (".overrides" if variant.overrides else "")
     where = run_name(name, overrides) if overrides else where
     merged = {section: getattr(shared, section).model_dump() for section in SHARED}
     merged["variant"] = variant.model_dump(exclude={"overrides"})
-    fetched = params.data.model_dump(include={"source", "path", "resize"})
+    fetched = fetched.model_dump(include={"source", "path", "resize"})
     merged["data"] |= fetched
     for key in fetched.keys() & (variant.overrides or {}).get("data", {}):
         raise UserError(f"{where}: data.{key} cannot be replaced: all variants learn from the data that fetch stores.")

@@ -1,7 +1,6 @@
 """The pages: `python -m pipeline report paper` writes report.html and report.md, `research` research.html and research.md.
 
     python -m pipeline report paper --only theorem_2_2    one study again; the rest from paper_outputs/numbers
-    python -m pipeline report paper --anyway              also from files that are not those of dvc.lock, which it names
     python -m pipeline report readme                      the result into README.md, between its markers
     python -m pipeline report demonstration               report.html and report.md of trainings alone, as in quickstart/
 
@@ -10,6 +9,9 @@ are written to paper_outputs/numbers. There is no clock and no chance in here: t
 """
 
 import functools
+import itertools
+import logging
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,14 +25,16 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.drawing.looks import STYLE, look
 from pipeline.lab import Lab
-from pipeline.report import chain, figures, page, results
+from pipeline.report import figures, page, results
 from pipeline.report.results import FOLDER, TABLE_2
+from pipeline.training.run import FOLDER as RUNS
 from pipeline.verdicts import LEVEL
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
+STAGES = ("paper", "research")  # of dvc.yaml
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
 
 
@@ -39,12 +43,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("report", __doc__)
     parser.add_argument("page", nargs="?", default="paper", choices=[*PAGES, "readme"])
     parser.add_argument("--only", metavar="STUDY", help="summarise this study alone; take the others' numbers as they are")
-    parser.add_argument("--anyway", action="store_true", help="also from files that dvc.lock does not know; names them")
     chosen = parser.parse_args(arguments)
     if chosen.page == "readme":
         write_readme()
     else:
-        write(chosen.page, chosen.only, chosen.anyway)
+        write(chosen.page, chosen.only)
 
 
 def on_page(name: str) -> list[str]:
@@ -53,28 +56,22 @@ def on_page(name: str) -> list[str]:
     return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
 
-def write(name: str, only: str | None = None, anyway: bool = False) -> None:
-    """Writes the numbers, figures and files of a page. Raises UserError, before anything is written, where a file behind it
-    is not the one that DVC's locks know, unless it is to be written `anyway`."""
-    if only is not None and only not in on_page(name):
+def write(name: str, only: str | None = None) -> None:
+    """Writes the numbers, figures and files of a page. Raises UserError, before anything is written, where DVC would make a
+    file behind it again."""
+    if only is None:
+        check_current(name)
+    elif only not in on_page(name):
         raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
-    compared = chain.compare(on_page(name)) if only is None else chain.Chain(False, {}, [])
-    if not anyway:
-        chain.check(compared)
-    make(name, only, compared)
-
-
-def make(name: str, only: str | None, compared: chain.Chain) -> None:
-    """Writes what `write` says."""
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
         look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
-    context = common(lab) | {"chain": page.plain(compared)}
+    context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
     for each in on_page(name):
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
-            summary = summarise(each, lab, FIGURES / name, commits)
+            summary = summarise(each, lab.of(each), FIGURES / name, commits)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name != "research" and only is None:
@@ -85,6 +82,25 @@ def make(name: str, only: str | None, compared: chain.Chain) -> None:
         files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, ["paper_outputs/tables/curves.csv", *commits]))
         files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
     write_page(name, context, lab)
+
+
+def check_current(name: str) -> None:
+    """Asks DVC whether what a page is made from is what its stages would make.
+
+    Raises:
+        UserError: a file was changed, or what it is made from.
+    """
+    if name not in STAGES or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # within `dvc repro` it has looked
+        return
+    from dvc.repo import Repo
+
+    logging.getLogger("dvc").setLevel(logging.ERROR)
+    for stage, entries in Repo().status(targets=[name], with_deps=True).items():
+        for entry in entries if stage != name else []:
+            states = entry if isinstance(entry, dict) else {"changed command": {stage: "changed"}}
+            for path, state in itertools.chain(*(each.items() for each in states.values())):
+                if state not in ("deleted", "not in cache"):  # as data are in a fresh clone
+                    raise UserError(f"{path} is not as the stage {stage} knows it: `dvc repro {name}`.")
 
 
 def common(lab: Lab) -> dict[str, Any]:
@@ -104,11 +120,14 @@ def common(lab: Lab) -> dict[str, Any]:
 def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str, Any]:
     """A study's numbers, {} where nothing is measured, and its figures as files; `commits` made the runs of Table 2."""
     one = studies.get(name)
-    settings = studies.settings(name)
-    tables = study.read_tables(name) if one.measure and (study.FOLDER / name).is_dir() else {}
-    if one.measure and not tables:
-        return {}
-    sources = sources_of(name) if one.measure else [*TABLE_2_TABLES, *commits]
+    settings, tables = studies.settings(name), {}
+    if one.measure:
+        if not (study.FOLDER / name).is_dir():
+            return {}
+        tables |= study.read_tables(name)
+    if one.read:
+        tables |= one.read(settings, lab)
+    sources = sources_of(name) or [*TABLE_2_TABLES, *commits]
     for figure, draw in one.figures.items():
         with matplotlib.rc_context(STYLE):
             drawing = draw(settings, tables, lab)
@@ -118,10 +137,14 @@ def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str
 
 
 def sources_of(name: str) -> list[str]:
-    """The files that a study's figures are drawn from, and the commit that measured them, where its record knows it."""
-    folder = study.FOLDER / name
-    made = files.read_json(folder / study.RECORD) if (folder / study.RECORD).exists() else {"environment": {}}
-    return [*map(str, sorted(folder.glob("*.csv"))), *commits_of([made["environment"].get("git_commit")])]
+    """The files that a study's figures are drawn from, and the commit that measured them; the folder of its runs."""
+    one, folder, sources = studies.get(name), study.FOLDER / name, []
+    if one.measure:
+        made = files.read_json(folder / files.RECORD)
+        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([made["environment"].get("git_commit")])]
+    if one.read:
+        sources.append(str(RUNS / name))
+    return sources
 
 
 def commits_of(known: Iterable[str | None]) -> list[str]:
@@ -174,13 +197,15 @@ def source_line(path: str, of_page: str) -> str:
     owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
         return '<small><a href="tables/curves.csv">data</a></small>'
-    data = f"studies/{owner}/" if studies.get(owner).measure else "tables/"
+    one = studies.get(owner)
+    data = f"studies/{owner}/" if one.measure else f"runs/{owner}/" if one.read else "tables/"
     return f'<small><a href="{data}">data</a>, <a href="../{code_of(owner)}">code</a></small>'
 
 
 def write_readme() -> None:
     """The blocks of README.md between markers, each from the template of its name."""
-    chain.check(chain.compare(studies.names(), *(NUMBERS / name for name in PAGES)))
+    for name in STAGES:
+        check_current(name)
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}
     context = numbers | common(lab) | {"page": "paper_outputs/research.md"}

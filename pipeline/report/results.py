@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from pipeline import runs, studies
+from pipeline import studies
 from pipeline.claims import Results
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
 from pipeline.lab import TABLES, Lab
-from pipeline.runs import Run
+from pipeline.results import of_table_2, recorded
 from pipeline.statistics import LEAST_RUNS, one_more_run, summarise
+from pipeline.training.run import Run, same_config
 
 FOLDER = Path("paper_outputs")
 TABLE_2 = FOLDER / "table_2.csv"
@@ -31,11 +32,11 @@ def read(lab: Lab) -> dict[tuple[str, int], dict]:
         raise UserError(f"{TABLES / 'runs.csv'} is missing: run `dvc repro tables`.")
     listed = lab.tables["runs"]
     identities = list(listed[["variant", "seed"]].itertuples(index=False, name=None))
-    if identities != [(run.variant, run.seed) for run in runs.of_table_2(lab.params)]:
+    if identities != [(run.variant, run.seed) for run in of_table_2(lab.params)]:
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
-    made = {run: Run(*run).read("record") for run in itertools.compress(identities, listed["status"] != "missing")}
+    made = {run: Run(*run).record() for run in itertools.compress(identities, listed["status"] != "missing")}
     for run, one in made.items():
-        if not runs.same_config(one["config"], params.resolve(lab.params, run[0])):
+        if not same_config(one["config"], params.resolve(lab.params, run[0])):
             path = Run(*run).folder / "record.json"
             raise UserError(f"{path} was made with other parameters than params.yaml has: run `dvc repro`.")
     return made
@@ -89,8 +90,8 @@ def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:
     """What training took: of Table 2 and of each study that trains, the runs and hours."""
     groups = {"table_2": list(records.values())}
     for name in studies.names():
-        paths = sorted((runs.FOLDER / name).glob("*/*/record.json"))
-        groups |= {name: [runs.read_record(path.parent) for path in paths]} if paths else {}
+        made = [each for _, each in recorded(name)]
+        groups |= {name: made} if made else {}
     return {
         name: {"runs": len(made), "hours": sum(each["seconds"] for each in made) / 3600} for name, made in groups.items()
     }

@@ -31,9 +31,10 @@ class Study:
     Args:
         settings: the schema of its section of parameters; None where it measures nothing.
         measure: (settings, lab) → tables: what is expensive. `python -m pipeline study NAME` writes them as CSV.
-        summarise: (settings, tables, lab) → the numbers, rows and verdicts that its template shows, from those tables alone.
+        summarise: (settings, tables, lab) → the numbers, rows and verdicts that its template shows, from its tables alone.
         figures: by name, (settings, tables, lab) → a figure.
         trainings: (settings, lab) → the runs that it compares. `python -m pipeline fan_out` trains them.
+        read: (settings, lab) → tables of those runs, from their folders. Nothing is written.
         watch: (training) → rows of numbers, at every point of the curves of its runs: their watched.csv.
     """
 
@@ -42,6 +43,7 @@ class Study:
     measure: Callable[..., Tables] | None = None
     figures: dict[str, Callable[..., Figure]] = field(default_factory=dict)
     trainings: Callable[..., list[Request]] | None = None
+    read: Callable[..., Tables] | None = None
     watch: Callable[..., list[dict[str, float]]] | None = None
 
 

@@ -8,21 +8,14 @@ The section of such a study lists its runs by the names that tables, claims and 
 
 from collections.abc import Iterator
 
-import pandas as pd
 from pydantic import Field
 
 from pipeline.claims import Results, trains
-from pipeline.core import files
-from pipeline.core.params import AnySeeds, Name, Overrides, RunConfig, Section
+from pipeline.core.params import AnySeeds, Name, Overrides, Section
 from pipeline.lab import Lab
-from pipeline.runs import Run, same_config
+from pipeline.results import tables_of
 from pipeline.statistics import summarise
 from pipeline.studies import Request, Study, Tables
-from pipeline.training.loop import COLUMNS
-
-IDENTITY = ["name", "run", "variant", "seed"]
-FINALS = ["train_loss", "test_loss", "test_accuracy"]
-MADE = ["numerics", "device", "git_dirty", "started_at", "seconds", "images_per_second"]
 
 
 class Training(Section):
@@ -44,44 +37,20 @@ class Settings(Section):
 
 
 def study(**parts) -> Study:
-    """A `Study` that trains and measures what its section lists, or measures more."""
-    return Study(**{"settings": Settings, "measure": measure, "trainings": trainings} | parts)
+    """A `Study` that trains and reads what its section lists."""
+    return Study(**{"settings": Settings, "trainings": trainings, "read": read} | parts)
 
 
 def trainings(settings: Settings, lab: Lab) -> list[Request]:
     return [request for _, request in settings.requests()]
 
 
-def measure(settings: Settings, lab: Lab) -> Tables:
-    """`runs`: a row for each run of the list. `histories`: the points of those that are there. `watched`: what the study saw
-    of them, if it watches."""
-    rows, histories, watched = [], [], []
-    for name, (variant, overrides, seed) in settings.requests():
-        run = lab.run(variant, overrides, seed)
-        identity = {"name": name, "run": run.name, "variant": variant, "seed": seed}
-        row = run_row(run, lab.config(variant, overrides))
-        rows.append(identity | row)
-        if row["status"] != "missing":
-            histories.append(run.points().assign(**identity))
-            if (path := run.folder / "watched.csv").exists():
-                watched.append(files.read_csv(path).assign(**identity))
-    none = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
-    tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *MADE])}
-    tables["histories"] = pd.concat(histories or [none])[none.columns]
-    watched = [table for table in watched if len(table)]  # nothing is seen of what diverges at step 0
-    return tables | ({"watched": pd.concat(watched)} if watched else {})
-
-
-def run_row(run: Run, config: RunConfig) -> dict:
-    """What a run's files hold: finished, diverged, or missing, also where the run is of another configuration."""
-    record = run.record()
-    if not (record and same_config(record["config"], config)):
-        return {"status": "missing"}
-    metrics = run.read("metrics")
-    row = {key: record.get(key, record["environment"].get(key)) for key in MADE}
-    if metrics["diverged"]:
-        return row | {"status": "diverged"}
-    return row | {"status": "finished"} | {key: metrics[key] for key in FINALS}
+def read(settings: Settings, lab: Lab) -> Tables:
+    """The tables of the runs that are listed, by the names of the list."""
+    return tables_of(
+        (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
+        for name, (variant, overrides, seed) in settings.requests()
+    )
 
 
 def outcome(results: Results, name: str) -> dict:

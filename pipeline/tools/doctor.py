@@ -111,7 +111,6 @@ def data() -> Iterator[Line]:
 
 
 def runs() -> Iterator[Line]:
-    from pipeline import runs
     from pipeline.core import params
     from pipeline.tools import fan_out
 
@@ -119,7 +118,7 @@ def runs() -> Iterator[Line]:
     weights = sum(run.weights.exists() for run, _ in jobs)
     remedy = "`git checkout paper_outputs/weights` where git has them, or `make reproduce`" if weights < len(jobs) else ""
     yield "weights", f"{weights} of {len(jobs)} runs of Table 2 have theirs", remedy, False
-    current = sum(runs.is_recorded(run, config) for run, config in jobs)
+    current = sum(run.is_current(config) for run, config in jobs)
     remedy = "`make plan` says why, `make reproduce` trains them" if current < len(jobs) else ""
     yield "records", f"{current} of {len(jobs)} are of today's numerics and parameters", remedy, False
 

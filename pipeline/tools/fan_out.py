@@ -33,19 +33,20 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from osa import NUMERICS
-from pipeline import runs, studies, tracking
+from pipeline import studies, tracking
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, RunConfig
 from pipeline.lab import Lab
-from pipeline.runs import Run
+from pipeline.results import recorded
 from pipeline.tools import locks, times
 from pipeline.training import data
+from pipeline.training.run import TABLE_2, Run, same_config
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
 RETRIES = 3  # on other nodes, where one dies
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
-TABLE_2 = (f"{runs.TABLE_2}/*",)
+OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
 PROCESSES: set[subprocess.Popen] = set()  # that train now
 
@@ -55,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("fan_out", __doc__)
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
     only_help = "these instead, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
-    parser.add_argument("--only", nargs="+", metavar="RUN", default=TABLE_2, help=only_help)
+    parser.add_argument("--only", nargs="+", metavar="RUN", default=OF_TABLE_2, help=only_help)
     chosen = add_options(parser).parse_args(arguments)
     if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
@@ -118,13 +119,12 @@ def train(jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: st
 
 def is_there(run: Run, config: RunConfig) -> bool:
     """Whether a run is as today's numerics, data and parameters make it, with the weights that are evaluated of Table 2."""
-    made = run.record_if_there()
-    if made is None or not runs.is_of(made, config) or (run.study == runs.TABLE_2 and not run.weights.exists()):
+    if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
-    return made["data_sha256"] == digest(config.data.source)
+    return run.record()["data_sha256"] == digest(config.data.source)
 
 
-def list_jobs(settings: Params, patterns: Iterable[str] = TABLE_2) -> list[Job]:
+def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
     """The runs of Table 2 and of studies that match these patterns, in the patterns' order.
 
     Raises:
@@ -171,18 +171,18 @@ def digest(source: str) -> str:
 def follow(jobs: list[Job], finished: Iterator[Run | None], at_a_time: int) -> Iterator[Run]:
     """Yields the runs as they finish, with a line for each, and shows how far all are and how long the rest takes, also
     where None comes."""
-    records, left = runs.finished(), {str(run): (run, config) for run, config in jobs}
+    records, left = [made for _, made in recorded()], {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for run in itertools.chain([None], finished):
             if run:
                 del left[str(run)]
-                records.append(run.read("record"))
+                records.append(run.record())
             standing = [progress(*job, records) for job in left.values()]
             done, bar.n = epochs - sum(number for number, _ in standing), len(jobs) - len(standing)
             bar.set_postfix_str(f"{done:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
             if run:
-                metrics = run.read("metrics")
+                metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
                 seconds = times.duration(records[-1]["seconds"])
                 tqdm.write(f"{run}: {result} after {seconds}; {bar.postfix}", file=sys.stderr)
@@ -204,7 +204,7 @@ def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, f
         with contextlib.suppress(UserError):  # it has ended since
             own = files.read_json(path)
             done = len(own["timestamps"]) - 1  # points after that of step 0
-            if done > 0 and runs.same_config(own["config"], config) and own["numerics"] == NUMERICS:
+            if done > 0 and same_config(own["config"], config) and own["numerics"] == NUMERICS:
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own["seconds"] / done
     return config.train.epochs, times.estimate(run, config, records)
@@ -221,16 +221,16 @@ def time_left(seconds: list[float | None], at_a_time: int) -> str:
 
 
 def target(run: Run) -> str:
-    """What DVC calls a run: a stage, or the folder of the runs of its study."""
-    return f"train@{run.variant}-{run.seed}" if run.study == runs.TABLE_2 else str(runs.FOLDER / run.study)
+    """What DVC calls a run of Table 2."""
+    return f"train@{run.variant}-{run.seed}"
 
 
 def commit(run: Run) -> bool:
-    """Tells DVC of a run that was trained just now, or it would train it again. Any other may have been changed by hand.
+    """Tells DVC of a run of Table 2 that was trained just now, or it would train it again. Runs of studies it does not know.
 
     Returns whether DVC took it.
     """
-    if not (shutil.which("dvc") and Path(".dvc").is_dir()):
+    if run.study != TABLE_2 or not (shutil.which("dvc") and Path(".dvc").is_dir()):
         return True
     while others := locks.dvc_processes():
         print(f"{' and '.join(others)} works here: waiting to tell DVC of {run}.", file=sys.stderr, flush=True)
@@ -241,7 +241,7 @@ def commit(run: Run) -> bool:
 
 def command(run: Run) -> list[str]:
     """Arguments for Python that train a run."""
-    study = [] if run.study == runs.TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
+    study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
     return ["-m", "pipeline.train", run.variant, str(run.seed), *study]
 
 
@@ -343,7 +343,7 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run | None]:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no copy of this repository
         work = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
         bundle = ray.put(shipment({config.data.source for _, config in jobs}))
-        tasks = {work.remote(bundle, [*command(run), "--no-tracking"], run.outputs): run for run, _ in jobs}
+        tasks = {work.remote(bundle, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in jobs}
         yield from as_they_end(
             tasks,
             lambda waiting: ray.wait(waiting, timeout=show_every())[0],
@@ -353,12 +353,18 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run | None]:
         ray.shutdown()
 
 
-def receive(run: Run, content: list[bytes]) -> None:
+def files_of(run: Run) -> list[Path]:
+    """What a training may leave, its record last."""
+    return [*run.files.values(), run.folder / "record.json"]
+
+
+def receive(run: Run, contents: dict[Path, bytes]) -> None:
     """Puts the files of a run in their places, its record last, with the commit that only this machine knows."""
-    *others, record_path = run.outputs
-    for path, each in zip(others, content[:-1], strict=True):
-        files.write_bytes(path, each)
-    entry = json.loads(content[-1])
+    *others, record_path = files_of(run)
+    for path in others:
+        if path in contents:
+            files.write_bytes(path, contents[path])
+    entry = json.loads(contents[record_path])
     entry["environment"] |= record.describe_commit()
     files.write_json(record_path, entry)
 
@@ -374,12 +380,12 @@ def shipment(sources: set[str]) -> bytes:
     return archive.getvalue()
 
 
-def execute_shipped(bundle: bytes, arguments: list[str], paths: list[Path]) -> list[bytes]:
-    """`execute` in a folder of its own on whatever machine this is; the content of these paths afterwards."""
+def execute_shipped(bundle: bytes, arguments: list[str], paths: list[Path]) -> dict[Path, bytes]:
+    """`execute` in a folder of its own on whatever machine this is; the content of these paths that are there then."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(io.BytesIO(bundle)).extractall(folder)
         execute(arguments, Path(folder), {"PYTHONPATH": folder})
-        return [Path(folder, path).read_bytes() for path in paths]
+        return {path: Path(folder, path).read_bytes() for path in paths if Path(folder, path).exists()}
 
 
 if __name__ == "__main__":

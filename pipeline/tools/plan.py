@@ -14,9 +14,9 @@ from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import Stage
 
-from pipeline import runs, sources
 from pipeline.core import params
 from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.results import recorded
 from pipeline.tools import fan_out, locks, times
 
 SHOWN = 4  # names and reasons in a line
@@ -25,7 +25,7 @@ SHOWN = 4  # names and reasons in a line
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("plan", __doc__).parse_args(arguments)
-    settings, records = params.load(), runs.finished()
+    settings, records = params.load(), [made for _, made in recorded()]
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, others = plan(Repo())
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"If these come out differently: {', '.join(names)}{cost(following, settings, records)}")
     print(f"{len(changed)} stages will run, up to {len(following)} more may follow, {others} are up to date.")
     jobs = [(run, config) for run, config in fan_out.table_2_jobs(settings) if not run.weights.exists()]
-    jobs = [(run, config) for run, config in jobs if runs.is_recorded(run, config)]
+    jobs = [(run, config) for run, config in jobs if run.is_current(config)]
     jobs = [job for job in jobs if f"train@{job[0].variant}-{job[0].seed}" not in changed]
     if jobs:
         print(
@@ -58,22 +58,13 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     status, graph = repo.status(), repo.index.graph
     changed, following = {}, []
     in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads to what a stage reads
-    stages = [stage for stage in in_order if ":" not in stage.addressing]  # of dvc.yaml itself
-    for stage in stages:
+    for stage in (stages := list(in_order)):
         name = stage.addressing
         if why := list(reasons(stage, status.get(name, []))):
             changed[name] = why
-        elif any(may_change(before.addressing, name, {*changed, *following}) for before in graph.successors(stage)):
+        elif any(before.addressing in changed or before.addressing in following for before in graph.successors(stage)):
             following.append(name)
     return changed, following, len(stages) - len(changed) - len(following)
-
-
-def may_change(before: str, stage: str, running: set[str]) -> bool:
-    """Whether what `stage` reads of `before` may come out otherwise than it is."""
-    path = sources.FOLDER / f"{stage.rpartition('@')[2]}.txt"
-    if before == "sources" and path.exists():
-        return path.read_text(encoding="utf-8") != sources.text(path.stem)
-    return before in running
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ruamel.yaml import YAML
 
-from pipeline import runs
 from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import ROOT
 from pipeline.core.params import Params
+from pipeline.training.run import Run
 
 FOLDER = Path("quickstart")
 CHANGES = Path(__file__).with_name("quickstart.yaml")
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("\nTest accuracy")
     for variant in settings.run.variants:
         for seed in settings.run.seeds:
-            metrics = files.read_json(FOLDER / runs.Run(variant, seed).folder / "metrics.json")
+            metrics = files.read_json(FOLDER / Run(variant, seed).folder / "metrics.json")
             print(f"  {settings.label(variant):<28}{100 * metrics['test_accuracy']:5.1f} %")
     print(
         "OSA has neither skip connections nor LayerNorm: set it beside the ViT that has both and the one that has neither. "

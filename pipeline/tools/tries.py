@@ -26,9 +26,9 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, plain
 from pipeline.report import figures, page
-from pipeline.runs import CURVES, FOLDER, TABLE_2, TRIES, Run
 from pipeline.statistics import CONFIDENCE, interval, summarise
 from pipeline.tools import fan_out
+from pipeline.training.run import CURVES, FOLDER, TABLE_2, TRIES, Run
 
 PAGE, LOCK = FOLDER / TRIES / "index.html", Path(".checkpoints/try.lock")
 Seeds = dict[int, dict[str, Any]]  # of each: record, accuracy in per cent or None, and points

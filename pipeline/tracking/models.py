@@ -6,8 +6,8 @@ import torch
 
 from pipeline.core import params
 from pipeline.core.params import RunConfig
-from pipeline.runs import TABLE_2
 from pipeline.tracking.records import Training
+from pipeline.training.run import TABLE_2
 
 
 def log(training: Training, run: Any, client: Any) -> str:

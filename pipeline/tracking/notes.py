@@ -3,7 +3,7 @@
 import re
 
 from pipeline.core.params import Paper
-from pipeline.runs import TABLE_2
+from pipeline.training.run import TABLE_2
 
 EXPERIMENT = """\
 **Views**, above, shows the models, their seeds, and each study that trains.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pipeline import runs
 from pipeline.core import files
 from pipeline.core.errors import UserError
+from pipeline.training import run as runs
 
 # In the order in which they are logged, which is that of MLflow's pages: the page Compare opens on the first.
 CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
@@ -83,7 +83,7 @@ class Training:
         """
         if self.has_ended:
             self.run.record()  # which checks the digests
-        table = self.run.points() if self.has_ended else files.read_csv(self.path.with_name("history.csv"))
+        table = self.run.history() if self.has_ended else files.read_csv(self.path.with_name("history.csv"))
         unit = {key: 100 if "accuracy" in key else 1 for key in CURVES}  # files have accuracies as fractions
         return [
             (key, rounded(key, unit[key] * row[key]), timestamp, int(row["step"]))

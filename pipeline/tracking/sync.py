@@ -20,15 +20,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipeline import runs
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.params import plain
 from pipeline.drawing.looks import look
-from pipeline.runs import TABLE_2
 from pipeline.tracking import models, notes, records, store
 from pipeline.tracking.records import CURVES, Training, Value, rounded
 from pipeline.tracking.views import views
+from pipeline.training import run as runs
+from pipeline.training.run import TABLE_2
 
 VALUES_PER_BATCH = 1000  # as many as MLflow takes
 MOST_RUNS = 50_000  # as many as it finds in one search
@@ -148,7 +148,7 @@ class Experiment:
         values = [value for value in values if value[-1] not in known]  # a resumed training repeats some later
         constants = {f"{section}.{key}": value for section, keys in record["config"].items() for key, value in keys.items()}
         if training.has_ended:
-            metrics = training.run.read("metrics")
+            metrics = training.run.metrics()
             once = {key: rounded(key, record[key]) for key in COSTS if record[key] is not None}
             once |= {} if metrics["diverged"] else self._beside_paper(name, 100 * metrics["test_accuracy"])
             values += [(key, value, training.ended, 0) for key, value in once.items()]

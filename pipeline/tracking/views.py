@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterable
 
-from pipeline.runs import TABLE_2, TRIES
 from pipeline.tracking.records import CURVES
+from pipeline.training.run import TABLE_2, TRIES
 
 RESULT = ("test_accuracy", "test_accuracy_std", "difference_to_paper", "paper_test_accuracy", "num_seeds", "num_diverged")
 SEED = ("test_accuracy", "difference_to_paper", "test_loss", "train_accuracy", "train_loss", "seconds")

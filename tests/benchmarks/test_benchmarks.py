@@ -12,8 +12,8 @@ from osa.functional import orthogonal_attention
 from pipeline import cost
 from pipeline.benchmarks import attention, depth, results, step, straightforward
 from pipeline.core import files, params, record
-from pipeline.runs import Run
 from pipeline.training.loop import Training, build_model
+from pipeline.training.run import Run
 from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.synthetic import write_params, write_run
 

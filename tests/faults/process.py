@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from pipeline import recorder, train
+from pipeline import train
 from pipeline.core.files import ROOT
-from pipeline.runs import Run
+from pipeline.training import run as recorder
+from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 
@@ -93,7 +94,7 @@ def mount(folder: str, kind: str, pages: int) -> None:
 
 def outputs() -> dict[Path, bytes]:
     """The files of the run that are there, but for its record, which has the time of day."""
-    return {path: path.read_bytes() for path in RUN.outputs[:-1] if path.exists()}
+    return {path: path.read_bytes() for path in RUN.files.values() if path.exists()}
 
 
 def leftovers() -> list[Path]:

@@ -41,13 +41,13 @@ def undisturbed(tmp_path_factory):
         write_project()
         status, errors = Training().end()
         assert (status, errors) == (0, [])
-        yield outputs() | {RUN.outputs[-1]: RUN.outputs[-1].read_bytes()}, RUN.read("record")["seconds"]
+        yield outputs() | {RUN.files["metrics"]: RUN.files["metrics"].read_bytes()}, RUN.record()["seconds"]
 
 
 @pytest.fixture
 def expected(undisturbed):
     clear()
-    return {path: content for path, content in undisturbed[0].items() if path != RUN.outputs[-1]}
+    return {path: content for path, content in undisturbed[0].items() if path != RUN.files["metrics"]}
 
 
 def assert_the_same_command_ends_with(expected):
@@ -66,7 +66,7 @@ def test_the_same_run_trained_several_times_at_once(seed, undisturbed, expected)
     moments = [random.uniform(0, undisturbed[1] / 2) for _ in range(random.choice([2, 3]))]
     ends = [training.end() for training in [Training(after_seconds(moment)) for moment in moments]]
     assert ends == [(0, [])] * len(moments)
-    assert outputs() == expected and RUN.is_there() and not leftovers()
+    assert outputs() == expected and RUN.record() and not leftovers()
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only", "a file"])
@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written(folder, kind, undisturbed, expected):
         if status == 77:
             pytest.skip("needs the right to mount")
         assert is_sentence(status, errors, about=f"{folder}/")
-        assert outputs() == expected if kind == "read-only" else not RUN.is_there()
+        assert outputs() == expected if kind == "read-only" else not RUN.record()
         assert_the_same_command_ends_with(expected)
 
 

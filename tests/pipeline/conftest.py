@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.claims import Results
 from pipeline.core import files, params
-from pipeline.runs import Run
+from pipeline.training.run import Run
 from tests.pipeline.trainings import write_data, write_params
 
 

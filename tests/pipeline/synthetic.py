@@ -12,10 +12,9 @@ import osa
 from pipeline import evaluate, tables
 from pipeline.core import files, params
 from pipeline.core.params import Params, RunConfig
-from pipeline.recorder import history_csv
-from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import COLUMNS, build_model, evaluate_split
+from pipeline.training.run import Run, history_csv
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import osa
 from osa import reference
 from pipeline import evaluate
 from pipeline.core import files, params
-from pipeline.runs import Run
 from pipeline.training import data
 from pipeline.training.loop import build_model
+from pipeline.training.run import Run
 from tests.pipeline import synthetic
 
 
@@ -31,7 +31,7 @@ def two_models(raw):
 
 def evaluated(variant: str, seed: int) -> dict:
     evaluate.main([variant, str(seed)])
-    return Run(variant, seed).evaluation()
+    return files.read_json(Run(variant, seed).evaluated)
 
 
 def test_it_holds_what_the_weights_say(project):
@@ -143,12 +143,11 @@ def test_errors_are_those_of_the_precision_in_which_the_model_runs():
 
 
 def change_accuracy(images: float) -> None:
-    metrics = Run("osa_ns", 1).read("metrics")
+    metrics, made = Run("osa_ns", 1).metrics(), Run("osa_ns", 1).record()
     metrics["test_accuracy"] += images / 97  # of the synthetic test set
     path = Run("osa_ns", 1).folder / "metrics.json"
     files.write_json(path, metrics)
-    made = Run("osa_ns", 1).read("record") | {"metrics_sha256": files.sha256(path)}
-    files.write_json(Run("osa_ns", 1).folder / "record.json", made)
+    files.write_json(Run("osa_ns", 1).folder / "record.json", made | {"metrics_sha256": files.sha256(path)})
 
 
 def test_weights_may_contradict_the_metrics_by_what_rounding_tips_over_and_no_more(project, capsys):

@@ -110,7 +110,7 @@ HELP = """
 import importlib, pkgutil, sys, pipeline
 for module in pkgutil.walk_packages(pipeline.__path__, "pipeline."):
     main = getattr(importlib.import_module(module.name), "main", None)
-    if main and module.name.rpartition(".")[2] not in ("doctor", "sources", "tables"):  # which take no argument
+    if main and module.name.rpartition(".")[2] not in ("check", "doctor", "tables"):  # which take no argument
         sys.argv = [module.name, "--help"]
         try:
             main()

@@ -14,10 +14,10 @@ from PIL import Image
 from pipeline import fetch
 from pipeline.core import params
 from pipeline.core.errors import UserError
-from pipeline.runs import Run
 from pipeline.tools import fan_out
 from pipeline.training import data
 from pipeline.training.loop import build_model
+from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.trainings import SHORT, config, run_main
 
@@ -135,7 +135,7 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     Path("data/folder/t10k-labels-idx1-ubyte.gz").write_bytes(data.as_idx(1 - labels.numpy()))  # other classes
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "vit", "1")
-    assert "data/folder" in capsys.readouterr().err and not Run("vit", 1).is_there()
+    assert "data/folder" in capsys.readouterr().err and Run("vit", 1).record() is None
     assert stored().sha256 == first
     save("train/cat/0.png", pixels("train/cat/0.png") ^ 1)
     assert stored().sha256 != first

@@ -5,8 +5,7 @@ import subprocess
 import torch
 
 from pipeline.core import record
-from pipeline.recorder import Recorder
-from pipeline.runs import Run
+from pipeline.training.run import Recorder, Run
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import CPU, training, write_data, write_params
 

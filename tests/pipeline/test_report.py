@@ -11,22 +11,21 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
 import osa
-from pipeline import studies, study
+from pipeline import results, studies
 from pipeline.core import files, params
 from pipeline.core.files import ROOT
 from pipeline.core.params import RunConfig
 from pipeline.report import __main__ as report
 from pipeline.report import page
 from pipeline.report.page import TEMPLATES, to_html, word_count
-from pipeline.runs import Run
+from pipeline.training.run import Run
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
-MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables", "sources")
+MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables")
 # What a text may have digits in: names of parts of papers, years, data sets, and identifiers
 NAMES = re.compile(
     r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"
@@ -82,7 +81,7 @@ def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     name, seed = path.parent.name, int(path.stem)
     images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
-    theirs = run.load_model(params.validate(RunConfig, params.written_config(run.read("record")["config"]), str(path)))
+    theirs = run.load_model(params.validate(RunConfig, params.written_config(run.record()["config"]), str(path)))
     with torch.no_grad():
         assert osa.load_pretrained(name, folder=path)(images).equal(theirs(images))
 
@@ -93,25 +92,16 @@ def test_pages_show_whatever_runs_are_there(share, tmp_path, monkeypatch):
     """And no row of dashes, for those that are not. Studies that train nothing are as committed."""
     monkeypatch.chdir(tmp_path)
     workspace(tmp_path)
-    read, summarise, random = study.read_tables, report.summarise, np.random.default_rng(1)
-
-    def some(name: str) -> dict[str, pd.DataFrame]:
-        tables = read(name)
-        if "runs" not in tables:  # of `repeats`
-            return tables
-        runs = tables["runs"]
-        runs.loc[random.random(len(runs)) >= share, ["status", "train_loss", "test_accuracy"]] = ["missing", np.nan, np.nan]
-        there = runs.loc[runs["status"] != "missing", ["name", "seed"]]
-        return tables | {key: tables[key].merge(there) for key in ("histories", "watched") if key in tables}
+    row, summarise, random = results.run_row, report.summarise, np.random.default_rng(1)
 
     def of_some(name: str, *others) -> dict:
         committed = next((ROOT / "paper_outputs/numbers").glob(f"*/{name}.json"))
         return summarise(name, *others) if studies.get(name).trainings else files.read_json(committed)
 
-    monkeypatch.setattr(study, "read_tables", some)
+    monkeypatch.setattr(results, "run_row", lambda *run: row(*run) if random.random() < share else {"status": "missing"})
     monkeypatch.setattr(report, "summarise", of_some)
     for name in BUDGETS:
-        report.write({"report": "paper"}.get(name, name), anyway=True)
+        report.write({"report": "paper"}.get(name, name))
         lines = Path(f"paper_outputs/{name}.md").read_text(encoding="utf-8").splitlines()
         assert not [
             line for line in lines if re.fullmatch(r"\|[^|]*(\| – )+\|", line) or re.search(r"\b(nan|None\b[^.])", line)

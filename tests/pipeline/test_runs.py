@@ -19,14 +19,13 @@ import safetensors.torch
 import torch
 
 import osa
-from pipeline import recorder, runs
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
-from pipeline.recorder import Recorder
-from pipeline.runs import Run
 from pipeline.studies import comparison
-from pipeline.training import checkpoint, data, loop
+from pipeline.training import data, loop
+from pipeline.training import run as recorder
 from pipeline.training.loop import build_model, evaluate_split
+from pipeline.training.run import Recorder, Run
 from tests.faults.process import Training
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
@@ -88,7 +87,7 @@ def enter(project, name, monkeypatch) -> None:
 
 def test_outputs_and_record():
     run, setting = trained("osa_ns", 7), config("osa_ns")
-    metrics, history = run.read("metrics"), read_history(outputs(run)["history.csv"])
+    metrics, history = run.metrics(), read_history(outputs(run)["history.csv"])
     last = {key: float(value) for key, value in history[-1].items() if key not in ("step", "epoch")}
     model = run.load_model(setting)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -119,7 +118,7 @@ def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch):
     assert (found["config"]["train"]["learning_rate"], found["config"]["init"]["head"]) == (0.001, "zeros")
     assert found["config"]["train"]["epochs"] == SHORT["epochs"]
     assert outputs(Run("vit", 0)) == expected
-    for path in (folder / "record.json", Run("vit", 0, runs.TRIES).weights):
+    for path in (folder / "record.json", Run("vit", 0, recorder.TRIES).weights):
         assert subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT).returncode == 0
 
 
@@ -144,21 +143,21 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
 def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
     curve = iter([(2.3, 0.1), (2.3, 0.1), (0.4, 0.9), (0.1, 0.99), (0.5, 0.7), (1.5, 0.5)])  # step 0 measures both splits
     monkeypatch.setattr(loop, "evaluate_split", lambda *arguments: next(curve))
-    metrics = trained("vit").read("metrics")
+    metrics = trained("vit").metrics()
     assert (metrics["test_loss"], metrics["test_accuracy"]) == (1.5, 0.5)
 
 
 def test_a_run_is_recorded_until_something_changes_that_can_change_its_numbers(monkeypatch):
     run, today = Run("vit", 0), config("vit")
-    assert not runs.is_recorded(run, today)
+    assert not run.is_current(today)
     trained("vit")
-    assert runs.is_recorded(run, today)
-    assert not runs.is_recorded(run, params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}))
+    assert run.is_current(today)
+    assert not run.is_current(params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}))
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "NUMERICS", osa.NUMERICS + 1)
-        assert not runs.is_recorded(run, today)
+        patch.setattr(recorder, "NUMERICS", osa.NUMERICS + 1)
+        assert not run.is_current(today)
     (run.folder / "metrics.json").unlink()
-    assert not runs.is_recorded(run, today)
+    assert not run.is_current(today)
 
 
 def test_a_key_that_does_not_apply_makes_no_other_configuration():
@@ -166,9 +165,9 @@ def test_a_key_that_does_not_apply_makes_no_other_configuration():
     without = setting.model_dump()
     del without["variant"]["epsilon"]
     del without["train"]["warmup_steps"], without["train"]["schedule"], without["train"]["optimizer"]  # of an older record
-    assert runs.same_config(without, setting)
-    assert not runs.same_config(without | {"train": without["train"] | {"optimizer": "muon"}}, setting)
-    assert not runs.same_config(without | {"variant": without["variant"] | {"epsilon": 0.1}}, setting)
+    assert recorder.same_config(without, setting)
+    assert not recorder.same_config(without | {"train": without["train"] | {"optimizer": "muon"}}, setting)
+    assert not recorder.same_config(without | {"variant": without["variant"] | {"epsilon": 0.1}}, setting)
 
 
 # divergence
@@ -177,7 +176,7 @@ def test_a_key_that_does_not_apply_makes_no_other_configuration():
 def test_a_diverged_run_is_a_result_even_if_it_is_killed_before_its_outputs(monkeypatch):
     write_params(train={"learning_rate": 1e30})
     run = trained("vit_noskip_nonorm")
-    found, metrics = outputs(run), run.read("metrics")
+    found, metrics = outputs(run), run.metrics()
     history = read_history(found["history.csv"])
     assert "nan" not in found["history.csv"].decode().lower()
     finite = [row["test_loss"] != "" for row in history]
@@ -188,7 +187,7 @@ def test_a_diverged_run_is_a_result_even_if_it_is_killed_before_its_outputs(monk
     assert run.load_model(config("vit_noskip_nonorm"))
     assert not list(Path(".checkpoints").rglob("*.*"))
     assert history[-1]["test_accuracy"] != "", "that of logits that are not numbers"
-    points = run.points()
+    points = run.history()
     assert points["test_accuracy"].notna().tolist() == points["test_loss"].notna().tolist() == finite
     assert (points["train_accuracy"].notna() == points["train_loss"].notna()).all()
     interrupted("vit_noskip_nonorm", monkeypatch, before="write_outputs")
@@ -204,14 +203,14 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
 
     monkeypatch.setattr(loop, "build_model", broken)
     run = trained()
-    metrics = run.read("metrics")
+    metrics = run.metrics()
     assert (metrics["diverged"], metrics["diverged_at_step"], metrics["train_loss"]) == (True, 0, None)
     assert len(read_history(outputs(run)["history.csv"])) == 1
     recorder.train(run, config("osa_exact"), watch=lambda training: [{"layer": 0}])
-    assert (run.folder / "watched.csv").read_text(encoding="utf-8") == "epoch\n" and run.is_there()
+    assert (run.folder / "watched.csv").read_text(encoding="utf-8") == "epoch\n" and run.record()
     lab = types.SimpleNamespace(study="table_2", run=lambda *_: run, config=lambda *_: config("osa_exact"))
     settings = comparison.Settings(runs={"it": {"variant": "osa_exact", "seeds": [0]}})
-    tables = comparison.measure(settings, lab)
+    tables = comparison.read(settings, lab)
     assert tables["runs"]["status"].tolist() == ["diverged"] and len(tables["histories"]) == 1 and "watched" not in tables
 
 
@@ -219,7 +218,7 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
 
 
 def test_a_try_s_command_is_one_that_its_options_understand():
-    run = Run("vit", 0, runs.TRIES, {"init": {"alpha": None, "head": "zeros"}, "train": {"eps": 1e16}})
+    run = Run("vit", 0, recorder.TRIES, {"init": {"alpha": None, "head": "zeros"}, "train": {"eps": 1e16}})
     *name, variant, number = shlex.split(run.command)[:6]
     assert (*name, variant, number) == ("python", "-m", "pipeline", "train", "vit", "0")
     assert params.parse_overrides(shlex.split(run.command)[7::2]) == run.overrides
@@ -312,7 +311,7 @@ DAMAGES = [
     lambda content: b"",
     lambda content: content[: len(content) // 2],
     lambda content: flipped(content),
-    lambda content: content[checkpoint.DIGEST_BYTES :],
+    lambda content: content[recorder.DIGEST_BYTES :],
     lambda content: sealed([1, 2]),
     lambda content: sealed(load(content) | {"progress": {"steps": 3}}),
     lambda content: sealed(load(content) | {"optimizers": [{"state": {}, "param_groups": []}]}),
@@ -342,7 +341,9 @@ def test_an_unreadable_checkpoint_is_named_and_earlier_results_stay(monkeypatch,
 
 def sealed(value) -> bytes:
     """A checkpoint that holds something else."""
-    content = checkpoint.as_bytes(value)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    content = buffer.getvalue()
     return hashlib.sha256(content).digest() + content
 
 
@@ -353,7 +354,7 @@ def flipped(content: bytes) -> bytes:
 
 
 def load(content: bytes) -> dict:
-    return torch.load(io.BytesIO(content[checkpoint.DIGEST_BYTES :]), weights_only=True)
+    return torch.load(io.BytesIO(content[recorder.DIGEST_BYTES :]), weights_only=True)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def load(content: bytes) -> dict:
 def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
-    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.safetensors is damaged"):
+    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.safetensors is not what"):
         run.load_model(config("vit"))
     run.weights.unlink()
     with pytest.raises(UserError, match=r"table_2/vit/0.safetensors is missing.*dvc repro -f train@vit-0"):
@@ -372,7 +373,7 @@ def test_weights_that_are_not_those_of_the_record_are_named(damage):
 
 def test_files_of_two_trainings_are_no_run(monkeypatch):
     run = trained("vit")
-    assert run.is_there()
+    assert run.record()
     files.write_text(run.folder / "watched.csv", "epoch\n")
     files.write_json(
         run.folder / "record.json", recorded(run) | {"watched_sha256": files.sha256(run.folder / "watched.csv")}
@@ -381,10 +382,13 @@ def test_files_of_two_trainings_are_no_run(monkeypatch):
         path = run.folder / name
         whole = path.read_bytes()
         path.write_bytes(whole + b"\n")
-        assert not run.is_there(), name
+        with pytest.raises(UserError, match=name):
+            run.record()
+        assert not run.is_current(config("osa_exact")), name
         path.write_bytes(whole)
     (run.folder / "watched.csv").unlink()
-    assert not run.is_there()
+    with pytest.raises(UserError, match="watched.csv"):
+        run.record()
     (run.folder / "metrics.json").unlink()
     (run.folder / "metrics.json").mkdir()  # which no file can replace, long after the weights were written
     with pytest.raises(UserError, match="metrics.json cannot be written"):

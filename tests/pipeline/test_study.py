@@ -11,9 +11,10 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 from pipeline.lab import Lab
-from pipeline.recorder import train
 from pipeline.report.page import plain
+from pipeline.results import run_row
 from pipeline.studies import check, comparison
+from pipeline.training.run import train
 from tests.pipeline.trainings import config
 
 NAN = float("nan")
@@ -22,7 +23,7 @@ NAN = float("nan")
 @pytest.mark.parametrize("name", studies.names())
 def test_every_study_has_its_section_and_what_it_trains_can_be_trained(name):
     one, settings = studies.get(name), studies.settings(name)
-    assert settings is not None or one.measure is None
+    assert settings is not None or one.measure is one.read is None
     if one.trainings:
         lab = Lab(name, params.load(), params.load_paper())
         requests = one.trainings(settings, lab)
@@ -80,7 +81,7 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
     assert requests == [("vit", {"train": {"epochs": 1}}, 0), ("vit", {"train": {"epochs": 1}}, 1), ("osa_qr", {}, 0)]
     variant, overrides, seed = requests[0]
     train(lab.run(variant, overrides, seed), lab.config(variant, overrides), watch=lambda training: [{"size": 2.0}])
-    tables = comparison.measure(settings, lab)
+    tables = comparison.read(settings, lab)
     assert tables["runs"]["status"].tolist() == ["finished", "missing", "missing"]
     assert set(tables["histories"]["name"]) == {"short"} and tables["watched"]["size"].eq(2).all()
     assert plain(tables["runs"]["numerics"].tolist())[0] == 1
@@ -89,7 +90,7 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
 def test_a_run_of_another_configuration_is_not_the_studys(project):
     lab = Lab("a_study", params.load(), params.load_paper())
     train(lab.run("vit"), config("vit"))  # of params.yaml, which is not the recipe
-    assert comparison.run_row(lab.run("vit"), lab.config("vit")) == {"status": "missing"}
+    assert run_row(lab.run("vit"), lab.config("vit")) == {"status": "missing"}
 
 
 @pytest.mark.slow
@@ -112,9 +113,9 @@ def test_a_broken_study_stops_no_training_and_no_other_study(tmp_path):
 FLOORS = (
     {"core", "drawing"},
     {"training"},
-    {"runs", "recorder", "lab", "measures", "evaluate", "tables", "statistics", "verdicts", "claims", "cost", "benchmarks"},
+    {"results", "lab", "measures", "evaluate", "tables", "statistics", "verdicts", "claims", "cost", "benchmarks"},
     {"studies"},
-    {"study", "sources", "report", "tracking"},
+    {"study", "report", "tracking"},
     {"tools", "train"},
 )
 

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline import tables
 from pipeline.core import files
+from pipeline.training.run import Run
 from tests.pipeline import synthetic
 
 FOLDER, RUNS, EVALUATIONS = (Path("paper_outputs", name) for name in ("tables", "runs/table_2", "evaluations"))
@@ -124,6 +125,7 @@ def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, m
     shutil.copy(RUNS / "osa_ns/0/metrics.json", RUNS / "osa_ns/1/metrics.json")
     shutil.copy(RUNS / "osa_ns/0/history.csv", RUNS / "osa_ns/1/history.csv")
     own, other = (files.read_json(RUNS / f"osa_ns/{seed}/record.json") for seed in (1, 0))
+    shutil.copy(Run("osa_ns", 0).weights, Run("osa_ns", 1).weights)
     digests = {key: value for key, value in other.items() if key.endswith("_sha256")}
     files.write_json(RUNS / "osa_ns/1/record.json", own | digests | {"started_at": "2026-01-01T00:00:00+00:00"})
     shutil.copy(EVALUATIONS / "osa_ns/0/evaluation.json", EVALUATIONS / "osa_ns/1/evaluation.json")

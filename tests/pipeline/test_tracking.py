@@ -19,7 +19,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from pipeline import runs, tracking, train
+from pipeline import tracking, train
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
@@ -27,6 +27,7 @@ from pipeline.drawing.looks import look
 from pipeline.tracking import records, store, ui
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views
+from pipeline.training import run as runs
 from tests.pipeline import synthetic
 
 PAPER = params.load_paper()

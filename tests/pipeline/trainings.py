@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import recorder, train
+from pipeline import train
 from pipeline.core import params
-from pipeline.runs import Run
+from pipeline.training import run as recorder
 from pipeline.training.loop import Observer, Training
+from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from pipeline.benchmarks.results import FOLDER
+from pipeline.benchmarks.results import measured
 from pipeline.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
 from pipeline.core import files
 from pipeline.core.record import machine
@@ -65,7 +65,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         "runs": runs,
         "not_trained": [name for name, run in runs.items() if not run["n"]],
         "tokens": tokens(tables["watched"]) if "watched" in tables else [],
-        "steps": [step_times(path) for path in sorted(FOLDER.glob("*/depth.csv"))],
+        "steps": [step_times(path) for path in measured("depth.csv")],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
     }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from pipeline.benchmarks.orthogonal import DENSE, OURS, POST, TRAINING_TOKENS
-from pipeline.benchmarks.results import FOLDER
+from pipeline.benchmarks.results import measured
 from pipeline.core import files
 from pipeline.cost import BOTH
 from pipeline.lab import Lab
@@ -23,7 +23,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
         "goal": GOAL,
         "sizes": SIZES,
         "tokens": TRAINING_TOKENS,
-        "machines": {path.parent.name: machine(path) for path in sorted(FOLDER.glob("*/orthogonal.csv"))},
+        "machines": {path.parent.name: machine(path) for path in measured("orthogonal.csv")},
     }
 
 

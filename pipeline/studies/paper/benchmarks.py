@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.benchmarks.results import FOLDER, TRAINED
+from pipeline.benchmarks.results import TRAINED, measured
 from pipeline.core import files
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
@@ -17,7 +17,7 @@ from pipeline.verdicts import judge_contrast
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Step times over ViT's on each machine, CPUs first; by the logs of their ratios, whether NS is faster than QR."""
-    cpus, gpus = (sorted(FOLDER.glob(f"*/{name}")) for name in ("step.json", "gpu_step.csv"))
+    cpus, gpus = map(measured, ("step.json", "gpu_step.csv"))
     steps = [*map(on_cpu, cpus), *map(on_gpu, gpus)]
     ratios = [step["ns_over_qr"] for step in steps if step["ns_over_qr"]]
     return {"steps": steps, "ns_below_qr": judge_contrast([np.log(ratios).tolist()], (1,), side="below")}

@@ -8,13 +8,14 @@ import math
 
 import pandas as pd
 
-from pipeline.core import files, params, record
+from pipeline.core import params, record
 from pipeline.core.params import Name, Section, Seed
 from pipeline.lab import Lab
-from pipeline.runs import TABLE_2, TRIES, Run, finished
+from pipeline.results import recorded
 from pipeline.statistics import one_more_run
 from pipeline.studies import Request, Study, Tables
 from pipeline.studies.paper.section_5 import results_of
+from pipeline.training.run import TABLE_2, TRIES, Run
 
 COLUMNS = ["variant", "seed", "study", "same_recipe", "same_points", "same_weights"]
 COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
@@ -35,29 +36,28 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
     return [(each.variant, {}, each.seed) for each in settings.runs]
 
 
-def measure(settings: Settings, lab: Lab) -> Tables:
+def read(settings: Settings, lab: Lab) -> Tables:
     """A row for each run of a study that repeats one of Table 2, its own first."""
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
-    for made in finished():
-        if not made["overrides"] and made["study"] not in (TABLE_2, TRIES, lab.study):
-            again.append(Run(made["variant"], made["seed"], made["study"]))
+    for run, made in recorded():
+        if made["status"] == "finished" and not run.overrides and run.study not in (TABLE_2, TRIES, lab.study):
+            again.append(run)
     pairs = [(run, Run(run.variant, run.seed)) for run in again]
-    rows = [compare(run, there) for run, there in pairs if run.is_there() and there.is_there()]
+    rows = [compare(run, there) for run, there in pairs if run.record() and there.record()]
     return {"repeats": pd.DataFrame(rows, columns=COLUMNS)}
 
 
 def compare(again: Run, there: Run) -> dict:
     """What two trainings have in common; accuracies in per cent, as training measured them."""
-    made, before = again.read("record"), there.read("record")
+    made, before = again.record(), there.record()
     configs = [params.written_config(each["config"]) for each in (made, before)]
-    points = [files.sha256(run.folder / "history.csv") for run in (again, there)]  # older records have no digest of it
     row = {"variant": again.variant, "seed": again.seed, "study": again.study}
     row["same_recipe"] = configs[0] == configs[1] and made["numerics"] == before["numerics"]
-    row["same_points"] = points[0] == points[1]
-    row["same_weights"] = made["weights_sha256"] == before.get("weights_sha256")
+    row["same_points"] = made["history_sha256"] == before["history_sha256"]
+    row["same_weights"] = made["weights_sha256"] == before["weights_sha256"]
     for end, of_run, run in (("", made, again), ("_there", before, there)):
         row[f"machine{end}"], row[f"torch{end}"] = record.machine(of_run["environment"]), of_run["environment"]["torch"]
-        metrics = run.read("metrics")
+        metrics = run.metrics()
         row[f"test_accuracy{end}"] = math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
     return row
 
@@ -76,4 +76,4 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     return {"repeated": int(here.sum()), "same_bits": int(same.sum()), "elsewhere": elsewhere}
 
 
-STUDY = Study(settings=Settings, measure=measure, summarise=summarise, trainings=trainings)
+STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

@@ -18,8 +18,8 @@ import torch
 from osa import NUMERICS
 from pipeline.core import files, params, record
 from pipeline.core.errors import UserError
-from pipeline.runs import Run
 from pipeline.tools import fan_out, locks, times
+from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.trainings import outputs, trained, write_data, write_params
 
@@ -79,7 +79,7 @@ def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     run, config = trained("vit"), params.resolve(params.load(), "vit")
     assert fan_out.is_there(run, config)
     shutil.copytree(run.folder, "paper_outputs/runs/depth/vit/0")
-    files.write_json("paper_outputs/runs/depth/vit/0/record.json", run.read("record") | {"study": "depth"})
+    files.write_json("paper_outputs/runs/depth/vit/0/record.json", run.record() | {"study": "depth"})
     run.weights.unlink()
     assert not fan_out.is_there(run, config)
     assert fan_out.is_there(Run("vit", 0, "depth"), config)  # nothing evaluates its weights
@@ -181,7 +181,7 @@ def test_dvc_is_told_of_each_run_that_was_trained_here_and_of_no_other(monkeypat
     with pytest.raises(SystemExit):
         fan_out.main([])
     assert committed == [Run("osa_exact", 0)] and "`dvc commit -f train@osa_exact-0`" in capsys.readouterr().err
-    assert fan_out.target(Run("vit", 0, "depth")) == "paper_outputs/runs/depth"
+    assert fan_out.commit(Run("vit", 0, "depth"))  # of which DVC knows nothing
 
 
 def test_who_else_works_here_is_named(monkeypatch, capsys):
@@ -265,7 +265,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     finally:
         cluster.shutdown()
     assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 4 and missing() == []
-    assert Run("vit", 1).read("record")["environment"].items() >= record.describe_commit().items()
+    assert Run("vit", 1).record()["environment"].items() >= record.describe_commit().items()
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("paper_outputs/runs"), shutil.rmtree("paper_outputs/weights")
     assert outputs(trained("osa_exact", 1)) == there

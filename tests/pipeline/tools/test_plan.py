@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import sources
 from pipeline.core import files, params
-from pipeline.runs import Run
 from pipeline.tools import fan_out, locks, plan
+from pipeline.training.run import Run
 from tests.pipeline.trainings import trained, write_data, write_params
 
 pytestmark = [
@@ -19,9 +18,7 @@ pytestmark = [
 ]
 GRAPH = """
 stages:
-  sources: {cmd: mkdir -p paper_outputs/sources && cp code paper_outputs/sources/one.txt, deps: [code],
-            outs: [paper_outputs/sources]}
-  one: {cmd: mkdir one, deps: [paper_outputs/sources], outs: [one]}
+  one: {cmd: mkdir one, deps: [code], outs: [one]}
   train:
     matrix: {variant: [vit], seed: [0]}
     cmd: "true"
@@ -43,7 +40,7 @@ def made(tmp_path_factory):
         write_params(run={"variants": ["vit"], "seeds": [0]}, train={"epochs": 4})
         write_data()
         run = trained("vit")
-        files.write_json(run.folder / "record.json", run.read("record") | {"seconds": 3600.0})
+        files.write_json(run.folder / "record.json", run.record() | {"seconds": 3600.0})
         Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
         Path("code").write_text("A = 1", encoding="utf-8")
         files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
@@ -58,7 +55,6 @@ def project(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: [])
-    monkeypatch.setattr(sources, "text", lambda name: "A = 1")
 
 
 def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
@@ -79,14 +75,6 @@ def test_an_edit_names_its_group_in_a_line_with_reasons_and_the_time_of_what_is_
     assert "tables" in lines[1] and len(lines) == 3  # it would train again anyway, so no word of its weights
 
 
-def test_an_edit_of_code_that_makes_none_of_a_studys_numbers_stops_at_its_source(project, capsys):
-    Path("code").write_text("A = 1  # a comment", encoding="utf-8")
-    plan.main([])
-    text = capsys.readouterr().out
-    assert text.startswith("sources: code is modified\n") and "one" not in text.splitlines()[1]
-    assert "1 stages will run, up to 0 more" in text
-
-
 def test_what_stops_dvc_is_one_sentence(project, capsys):
     locks.RWLOCK.write_text("", encoding="utf-8")  # as a kill leaves it
     for remedy in ("`rm .dvc/tmp/rwlock`", "`make doctor`"):
@@ -96,4 +84,4 @@ def test_what_stops_dvc_is_one_sentence(project, capsys):
         assert message.startswith("error: ") and message.count("\n") == 1 and remedy in message
         locks.RWLOCK.unlink(missing_ok=True)
         Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
-    assert Run("vit", 0).read("record")["seconds"] == 3600
+    assert Run("vit", 0).record()["seconds"] == 3600

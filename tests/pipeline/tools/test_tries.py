@@ -9,9 +9,9 @@ import scipy.stats
 import osa.models
 from pipeline.core import files
 from pipeline.core.files import ROOT
-from pipeline.runs import Run
 from pipeline.tools import fan_out, tries
 from pipeline.training.loop import COLUMNS
+from pipeline.training.run import Run
 from tests.pipeline.trainings import run_main, write_data, write_params
 
 COMMITTED = {

@@ -12,10 +12,10 @@ from pipeline.benchmarks import results
 from pipeline.claims import Results
 from pipeline.core import files
 from pipeline.core.files import ROOT
-from pipeline.runs import FOLDER, Run
 from pipeline.studies import comparison
 from pipeline.studies.deep import depth, six_blocks
 from pipeline.training.loop import Training
+from pipeline.training.run import FOLDER, Run
 from tests.pipeline.mnist_files import write_mnist
 
 LOSSES = {"osa_36": [0.4, 0.6], "osa_72": [0.7, 25.7, None], "osa_iso_72": []}  # None: it diverged
@@ -116,5 +116,6 @@ def test_a_step_is_shown_for_each_machine_that_timed_it(lab):
     files.write_csv(folder / "depth.csv", pd.DataFrame({"model": ["osa_iso", "vit"], "over_vit": [1.5, 1.0]}))
     environment = {"device": "cpu", "device_name": "A processor", "num_threads": 1}
     files.write_json(folder / "depth.json", {"environment": environment, "depth": 5})
+    files.write_record(folder, {})
     (steps,) = depth.summarise(studies.settings("depth"), tables(LOSSES), lab)["steps"]
     assert steps == {"machine": "A processor, 1 thread", "depth": 5, "over_vit": {"osa_iso": 1.5, "vit": 1.0}}

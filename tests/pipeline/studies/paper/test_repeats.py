@@ -4,9 +4,9 @@ import pytest
 
 from pipeline.core import files, params
 from pipeline.core.files import ROOT
-from pipeline.runs import Run
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import harder_data, repeats, stability
+from pipeline.training.run import Run
 from pipeline.verdicts import NOT_TRAINED, REPRODUCED
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
@@ -40,7 +40,7 @@ ENDS = {"history": "csv", "metrics": "json"}
 
 
 def summarise(lab) -> dict:
-    return repeats.summarise(SETTINGS, repeats.measure(SETTINGS, lab), lab)
+    return repeats.summarise(SETTINGS, repeats.read(SETTINGS, lab), lab)
 
 
 def test_a_repeat_has_the_same_bits_or_not(lab):

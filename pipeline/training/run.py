@@ -1,0 +1,366 @@
+"""A run and its files, and how a training comes to leave them.
+
+    paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json; of a study that watches its models
+                                                  watched.csv; git keeps them
+    paper_outputs/weights/STUDY/NAME/SEED.safetensors
+    paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
+
+Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
+which git does not keep. record.json says which run it is and has the digest of each other file: `Run.record` checks both,
+and whoever reads a run reads that first.
+"""
+
+import hashlib
+import io
+import math
+import pickle
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import safetensors.torch
+import torch
+from tqdm import tqdm
+
+from osa import NUMERICS
+from pipeline.core import files, params, record
+from pipeline.core.errors import UserError
+from pipeline.core.params import FOLDER as OWN_IMAGES
+from pipeline.core.params import Overrides, RunConfig
+from pipeline.training.loop import COLUMNS, Observer, Progress, Training, build_model
+
+TABLE_2, TRIES = "table_2", "tries"
+CURVES = COLUMNS[2:]
+FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
+FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
+DIGEST_BYTES = hashlib.sha256().digest_size
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)  # of torch.load
+
+Watch = Callable[[Training], list[dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant, with something replaced or not, and one seed."""
+
+    variant: str
+    seed: int
+    study: str = TABLE_2
+    overrides: Overrides = field(default_factory=dict)
+    base: Path = Path()  # with paper_outputs, in a copy of this repository
+
+    @classmethod
+    def at(cls, folder: Path) -> "Run":
+        """The run whose training left a folder. Raises UserError if the record there is another run's."""
+        made = files.read_json(folder / "record.json")
+        run = cls(made["variant"], made["seed"], made["study"], made["overrides"], Path(*folder.parts[:-5]))
+        if run.folder != folder:
+            raise UserError(
+                f"{folder}/record.json is the record of another run, {run}: `git checkout {shlex.quote(str(folder))}`."
+            )
+        return run
+
+    @property
+    def name(self) -> str:
+        return params.run_name(self.variant, self.overrides)
+
+    def __str__(self) -> str:
+        return f"{self.study}/{self.name}/{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.base / FOLDER / self.study / self.name / str(self.seed)
+
+    @property
+    def weights(self) -> Path:
+        return self.base / WEIGHTS / self.study / self.name / f"{self.seed}.safetensors"
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """What a training leaves besides its record, by the names under which the record has their digests."""
+        return {
+            "weights": self.weights,
+            "history": self.folder / "history.csv",
+            "metrics": self.folder / "metrics.json",
+            "watched": self.folder / "watched.csv",
+        }
+
+    @property
+    def evaluated(self) -> Path:
+        return self.base / EVALUATIONS / self.name / str(self.seed) / "evaluation.json"
+
+    @property
+    def scratch(self) -> Path:
+        """Where it is while it trains."""
+        return Path(".checkpoints") / self.study / self.name / str(self.seed)
+
+    @property
+    def command(self) -> str:
+        """What makes it."""
+        if self.study == TRIES:
+            options = params.as_options(self.overrides)
+            return f"python -m pipeline train {shlex.join([self.variant, str(self.seed), *options])}"
+        if self.study == TABLE_2:
+            return f"dvc repro -f train@{self.variant}-{self.seed}"
+        return f"python -m pipeline fan_out --only '{self}'"
+
+    def record(self) -> dict | None:
+        """Its record; None where no training of it has ended. Weights may be absent: git does not keep them all.
+
+        Raises:
+            UserError: the record is another run's, or a file is not the one that it knows.
+        """
+        path = self.folder / "record.json"
+        if not path.exists():
+            return None
+        made = files.read_json(path)
+        identity = "/".join(str(made.get(key)) for key in ("study", "name", "seed"))
+        if identity != str(self):
+            again = f"`git checkout {shlex.quote(str(self.folder))}`, or make it again with `{self.command}`"
+            raise UserError(f"{path} is the record of another run, {identity}: {again}.")
+        known = {file: made.get(f"{name}_sha256") for name, file in self.files.items()}
+        if not self.weights.exists():
+            del known[self.weights]
+        files.check(known, path, self.command)
+        return made
+
+    def is_current(self, config: RunConfig) -> bool:
+        """Whether it is whole, of this configuration and of today's numerics."""
+        try:
+            made = self.record()
+        except UserError:
+            return False
+        return made is not None and is_of(made, config)
+
+    def metrics(self) -> dict:
+        """The last point of its curves, and whether it diverged."""
+        return files.read_json(self.files["metrics"])
+
+    def history(self) -> pd.DataFrame:
+        """The points of its curves. Where it diverged accuracies are those of no model, and blank as the losses are."""
+        table = files.read_csv(self.files["history"])
+        for split in ("train", "test"):
+            table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
+        return table
+
+    def load_model(self, config: RunConfig) -> torch.nn.Module:
+        """The trained model. Raises UserError if its weights are absent, or not those that its record knows."""
+        if not self.weights.exists():
+            there = f"`git checkout {shlex.quote(str(self.weights))}` where git has it"
+            raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.")
+        if self.record() is None:
+            raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
+        model = build_model(config, self.seed)
+        try:
+            model.load_state_dict(safetensors.torch.load_file(self.weights))
+        except RuntimeError:
+            raise UserError(f"{self.weights} has another model than this configuration: run `{self.command}`.") from None
+        return model.eval()
+
+
+def same_config(recorded: dict, config: RunConfig) -> bool:
+    """Whether a record's configuration is this one."""
+    return params.written_config(recorded) == params.written_config(config.model_dump(mode="json"))
+
+
+def is_of(made: dict, config: RunConfig) -> bool:
+    """Whether a record is of this configuration and of today's numerics."""
+    return same_config(made["config"], config) and made["numerics"] == NUMERICS
+
+
+def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False) -> None:
+    """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device.
+
+    Args:
+        watch: gives rows of numbers of its own at every point of the curves, which become watched.csv.
+        eager: on CUDA, without a graph.
+    """
+    training = Training(config, run.seed, record.default_device())
+    if config.data.source == OWN_IMAGES and config.data.description().sha256 != training.data.sha256:
+        raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
+    training.with_graph &= not eager
+    recorder = Recorder(run, training, watch)
+    recorder.restore()
+    with recorder.bar:
+        training.run(recorder)
+    recorder.write_outputs()
+    recorder.clear()
+
+
+@dataclass
+class Times:
+    """When a run was what, how long, and what was seen of it; no number of its results depends on it."""
+
+    started_at: str = field(default_factory=record.now)
+    timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
+    seconds: float = 0.0
+    training_seconds: float = 0.0  # without the evaluations
+    images: int = 0
+    resumptions: int = 0
+    watched: list[dict[str, float]] = field(default_factory=list)
+
+
+class Recorder(Observer):
+    """Writes the files of one training: curves, record and a checkpoint at every point, its outputs at the end.
+
+    Whoever looks at the scratch folder sees the run grow.
+    """
+
+    def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
+        self.run, self.training, self.watch = run, training, watch
+        self.environment = record.describe_environment(training.device) | record.describe_commit()
+        config = training.config.model_dump()
+        self.run_key = record.run_key(config, run.seed, training.data.sha256, training.device)
+        self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
+        self.times, self.bar = Times(), None
+        self._begin()
+
+    def restore(self) -> None:
+        """Takes the training up where its checkpoint left it.
+
+        Raises:
+            UserError: the checkpoint cannot be read, or holds other bytes than were written.
+        """
+        path = self.scratch / "checkpoint.pt"
+        if path.exists():
+            try:
+                self.times = restore_checkpoint(path, self.training)
+            except UNREADABLE:
+                raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
+            self.times.resumptions += 1
+        self._begin()
+        self.bar = tqdm(
+            total=self.training.sampler.images_per_epoch * self.training.config.train.epochs,
+            initial=self.times.images,
+            desc=f"{self.run.name} seed {self.run.seed}",
+            unit="image",
+            unit_scale=True,
+            mininterval=0.5 if sys.stderr.isatty() else 30,
+        )
+
+    def _begin(self) -> None:
+        self._start, self._before = time.perf_counter(), self.times.seconds
+        self._interval_start = self._start
+
+    def on_step(self, num_images: int) -> None:
+        self.times.images += num_images
+        self.bar.update(num_images)
+
+    def on_interval(self) -> None:
+        self.times.training_seconds += time.perf_counter() - self._interval_start
+
+    def on_evaluation(self) -> None:
+        self.times.timestamps.append(time.time_ns() // 1_000_000)
+        row = self.training.progress.history[-1]
+        if self.watch and not self.training.progress.diverged:
+            for seen in self.watch(self.training):  # as Python's own numbers: torch.load with weights_only refuses NumPy's
+                own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
+                self.times.watched.append({"epoch": row["epoch"]} | own)
+        self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
+        files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
+        self._clock()
+        files.write_json(self.scratch / "record.json", self.record("running"))
+        save_checkpoint(self.scratch / "checkpoint.pt", self.training, self.times)
+        self._interval_start = time.perf_counter()
+
+    def _clock(self) -> None:
+        self.times.seconds = self._before + time.perf_counter() - self._start
+
+    def metrics(self) -> dict:
+        """The last point, whatever the best one was."""
+        progress = self.training.progress
+        last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
+        return last | {
+            "steps": progress.step,
+            "num_parameters": sum(parameter.numel() for parameter in self.training.model.parameters()),
+            "diverged": progress.diverged,
+            "diverged_at_step": progress.step if progress.diverged else None,
+        }
+
+    def record(self, status: str) -> dict:
+        """What made the run, where and when: everything that may differ between two runs with the same numbers."""
+        times = self.times
+        return {
+            "run_key": self.run_key,
+            "study": self.run.study,
+            "name": self.run.name,
+            "variant": self.run.variant,
+            "overrides": self.run.overrides,
+            "seed": self.run.seed,
+            "status": status,
+            "config": self.training.config.model_dump(),
+            "data_sha256": self.training.data.sha256,
+            "numerics": NUMERICS,
+            "environment": self.environment,
+            "started_at": times.started_at,
+            "finished_at": None if status == "running" else record.now(),
+            "seconds": times.seconds,
+            "images_per_second": times.images / times.training_seconds if times.training_seconds else None,
+            "resumptions": times.resumptions,
+            "timestamps": times.timestamps,
+        }
+
+    def write_outputs(self) -> None:
+        """Weights, history, metrics and record, each whole. The record, without which they are no run, goes first and comes
+        last, with the digests of the others."""
+        self._clock()
+        paths, progress = self.run.files, self.training.progress
+        (self.run.folder / "record.json").unlink(missing_ok=True)
+        state = {name: tensor.cpu().contiguous() for name, tensor in self.training.model.state_dict().items()}
+        files.write_bytes(paths["weights"], safetensors.torch.save(state))
+        files.write_text(paths["history"], history_csv(progress.history))
+        files.write_json(paths["metrics"], self.metrics())
+        if self.watch:
+            seen = pd.DataFrame(self.times.watched or {"epoch": []})  # of a run that diverged at step 0 nothing
+            files.write_csv(paths["watched"], seen)
+        else:
+            paths["watched"].unlink(missing_ok=True)
+        digests = {f"{name}_sha256": files.sha256(path) for name, path in paths.items() if path.exists()}
+        made = self.record("diverged" if progress.diverged else "finished")
+        files.write_json(self.run.folder / "record.json", made | digests)
+
+    def clear(self) -> None:
+        """Removes the scratch folder, and what interrupted trainings of this run with other settings have left."""
+        for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
+            if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_checkpoint(path: Path, training: Training, times: Times) -> None:
+    """Writes model, optimisers, progress and times, behind the SHA-256 of their bytes: torch.load checks none."""
+    state = {
+        "model": training.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in training.optimizers],
+        "progress": asdict(training.progress),
+        "times": asdict(times),
+    }
+    buffer = io.BytesIO()  # torch.save writes a file's own name into it; through memory the bytes depend on the state alone
+    torch.save(state, buffer)
+    content = buffer.getvalue()
+    files.write_bytes(path, hashlib.sha256(content).digest() + content)
+
+
+def restore_checkpoint(path: Path, training: Training) -> Times:
+    """Puts a training where `save_checkpoint` found it, and returns its times."""
+    written = path.read_bytes()
+    digest, content = written[:DIGEST_BYTES], written[DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() != digest:
+        raise ValueError("not the bytes that were written")
+    state = torch.load(io.BytesIO(content), map_location=training.device, weights_only=True)
+    training.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    training.progress = Progress(**state["progress"])
+    return Times(**state["times"])
+
+
+def history_csv(history: list[dict[str, float]]) -> str:
+    """The points below one another; a number that is not finite is an empty field."""
+    table = pd.DataFrame(history, columns=COLUMNS)
+    return table.replace([math.inf, -math.inf], math.nan).to_csv(index=False, lineterminator="\n")

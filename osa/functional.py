@@ -13,6 +13,7 @@ from torch import Tensor
 
 from osa.linalg import (
     EPSILON,
+    IMBALANCE,
     Scale,
     apply_j,
     balanced,
@@ -21,7 +22,6 @@ from osa.linalg import (
     imbalance,
     in_own_types,
     is_balanced,
-    is_eager,
     is_readable,
     is_recorded,
     kernel,
@@ -30,13 +30,16 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
     recorded_grad,
+    root,
+    square_moduli,
     warn_where_lost,
     without_autocast,
 )
 from osa.masking import check_neutral, check_tensors, repeated, without_padding
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
-LOST = 2.0**-7  # imbalance times eps, in which errors measured are 10⁻⁴ or so
+SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
+WIDE, LOST = 2.0**-10, 2.0**-3  # eps · scale · ‖M‖_F² above which iterations go on in float64, and above which in no type
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
 
 
@@ -80,13 +83,19 @@ def orthogonal_attention(
     Eq. 9, which by the same identity enters through G_K = BᵀB alone; the result is orthogonal as far as its K iterations
     have converged (Theorem 3.1). "polar_express" has the steps of Amsel et al. (2025) instead, and computes in float64.
 
-    The rounding error grows with scale · ‖M‖₂², which can exceed ‖S‖₂ (for Q ≈ K). That of "exact" grows with ‖S‖₂
-    alone: where M asks for it, it takes M T of the same S (see `balanced`), and where that is not enough, for Q ≈ K W with W
-    symmetric and not diagonal, the basis of "qr" in float64. Where no value can be read it always takes M T, on the CPU in
-    float64; a kernel of CUDA chooses between M T and a basis by itself. Where these lose their digits too, on CUDA with more
-    tokens or wider heads than a kernel holds a basis of, the result is NaN, with a warning. On CUDA all products of float32
-    inputs are in full float32 even where the program allows TF32; under torch.compile, and in the backward pass of
-    "qr_literal", its setting holds.
+    A keeps lengths whatever the norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), with eps of the widest input, or of
+    float32, or the result is NaN. "polar_express" does so to 10⁻⁵, or as float32 does, while the singular values of M lie
+    in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by design: it equals its equations to about 30 eps · scale ·
+    ‖M‖₂², or is NaN. That of "qr_literal" is as good as torch's matrix exponential.
+
+    The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: for Q ≈ K, for tokens that share a
+    large part, for outliers. Where that would show, "exact" takes M T of the same S (see `balanced`), and where that is not
+    enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read "exact" takes M R⁻¹, see
+    `_exact_without_reading`, and all but "qr" compute in float64 on the CPU. A kernel of CUDA chooses between M T and a
+    basis by itself. Where it has more tokens or wider heads than it holds a basis of, and where a method has no digit left,
+    the result is NaN, with a warning; an S whose ‖S‖_F cannot be read and exceeds 69,000 gives NaN too. On CUDA all products
+    of float32 inputs are in full float32 even where the program allows TF32; under torch.compile, and in the backward pass
+    of "qr_literal", its setting holds.
 
     Args:
         query: (..., N, d).
@@ -248,8 +257,9 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """By Gram matrices of M, or of M T as `balanced` makes it where M asks for that, or by a basis where both fail."""
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
-        wide = torch.float64 if m.device.type == "cpu" else m.dtype
-        return _exact_without_reading(*(x.to(wide) for x in (m, value, scale)))
+        wide = _wide(m)
+        limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
+        return _exact_without_reading(*(x.to(wide) for x in (m, value, scale)), limit)
     gram = _gram(m)
     if not is_balanced(gram, scale):
         m = balanced(m)
@@ -259,13 +269,34 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     return _by_gram(m, value, scale, _exact_mixing, gram)
 
 
-def _exact_without_reading(m: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """By M T alone, and NaN where even that leaves no digit: a NaN shows, and a wrong number does not."""
+def _exact_without_reading(m: Tensor, value: Tensor, scale: Tensor, limit: float) -> Tensor:
+    """By M R⁻¹ with a constant R, and NaN where digits are lost: a NaN shows, and a wrong number does not.
+
+    exp(S) V = V + M R⁻¹ φ₁(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which so is
+    constant in the derivatives. With that of `root` M R⁻¹ is near to orthonormal and Z to skew whatever the rank of M, and
+    the error at most about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
+    """
     m = balanced(m)
-    gram = _gram(m)
-    is_lost = warn_where_lost(imbalance(gram, scale) * torch.finfo(m.dtype).eps > LOST)
-    scale = scale * torch.where(is_lost, math.nan, 1.0).to(m.dtype)  # a factor, so that the gradient of scale is NaN too
-    return _by_gram(m, value, scale, _exact_mixing, gram if is_eager(m) else None)
+    if _goes_to_onnx():
+        is_lost = imbalance(apply_j(scale * _gram(m))) > limit
+        return _by_differentiable_gram(m, value, _nan_where(is_lost, scale), _exact_mixing)
+    turn = root(m)
+    basis = torch.linalg.solve_triangular(turn, m, upper=True, left=False)
+    z, y = (torch.bmm(turn, scale * apply_j(torch.bmm(m.mT, x))) for x in (basis, value))
+    is_lost = 2 * _square_size(m, scale) > limit * square_moduli(z).clamp(min=1).sqrt()
+    return torch.baddbmm(value, basis, phi1_times(z, _nan_where(is_lost, y)))
+
+
+def _wide(m: Tensor) -> torch.dtype:
+    """The type that keeps digits where no value can be read: float64 on the CPU, where it costs twice the time."""
+    return torch.float64 if m.device.type == "cpu" else m.dtype
+
+
+def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
+    """x, or NaN where digits are lost, with a warning: by a factor, so that the gradients are NaN too."""
+    if not _goes_to_onnx():
+        is_lost = warn_where_lost(is_lost)
+    return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
 
 
 def _exact_mixing(gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
@@ -295,7 +326,16 @@ def _iterated(
         z = torch.bmm(projector, apply_j(scale * gram))
         return scale * phi1_times(z, torch.bmm(projector, apply_j(torch.bmm(projector, products))))
 
-    return _by_gram(torch.cat([query, key], dim=-1), value, scale, mixing)
+    m = torch.cat([query, key], dim=-1)
+    if not is_readable(m) or (_square_size(m, scale) * torch.finfo(m.dtype).eps > WIDE).any():
+        m, value, scale = (x.to(_wide(m)) for x in (m, value, scale))
+        scale = _nan_where(_square_size(m, scale) * torch.finfo(m.dtype).eps > LOST, scale)
+    return _by_gram(m, value, scale, mixing)
+
+
+def _square_size(m: Tensor, scale: Tensor) -> Tensor:
+    """scale · ‖M‖_F², (b, 1, 1), without a gradient."""
+    return scale.detach().abs() * torch.linalg.vector_norm(m.detach(), dim=(-2, -1), keepdim=True).square()
 
 
 _ROUTES = {
@@ -356,8 +396,15 @@ class _ByGram(torch.autograd.Function):
 def _by_differentiable_basis(m: Tensor, v: Tensor) -> Tensor:
     """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
-    skew = _skew(torch.bmm(basis.mT, m))  # (b, r, r)
-    return torch.baddbmm(v, basis, torch.bmm(skew, phi1_times(skew, torch.bmm(basis.mT, v))))
+    skew, w = _skew(torch.bmm(basis.mT, m)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
+    if _is_small(skew):
+        return torch.baddbmm(v, basis, torch.bmm(skew, phi1_times(skew, w)))
+    return torch.baddbmm(v, basis, phi1_times(skew, torch.bmm(skew, w)))
+
+
+def _is_small(skew: Tensor) -> bool:
+    """Whether [S] φ₁([S]) W is as exact as φ₁([S]) [S] W: where S is large it enlarges the rounding of φ₁ by its norm."""
+    return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
 
 
 def _skew(coordinates: Tensor) -> Tensor:
@@ -389,8 +436,8 @@ class _ByBasis(torch.autograd.Function):
             u = phi1_times(*small)
         ctx.save_for_backward(m, v, basis, coordinates)
         ctx.small, ctx.u = small, u
-        skew, u = small[0].detach(), u.detach()
-        return torch.baddbmm(v, basis, torch.bmm(skew, u))
+        skew, w = (x.detach() for x in small)
+        return torch.baddbmm(v, basis, torch.bmm(skew, u) if _is_small(skew) else phi1_times(skew, torch.bmm(skew, w)))
 
     @staticmethod
     @in_own_types

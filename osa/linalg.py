@@ -31,9 +31,9 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
 )
 
 _RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
-_MAX_DOUBLINGS = 14  # reaches ρ = 16,384 where it cannot be read off the data
-_LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # ρ of which these doublings keep four digits in float64
-_IMBALANCE = 64.0  # φ₁ of a matrix that is not normal loses (‖Z‖/ρ)² in accuracy: up to here, less than two digits
+_MAX_DOUBLINGS = 14  # where ρ cannot be read off the data
+_LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # ρ = 49,152 that these doublings reach
+IMBALANCE = 128.0  # largest `imbalance` whose loss is allowed: A = exp(S) is then orthogonal to 100 eps max(1, ‖S‖₂) or so
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
@@ -184,7 +184,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """`phi1_times` of (b, n, n) and (b, n, m) by torch's own operators, and so differentiable as often as one likes."""
-    radius, doublings = 1.0, _MAX_DOUBLINGS
+    radius, doublings = _LARGEST / 2**_MAX_DOUBLINGS, _MAX_DOUBLINGS
     if is_readable(z) and is_readable(y) and z.numel():
         square = torch.bmm(z.detach(), z.detach())
         radius = _spectral_radius(square)
@@ -193,8 +193,8 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
         doublings = math.ceil(math.log2(radius))
         radius /= 2**doublings
     else:
-        moduli = -(z.detach() * z.detach().mT).sum((-2, -1), keepdim=True)  # Σ|λ|², (b, 1, 1)
-        y = y * torch.where(moduli > 2 * _LARGEST**2, math.nan, 1.0).to(y.dtype)  # no digit that is wrong in silence
+        is_lost = square_moduli(z) > 2 * _LARGEST**2
+        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # no digit that is wrong in silence
     z = z / 2**doublings
     identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
     phi = _taylor(identity, z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
@@ -208,28 +208,48 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 64 everywhere.
+    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.
+
+    A Gram matrix that overflows has none.
 
     Args:
         gram: MᵀM, (b, 2d, 2d), whose values can be read.
         scale: (b, 1, 1).
     """
     norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # ‖Z‖_F, (b, 1, 1)
-    if not (norm > _IMBALANCE**0.5).any():  # NaN too, which no basis makes good
-        return True
-    return not (imbalance(gram, scale) > _IMBALANCE).any()
+    return bool((norm <= IMBALANCE**0.5).all() or (imbalance(apply_j(scale * gram)) <= IMBALANCE).all())
 
 
 @torch.no_grad()
-def imbalance(gram: Tensor, scale: Tensor) -> Tensor:
-    """‖Z‖_F² / max(1, Σ|λ|²) of Z = scale · J MᵀM, by which the rounding of φ₁(Z) grows; (b, 1, 1).
+def imbalance(z: Tensor) -> Tensor:
+    """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of a Z with imaginary spectrum, (b, n, n), the root taken as 1 to 64: (b, 1, 1).
 
-    It is 1 or less for a normal Z (cf. Henrici 1962), and Σ|λ|² = −tr Z², as the spectrum is imaginary.
+    The numerator is 0 for a normal Z, and else the square of its departure from normality (Henrici 1962). Times eps it
+    is about the error of φ₁(Z) in exp(S); the denominator, about ‖S‖₂, is what the norm itself costs. Beyond 64 errors of
+    what is not normal grow faster than the norm.
     """
-    norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # (b, 1, 1)
-    z = apply_j(scale * gram)
-    spectrum = -(z * z.mT).sum((-2, -1), keepdim=True)
-    return norm.square() / spectrum.clamp(min=1)
+    spectrum = square_moduli(z)
+    norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
+    return (norm.square() - spectrum) / spectrum.clamp(1, 64**2).sqrt()
+
+
+def square_moduli(z: Tensor) -> Tensor:
+    """Σ|λ|² = −tr Z² of a Z with imaginary spectrum, (b, 1, 1), without a gradient."""
+    z = z.detach()
+    return -(z * z.mT).sum((-2, -1), keepdim=True)
+
+
+@torch.no_grad()
+def root(m: Tensor) -> Tensor:
+    """R of M R⁻¹ with columns that are orthonormal, or short where M is as good as rank-deficient, (b, 2d, 2d).
+
+    RᵀR = MᵀM + δI by the Cholesky decomposition, and δ a little more than the rounding of MᵀM.
+    """
+    gram = torch.bmm(m.mT, m)
+    norm = torch.linalg.vector_norm(m, dim=(-2, -1), keepdim=True)
+    shift = gram.shape[-1] * torch.finfo(m.dtype).eps * norm.square() + torch.finfo(m.dtype).tiny
+    identity = torch.eye(gram.shape[-1], dtype=m.dtype, device=m.device)
+    return torch.linalg.cholesky_ex(gram + shift * identity).L.mT
 
 
 def warn_of_loss(is_lost: Tensor) -> None:
@@ -245,7 +265,7 @@ def warn_of_loss(is_lost: Tensor) -> None:
         event.record(torch.cuda.current_stream(is_lost.device))
         _UNREAD.append((event, answer))
     if any(answers):
-        cause = 'orthogonal attention is NaN where query and key cancel so far that "exact" keeps no digit of them'
+        cause = "orthogonal attention is NaN where S is so large, or query and key cancel so far, that no digit is sure"
         warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
 
 
@@ -277,16 +297,16 @@ def balanced(m: Tensor) -> Tensor:
         m: [Q, K], (b, N, 2d).
     """
     query, key = (m if m.device.type == "mps" else m.double()).chunk(2, dim=-1)  # (b, N, d)
-    tiny = torch.finfo(m.dtype).tiny
+    tiny, eps = torch.finfo(query.dtype).tiny, torch.finfo(m.dtype).eps
     q2, k2, qk = ((x.detach() * y.detach()).sum(-2, keepdim=True) for x, y in ((query, query), (key, key), (query, key)))
     is_longer = k2 >= q2
     query, key = (
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    q2, k2 = (x.detach().square().sum(-2, keepdim=True) for x in (query, key))
-    least = torch.finfo(m.dtype).eps ** 2 * (q2 + k2) + tiny  # bounds the ratio where one is a multiple of the other
-    s = (k2.clamp(min=least) / q2.clamp(min=least)) ** 0.25
+    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # of which no digit is left where one is a multiple of the other
+    q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
+    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # beside a column of zeros float32 still holds the other
     return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
 
 

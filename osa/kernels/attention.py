@@ -18,7 +18,7 @@ programs: every run gives the same bits.
 import triton
 import triton.language as tl
 
-from osa.kernels.mixing import LOST, is_balanced, mixing, mixing_gradients
+from osa.kernels.mixing import is_balanced, mixing, mixing_gradients
 from osa.kernels.tiles import (
     BLOCK,
     SIZE,
@@ -32,8 +32,6 @@ from osa.kernels.tiles import (
     store,
     transpose,
 )
-
-IMBALANCE = tl.constexpr(64.0)  # up to which "exact" keeps its digits, as in osa/linalg.py
 
 
 @triton.jit
@@ -173,11 +171,11 @@ def forward_kernel(
         if METHOD != "exact":
             _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS)
         elif ALL_ROWS == 0:
-            c = tl.where(is_balanced(g, c, LOST, own), c, float("nan"))
+            c = tl.where(is_balanced(g, c, own), c, float("nan"))
             tl.store(basis + i, c)
             _mix(t, left, v, g, c, epsilon, own, METHOD, ITERATIONS)
         else:
-            keeps_digits = is_balanced(g, c, IMBALANCE, own)
+            keeps_digits = is_balanced(g, c, own)
             if keeps_digits:
                 _mix(t, m, v, g, c, epsilon, own, "exact", ITERATIONS)
             else:
@@ -235,10 +233,10 @@ def backward_kernel(
         if METHOD != "exact":
             _mix_backward(a1, a2, a3, a4, grad_c, left, v, e, g, c, epsilon, own, METHOD, ITERATIONS)
         elif ALL_ROWS == 0:
-            c = tl.where(is_balanced(g, c, LOST, own), c, float("nan"))
+            c = tl.where(is_balanced(g, c, own), c, float("nan"))
             _mix_backward(a1, a2, a3, a4, grad_c, left, v, e, g, c, epsilon, own, METHOD, ITERATIONS)
         else:
-            keeps_digits = is_balanced(g, c, IMBALANCE, own)
+            keeps_digits = is_balanced(g, c, own)
             if keeps_digits:
                 _mix_backward(a1, a2, a3, a4, grad_c, m, v, e, g, c, epsilon, own, "exact", ITERATIONS)
             else:

@@ -5,7 +5,7 @@ In the notation of `orthogonal_attention`, with G = LᵀM and X = LᵀV,
     method           L              T
     "exact"          M, balanced    c φ₁(c J G) J X
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
-    "qr"             B              [S] φ₁([S]) X,            [S] = c G J Gᵀ
+    "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
 The formulas of the gradient are those of the autograd functions of osa/functional.py: the chain rule through G and X, and
 for "qr" the gradient that does not pass through the decomposition. φ₁ differs, in that nothing is kept for it: see
@@ -34,16 +34,18 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-LOST = tl.constexpr(2.0**16)  # imbalance from which on "exact" has no digit: `osa.functional.LOST` in float32
+IMBALANCE = tl.constexpr(128.0)  # up to which "exact" keeps its digits, as in osa/linalg.py
+LOST = tl.constexpr(2.0**20)  # c ‖M‖_F² from which on an iteration has none: as in osa/functional.py, in float32
 
 
 @triton.jit
-def is_balanced(gram, scale, limit, scratch):
+def is_balanced(gram, scale, scratch):
     """Whether `osa.linalg.imbalance` of one matrix is within the limit, and its φ₁ has digits; NaN counts as balanced."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
-    return not (inner_product(z, z) > limit * tl.maximum(spectrum, 1.0))
+    size = tl.sqrt(tl.minimum(tl.maximum(spectrum, 1.0), 64.0 * 64.0))
+    return not (inner_product(z, z) - spectrum > IMBALANCE * size)
 
 
 @triton.jit(noinline=True)
@@ -102,8 +104,11 @@ def _normaliser(gram, epsilon):
 
 @triton.jit
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
-    """Z = c Π J G and Y = Π J Π X, with Π, its `grams` and J Π X; returns ‖M‖_F and 1 / (‖M‖_F + ε)."""
+    """Z = c Π J G, NaN where it has no digit, and Y = Π J Π X, with Π, its `grams` and J Π X; returns ‖M‖_F and
+    1 / (‖M‖_F + ε).
+    """
     norm, inverse = _normaliser(g, epsilon)
+    scale = tl.where(tl.abs(scale) * norm * norm > LOST, float("nan"), scale)
     copy(projector, g, inverse * inverse)
     _projector(projector, grams, ITERATIONS)
     j_g, scratch = matrix(scratch, g[3], g[3])
@@ -128,8 +133,8 @@ def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
     elif METHOD == "qr":
         half, _ = matrix(scratch, g[3], g[3])
         _skew(z, g, scale, half)
-        phi1_times(y, z, x, scratch)
-        multiply(t, z, y, 1.0, None, 0.0)
+        multiply(y, z, x, 1.0, None, 0.0)
+        phi1_times(t, z, y, scratch)
     else:
         projector, scratch = matrix(scratch, g[3], g[3])
         j_px, scratch = matrix(scratch, x[3], x[4])

@@ -38,7 +38,10 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
         products = torch.where(is_lost, again[1], _sheared(products, shear))
         sigma = _lengths(gram)
         gram, products = sigma * gram * sigma.mT, sigma * products
-        c = torch.where(linalg.imbalance(gram, c) > LOST.value, math.nan, c)
+        c = torch.where(linalg.imbalance(linalg.apply_j(c * gram)) > linalg.IMBALANCE, math.nan, c)
+    else:
+        square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+        c = torch.where(c.abs() * square_norm > LOST.value, math.nan, c)
     mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, c)
     for place, x in zip(kept, (shear, sigma, mixed, gram, products, c), strict=True):
         place.copy_(x)

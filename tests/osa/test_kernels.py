@@ -1,13 +1,18 @@
 """The numbers of the kernels of CUDA, on a GPU or by Triton's interpreter on the CPU, and what a GPU gives them to do."""
 
 import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
 import torch
 
 from osa import functional, linalg, reference
-from tests.osa.helpers import DEGENERATE, relative_error
+from tests.osa.helpers import DEGENERATE, orthogonality_error, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
@@ -16,6 +21,7 @@ from triton.runtime import interpreter
 from osa.kernels import launch, operators
 from osa.kernels.tiles import SIZE
 from tests.osa.interpreter import DEVICE, Races, quick, random, tf32
+from tests.osa.test_orthogonality import KINDS, ROUNDINGS, of_norm
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -205,6 +211,31 @@ def test_any_norm(method, norm):
     query, key, value = random(5, 2, 3, (1, 1))
     scale = norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), 2).float().view(1, 1, 1)
     assert max(errors(method, query, key, value, scale)) < 1e-5 * max(1, norm / 10)
+
+
+@pytest.mark.filterwarnings("ignore:orthogonal attention is NaN")
+@pytest.mark.parametrize("method, rows", [("exact", 32), ("exact", 0), ("qr", 32), ("newton_schulz", 0)])
+def test_lengths_are_kept_at_any_norm_or_the_result_is_nan(method, rows, monkeypatch):
+    """All kinds and norms in one launch; `rows` of a basis at hand. Newton–Schulz is as its equations have it."""
+    constants = launch.attention_constants
+    monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
+    tokens, cases = 19, list(itertools.product(sorted(KINDS.keys() - {"unequal size"}), (1.0, 1e3)))
+    drawn = [of_norm(kind, norm, tokens, 3, torch.float32) for kind, norm in cases]
+    query, key = (torch.stack(x)[:, None].to(DEVICE) for x in list(zip(*drawn, strict=True))[:2])
+    scale = torch.tensor([c for _, _, c in drawn], device=DEVICE).view(-1, 1, 1, 1)
+    identity, found = torch.eye(tokens, device=DEVICE), 0
+    matrices = attend(query, key, identity[None, None], scale, method)[:, 0].cpu()
+    for a, (_, norm), (q, k, c) in zip(matrices, cases, drawn, strict=True):
+        if a.isnan().all():
+            continue
+        found += 1
+        if method == "newton_schulz":
+            size = c * torch.linalg.matrix_norm(torch.cat([q, k], -1).double(), 2).item() ** 2
+            error = torch.linalg.matrix_norm(a - reference.newton_schulz_attention(q, k, identity.cpu(), c), 2).item()
+            assert error < 64 * 1.2e-7 * max(1, size), (norm, size)
+        else:
+            assert orthogonality_error(a) < ROUNDINGS * 1.2e-7 * max(1, norm)
+    assert found == len(cases) if method in ("qr", "exact") and rows else found > len(cases) / 3, found
 
 
 @pytest.mark.parametrize("size, width", [(3, 5), (37, 3), (70, 35)])

@@ -1,5 +1,7 @@
 """The kernels of long sequences: their numbers, what they launch and move, and the order of what their threads do."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from osa.kernels import launch, operators, sequences
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
 from tests.osa.test_launch import traffic
+from tests.osa.test_orthogonality import KINDS, ROUNDINGS, of_norm
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter's loads and stores are watched")
 HALF = torch.bfloat16
@@ -111,7 +114,7 @@ def test_bfloat16_is_as_orthogonal_as_its_rounding():
 
 
 def test_where_no_digit_is_left_and_where_a_head_is_nan():
-    """The result is NaN, and that of the other head as before; with a warning for Q = K W, which no balancing helps."""
+    """The result is NaN, and that of the other head as before; with a warning where the inputs are not NaN themselves."""
     query, key, value = random(70, 4, 4, (1, 2))
     expected = attend(query, key, value, scales(0.01, 0.01), "exact")
     broken = query.clone()
@@ -121,8 +124,20 @@ def test_where_no_digit_is_left_and_where_a_head_is_nan():
     symmetric[0, 0] = key[0, 0] @ (w + w.mT) + 1e-6 * query[0, 0]
     for other, scale in ((broken, 0.01), (query, torch.nan), (symmetric, 1e3), (query, 1e9)):
         actual, warned = attend_and_warn(other, key, value, scales(scale, 0.01), "exact")
-        assert warned == (other is symmetric)
+        assert warned == (not (other.isnan().any() or math.isnan(scale)))
         assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1])
+
+
+@pytest.mark.filterwarnings("ignore:orthogonal attention is NaN")
+@pytest.mark.parametrize("norm", [1.0, 1e3])
+def test_lengths_are_kept_at_any_norm_or_the_result_is_nan(norm):
+    drawn = [of_norm(kind, norm, 70, 4, torch.float32) for kind in sorted(KINDS.keys() - {"unequal size"})]
+    query, key = (torch.stack(x)[:, None].to(DEVICE) for x in list(zip(*drawn, strict=True))[:2])
+    scale = torch.tensor([c for _, _, c in drawn], device=DEVICE).view(-1, 1, 1, 1)
+    matrices = attend(query, key, torch.eye(70, device=DEVICE)[None, None], scale, "exact")[:, 0].cpu()
+    found = [a for a in matrices if not a.isnan().all()]
+    assert len(found) > (5 if norm == 1 else -1)
+    assert all(orthogonality_error(a) < ROUNDINGS * 1.2e-7 * max(1, norm) for a in found)
 
 
 @INTERPRETED

@@ -30,6 +30,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
     recorded_grad,
+    resolvent_times,
     root,
     square_moduli,
     warn_where_lost,
@@ -37,7 +38,7 @@ from osa.linalg import (
 )
 from osa.masking import check_neutral, check_tensors, repeated, without_padding
 
-METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express")
+METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley")
 SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
 WIDE, LOST = 2.0**-10, 2.0**-3  # eps · scale · ‖M‖_F² above which iterations go on in float64, and above which in no type
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
@@ -75,6 +76,7 @@ def orthogonal_attention(
         "exact"          scale · M     scale · J G           J MᵀV             right
         "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV     right
         "polar_express"  as "newton_schulz", with other polynomials            right
+        "cayley"         as "exact", with (I − Z/2)⁻¹ in place of φ₁(Z)        right
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
@@ -83,19 +85,23 @@ def orthogonal_attention(
     Eq. 9, which by the same identity enters through G_K = BᵀB alone; the result is orthogonal as far as its K iterations
     have converged (Theorem 3.1). "polar_express" has the steps of Amsel et al. (2025) instead, and computes in float64.
 
+    "cayley" gives another orthogonal matrix of the same S, its Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with
+    exp(S) to second order and turns by less than π. Brantner et al. (2023, *Volume-Preserving Transformers for Learning Time
+    Series Data with Structure*, arXiv 2312.11166) have it in attention, by the N×N matrix itself.
+
     A keeps lengths whatever the norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), with eps of the widest input, or of
     float32, or the result is NaN. "polar_express" does so to 10⁻⁵, or as float32 does, while the singular values of M lie
     in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by design: it equals its equations to about 30 eps · scale ·
-    ‖M‖₂², or is NaN. That of "qr_literal" is as good as torch's matrix exponential.
+    ‖M‖₂², or is NaN. "qr_literal" is as exact as torch's matrix exponential.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: for Q ≈ K, for tokens that share a
-    large part, for outliers. Where that would show, "exact" takes M T of the same S (see `balanced`), and where that is not
-    enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read "exact" takes M R⁻¹, see
-    `_exact_without_reading`, and all but "qr" compute in float64 on the CPU. A kernel of CUDA chooses between M T and a
-    basis by itself. Where it has more tokens or wider heads than it holds a basis of, and where a method has no digit left,
-    the result is NaN, with a warning; an S whose ‖S‖_F cannot be read and exceeds 69,000 gives NaN too. On CUDA all products
-    of float32 inputs are in full float32 even where the program allows TF32; under torch.compile, and in the backward pass
-    of "qr_literal", its setting holds.
+    large part, for outliers. Where that would show, "exact" and "cayley" take M T of the same S (see `balanced`), and where
+    that is not enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read, both take
+    M R⁻¹ (see `_without_reading`), and all but "qr" compute in float64 on the CPU. A kernel of CUDA chooses between M T and
+    a basis by itself. Where it has more tokens or wider heads than it holds a basis of, and where a method has no digit
+    left, the result is NaN, with a warning; exp(S) of an S whose ‖S‖_F cannot be read and exceeds 69,000 is NaN too. On CUDA
+    all products of float32 inputs are in full float32 even where the program allows TF32; under torch.compile, and in the
+    backward pass of "qr_literal", its setting holds.
 
     Args:
         query: (..., N, d).
@@ -202,6 +208,8 @@ def _checked(
     check_method(method, num_iterations, epsilon)
     if method in ("qr", "qr_literal") and _goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
+    if method == "cayley" and _goes_to_onnx():
+        raise ValueError('ONNX has no linear solver, which "cayley" needs: train and export with method="exact"')
     if query.shape[-2:] != key.shape[-2:]:
         raise ValueError(f"query and key must agree in (N, d), not {tuple(query.shape[-2:])} and {tuple(key.shape[-2:])}")
     if value.shape[-2] != key.shape[-2]:
@@ -248,43 +256,51 @@ def plain_attention(
         return _ROUTES[method](*map(flat, inputs), *options).view(shape).to(value.dtype)
 
 
-def _qr(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+Function = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y of the f with A = I + S f(S): φ₁, or (I − Z/2)⁻¹ of Cayley
+
+
+def _by_basis(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
-    return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value)
+    return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
-def _exact(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+def _by_any_gram(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """By Gram matrices of M, or of M T as `balanced` makes it where M asks for that, or by a basis where both fail."""
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
         wide = _wide(m)
         limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
-        return _exact_without_reading(*(x.to(wide) for x in (m, value, scale)), limit)
+        return _without_reading(function, *(x.to(wide) for x in (m, value, scale)), limit)
     gram = _gram(m)
     if not is_balanced(gram, scale):
         m = balanced(m)
         gram = _gram(m)
         if not is_balanced(gram, scale):
-            return _qr(*(x.double() for x in (query, key, value, scale)))
-    return _by_gram(m, value, scale, _exact_mixing, gram)
+            return _by_basis(function, *(x.double() for x in (query, key, value, scale)))
+    return _by_gram(m, value, scale, partial(_mixing, function), gram)
 
 
-def _exact_without_reading(m: Tensor, value: Tensor, scale: Tensor, limit: float) -> Tensor:
+def _mixing(function: Function, gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
+    return scale * function(apply_j(scale * gram), apply_j(products))
+
+
+def _without_reading(function: Function, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
     """By M R⁻¹ with a constant R, and NaN where digits are lost: a NaN shows, and a wrong number does not.
 
-    exp(S) V = V + M R⁻¹ φ₁(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which so is
-    constant in the derivatives. With that of `root` M R⁻¹ is near to orthonormal and Z to skew whatever the rank of M, and
-    the error at most about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
+    A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which so is constant in
+    the derivatives, of every order. With that of `root` M R⁻¹ is near to orthonormal and Z to skew whatever the rank of M,
+    and the error at most about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
     """
     m = balanced(m)
     if _goes_to_onnx():
         is_lost = imbalance(apply_j(scale * _gram(m))) > limit
-        return _by_differentiable_gram(m, value, _nan_where(is_lost, scale), _exact_mixing)
+        return _by_differentiable_gram(m, value, _nan_where(is_lost, scale), partial(_mixing, function))
     turn = root(m)
     basis = torch.linalg.solve_triangular(turn, m, upper=True, left=False)
     z, y = (torch.bmm(turn, scale * apply_j(torch.bmm(m.mT, x))) for x in (basis, value))
-    is_lost = 2 * _square_size(m, scale) > limit * square_moduli(z).clamp(min=1).sqrt()
-    return torch.baddbmm(value, basis, phi1_times(z, _nan_where(is_lost, y)))
+    if limit < math.inf:
+        y = _nan_where(2 * _square_size(m, scale) > limit * square_moduli(z).clamp(min=1).sqrt(), y)
+    return torch.baddbmm(value, basis, function(z, y))
 
 
 def _wide(m: Tensor) -> torch.dtype:
@@ -297,16 +313,6 @@ def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
     if not _goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
-
-
-def _exact_mixing(gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
-    return scale * phi1_times(apply_j(scale * gram), apply_j(products))
-
-
-def _exact_in_double(m: Tensor, v: Tensor) -> Tensor:
-    """The same of S = M J Mᵀ with derivatives of every order and no branch."""
-    one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
-    return _by_differentiable_gram(balanced(m.double()), v.double(), one, _exact_mixing).to(v.dtype)
 
 
 def _iterated(
@@ -340,13 +346,14 @@ def _square_size(m: Tensor, scale: Tensor) -> Tensor:
 
 _ROUTES = {
     "qr_literal": _qr_literal,
-    "qr": _qr,
-    "exact": _exact,
+    "qr": partial(_by_basis, phi1_times),
+    "exact": partial(_by_any_gram, phi1_times),
+    "cayley": partial(_by_any_gram, resolvent_times),
     "newton_schulz": partial(_iterated, newton_schulz_gram),
     "polar_express": partial(_iterated, polar_express_gram),
 }
 
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # (exp(S) − I) V = M · (this), of MᵀM, MᵀV and scale
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # (A − I) V = M · (this), of MᵀM, MᵀV and scale
 
 
 @torch.no_grad()
@@ -393,17 +400,16 @@ class _ByGram(torch.autograd.Function):
             return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, None, None
 
 
-def _by_differentiable_basis(m: Tensor, v: Tensor) -> Tensor:
+def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor:
     """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(torch.bmm(basis.mT, m)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
-    if _is_small(skew):
-        return torch.baddbmm(v, basis, torch.bmm(skew, phi1_times(skew, w)))
-    return torch.baddbmm(v, basis, phi1_times(skew, torch.bmm(skew, w)))
+    moved = torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
+    return torch.baddbmm(v, basis, moved)
 
 
 def _is_small(skew: Tensor) -> bool:
-    """Whether [S] φ₁([S]) W is as exact as φ₁([S]) [S] W: where S is large it enlarges the rounding of φ₁ by its norm."""
+    """Whether [S] f([S]) W is as exact as f([S]) [S] W: a large [S] would enlarge the rounding of f by its norm."""
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
 
 
@@ -415,36 +421,37 @@ def _skew(coordinates: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with the gradient of exp(S) V itself, to which the choice of the basis is immaterial.
+    """`_by_differentiable_basis` with the gradient of A V itself, to which the choice of the basis is immaterial.
 
-    With U = φ₁([S]) W, W = BᵀV, the forward is V + B [S] U. For a gradient G let H = BᵀG, Ū = φ₁(−[S]) H and A the skew
+    With U = f([S]) W, W = BᵀV, the forward is V + B [S] U. For a gradient G let H = BᵀG, Ū = f(−[S]) H and A the skew
     part, twice, of the gradient of [S] with B held fixed. A change of M outside the span of B moves B too; to first order
-    that is (I − BBᵀ) dM J CᵀU + B φ₁([S]) C J dMᵀ (I − BBᵀ) V, so that
+    that is (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
     This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. With
-    create_graph=True the gradient, and its own, are those of "exact", the same function, in float64.
+    create_graph=True the gradient, and its own, are those of `_without_reading`, the same function, in float64.
     """
 
     @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx, m: Tensor, v: Tensor, function: Function) -> Tensor:
         basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
         coordinates = torch.bmm(basis.mT, m)  # C, (b, r, 2d)
         with torch.enable_grad():
             small = [x.requires_grad_() for x in (_skew(coordinates), torch.bmm(basis.mT, v))]
-            u = phi1_times(*small)
+            u = function(*small)
         ctx.save_for_backward(m, v, basis, coordinates)
-        ctx.small, ctx.u = small, u
-        skew, w = (x.detach() for x in small)
-        return torch.baddbmm(v, basis, torch.bmm(skew, u) if _is_small(skew) else phi1_times(skew, torch.bmm(skew, w)))
+        ctx.function, ctx.small, ctx.u = function, small, u
+        skew, w, u = (x.detach() for x in (*small, u))
+        moved = torch.bmm(skew, u) if _is_small(skew) else function(skew, torch.bmm(skew, w))
+        return torch.baddbmm(v, basis, moved)
 
     @staticmethod
     @in_own_types
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         m, v, basis, coordinates = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return recorded_grad(_exact_in_double, (m, v), grad)
+            return *recorded_grad(partial(_in_double, ctx.function), (m, v), grad), None
         with full_precision(m.device):
             h = torch.bmm(basis.mT, grad)  # (b, r, d_value)
             grad_skew, u_bar = torch.autograd.grad(ctx.u, ctx.small, h, retain_graph=True)
@@ -455,7 +462,13 @@ class _ByBasis(torch.autograd.Function):
             c_j = _times_j(coordinates)  # (b, r, 2d)
             grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
             grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)
-            return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1)
+            return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1), None
+
+
+def _in_double(function: Function, m: Tensor, v: Tensor) -> Tensor:
+    """The same of S = M J Mᵀ with derivatives of every order and no branch."""
+    one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
+    return _without_reading(function, m.double(), v.double(), one).to(v.dtype)
 
 
 def _times_j(x: Tensor) -> Tensor:

@@ -206,6 +206,28 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
     return result
 
 
+def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
+    """(I − Z/2)⁻¹ Y, with which the Cayley transform is (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
+
+    By LU, and on CUDA, where that of a batch waits for the host, by the Cholesky decomposition of WᵀW with W = I − Z/2: in
+    float64, as its condition number is that of W squared.
+
+    Args:
+        z: (..., n, n) with purely imaginary spectrum, for which W is never singular.
+        y: (..., n, m), the same batch dimensions.
+    """
+    w = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device) - z / 2
+    return solved_by_cholesky(w, y) if z.device.type == "cuda" else torch.linalg.solve_ex(w, y).result
+
+
+def solved_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
+    """W⁻¹ Y = (WᵀW)⁻¹ WᵀY."""
+    w = w.double()
+    factor = torch.linalg.cholesky_ex(w.mT @ w).L
+    inner = torch.linalg.solve_triangular(factor, w.mT @ y.double(), upper=False)
+    return torch.linalg.solve_triangular(factor.mT, inner, upper=True).to(y.dtype)
+
+
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
     """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.

@@ -31,6 +31,13 @@ def orthogonal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float
     return orthogonal_attention_matrix(query, key, scale) @ value.double()
 
 
+def cayley_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
+    """(I − S/2)⁻¹ (I + S/2) V, (..., N, d_value): the Cayley transform of S (Brantner et al. 2023) in place of exp."""
+    half = skew(query, key, scale) / 2
+    identity = torch.eye(half.shape[-1]).to(half)
+    return torch.linalg.solve(identity - half, (identity + half) @ value.double())
+
+
 def qr_basis(m: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """B of the reduced QR decomposition M = BR, M = [Q, K], (..., N, min(N, 2d_v)): Section 3."""
     return torch.linalg.qr(m.to(dtype)).Q

@@ -27,6 +27,7 @@ METHOD_LABELS = {
     "softmax": "softmax",
     "qr_literal": "literal QR",
     "polar_express": "Polar Express",
+    "cayley": "Cayley",
 }
 LINE_WIDTH = 1.6
 STYLE = {

@@ -151,10 +151,11 @@ def test_attention_is_timed_beside_its_error(project):
     attention.main(QUICK_ATTENTION)
     table, facts = read("attention")
     assert set(table["tokens"]) == {50, 128} and set(table["pass"]) == {"forward", "forward and backward"}
-    ours = {"exact", "qr", "newton_schulz", "polar_express", "literal_qr", "literal_newton_schulz", "matrix_exp"}
+    ours = {"exact", "qr", "newton_schulz", "polar_express", "cayley"}
+    ours |= {"literal_qr", "literal_newton_schulz", "matrix_exp"}
     assert ours | {"sdpa", "sdpa_math"} <= set(table["method"])
     errors = table.set_index("method")["orthogonality_error"]
-    assert (errors[["exact", "qr", "matrix_exp"]] < 1e-5).all() and errors[["sdpa", "sdpa_math"]].isna().all()
+    assert (errors[["exact", "qr", "cayley", "matrix_exp"]] < 1e-5).all() and errors[["sdpa", "sdpa_math"]].isna().all()
     assert (table[["seconds", "tflops", "peak_bytes"]] > 0).all(axis=None)
     rows = table[(table["tokens"] == 128) & (table["pass"] == "forward")].set_index("method")
     products = 2 * 2 * 128 * 128 * 4  # floating-point operations of the scores and of their product with V

@@ -18,6 +18,8 @@ from osa.linalg import (
     phi1_times,
     polar_express_gram,
     qr_basis,
+    resolvent_times,
+    solved_by_cholesky,
 )
 from tests.osa.helpers import Results, draw, orthogonality_error, relative_error
 
@@ -47,7 +49,7 @@ def test_tf32_is_off_inside_and_is_put_back(setting):
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "polar_express"])
+@pytest.mark.parametrize("method", ["exact", "qr", "newton_schulz", "polar_express", "cayley"])
 def test_forward_and_backward_ask_for_full_precision(monkeypatch, method):
     inside, bmm = [], torch.bmm
 
@@ -180,6 +182,23 @@ def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
     assert relative_error(grad_y, expected_y) < rounding
     # In exp(S) this gradient is multiplied by Z once more, and the degree of the series makes use of that.
     assert min(1, radius) * relative_error(grad_z, expected_z) < rounding
+
+
+@pytest.mark.parametrize("radius", [0, 1e-3, 1, 1e3])
+@pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
+def test_both_ways_to_the_resolvent(matrices, radius):
+    """That of CUDA on the CPU: alike in value and gradients, float32 in float64."""
+    z = matrices(radius, torch.float32).requires_grad_()
+    y = torch.randn(*z.shape[:-1], 5, requires_grad=True)
+    cotangent = torch.randn_like(y)
+    w = torch.eye(z.shape[-1]) - z / 2
+    exact = [x.detach().double().requires_grad_() for x in (z, y)]
+    expected = torch.linalg.inv(torch.eye(z.shape[-1]) - exact[0] / 2) @ exact[1]
+    expected_gradients = torch.autograd.grad(expected, exact, cotangent.double())
+    for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solved_by_cholesky(w, y), 1e-6)):
+        assert relative_error(result, expected) < rounding
+        for pair in zip(torch.autograd.grad(result, (z, y), cotangent, retain_graph=True), expected_gradients, strict=True):
+            assert relative_error(*pair) < rounding
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -131,7 +131,7 @@ def has_digits(route, method, kind, norm, dtype):
 @every_route
 @pytest.mark.parametrize("n, d", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", ["exact", "qr"])
+@pytest.mark.parametrize("method", ["exact", "qr", "cayley"])
 def test_lengths_are_kept_or_the_result_is_nan(method, dtype, n, d, route):
     *inputs, cases = all_of_size(n, d, dtype)
     for a, (kind, norm) in zip(ROUTES[route](*inputs, method), cases, strict=True):

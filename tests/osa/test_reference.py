@@ -30,6 +30,14 @@ def test_exponential_matches_the_eigendecomposition(tokens, width, scale):
     assert relative_error(actual, expected.real) < 1e-13 * (1 + eigenvalues.abs().max())
 
 
+def test_the_cayley_transform_turns_by_twice_the_arctangent_of_half_the_angle():
+    """Of two tokens, whose S is angle · [[0, −1], [1, 0]]."""
+    query, key = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [5.0]])
+    turned = reference.cayley_attention(query, key, torch.eye(2), 0.7)
+    expected = reference.orthogonal_attention(query, key, torch.eye(2), 2 * math.atan(0.35))
+    torch.testing.assert_close(turned, expected, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("num_iterations", [0, 1, 6])
 def test_newton_schulz_maps_each_singular_value(num_iterations):
     """Eq. 9 keeps the singular vectors of M and sends σ to ½σ(3 − σ²), from σ/(‖M‖_F + ε)."""

@@ -12,6 +12,7 @@ from osa.functional import orthogonal_attention
 from osa.models import MODELS, ModelConfig, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.pretrained import load_pretrained, save_pretrained
+from osa.varlen import orthogonal_attention_varlen
 from osa.vit import VisionTransformer
 
 __version__ = "1.0.0"
@@ -36,6 +37,7 @@ __all__ = [
     "load_pretrained",
     "orthogonal",
     "orthogonal_attention",
+    "orthogonal_attention_varlen",
     "penalties",
     "save_pretrained",
     "shaped",

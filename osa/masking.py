@@ -14,6 +14,8 @@ def check_tensors(*tensors: Tensor) -> None:
     for x in tensors:
         if not isinstance(x, Tensor):
             raise TypeError(f"query, key and value must be tensors, not {type(x).__name__}: torch.as_tensor makes them")
+        if x.is_nested:
+            raise ValueError("nested tensors are refused: give osa.orthogonal_attention_varlen their values() and offsets()")
         if x.dim() < 2:
             raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
         if x.dtype not in TYPES:

@@ -60,28 +60,52 @@ class SelfAttention(nn.Module):
         query, key, value = (part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         return query, key, value
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
         """The heads' outputs for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """(B, N, embed_dim) or (N, embed_dim) → the same, or only the first `num_outputs` tokens of that.
 
+        Args:
+            attn_mask: boolean, (B, N) or (N,), True for tokens that take part and False for padding; or with three
+                dimensions or more as the attention of the heads takes it, (..., 1 or N, N).
+
         Raises:
-            TypeError: x is no tensor.
-            ValueError: x has another shape, or is not floating-point, or there are inputs for key and value, too.
+            TypeError: x or the mask is no tensor.
+            ValueError: x has another shape, is not floating-point or nested, there are inputs for key and value, too, or the
+                mask does not fit.
         """
         if others or isinstance(num_outputs, Tensor):
             raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
         if not isinstance(x, Tensor):
             raise TypeError(f"the tokens must be a tensor, not {type(x).__name__}: torch.as_tensor makes one")
+        if x.is_nested:
+            raise ValueError(
+                "nested tensors are refused: torch.nested.to_padded_tensor pads them, and attn_mask leaves it out"
+            )
         if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
             d = self.embed_dim
             raise ValueError(f"the tokens must be floating-point, (B, N, {d}) or (N, {d}), not {x.dtype}, {tuple(x.shape)}")
         batch = x if x.dim() == 3 else x[None]
-        heads = self.mix(*self.project(batch), num_outputs)
+        mask = attn_mask if attn_mask is None else _for_heads(attn_mask, x)
+        heads = self.mix(*self.project(batch), num_outputs, mask)
         y = self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
         return y if x.dim() == 3 else y[0]
+
+
+def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
+    """A mask of tokens, of the shape that x has without its last dimension, as (B, 1, 1, N); others as they are."""
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
+    if attn_mask.dim() > 2:
+        return attn_mask
+    if attn_mask.shape != x.shape[:-1] or attn_mask.dtype != torch.bool:
+        expected, given = tuple(x.shape[:-1]), f"{attn_mask.dtype}, {tuple(attn_mask.shape)}"
+        raise ValueError(f"attn_mask must be boolean, {expected}, or have three dimensions or more, not {given}")
+    return attn_mask.view(-1, 1, 1, x.shape[-2])
 
 
 def _joined(parts: tuple[nn.Module, ...]) -> tuple[Tensor, Tensor | None] | None:
@@ -162,8 +186,10 @@ class OrthogonalSelfAttention(SelfAttention):
         """α/√d_v of Eq. 5, (num_heads or 1, 1, 1)."""
         return (self.alpha / math.sqrt(self.embed_dim // self.num_heads))[:, None, None]
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
-        heads = orthogonal_attention(query, key, value, scale=self.scale(), **self.options)
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        heads = orthogonal_attention(query, key, value, attn_mask, scale=self.scale(), **self.options)
         return heads[:, :, :num_outputs]  # (B, h, N, d_v)
 
 
@@ -187,8 +213,16 @@ class SoftmaxSelfAttention(SelfAttention):
         super().__init__(embed_dim, num_heads, bias=True, qkv_bias=qkv_bias, device=device, dtype=dtype)
         init_softmax_attention_(self)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
-        return F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value)
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        mask = first_rows(attn_mask, num_outputs)
+        return F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
+
+
+def first_rows(attn_mask: Tensor | None, num_outputs: int | None) -> Tensor | None:
+    """A mask (..., 1 or N, N) for the queries of the first `num_outputs` tokens."""
+    return attn_mask if attn_mask is None else attn_mask[..., :num_outputs, :]
 
 
 class MLP(nn.Module):
@@ -216,7 +250,7 @@ class Block(nn.Module):
     """Attention, then the MLP (Eq. 1–2), each with an optional pre-norm and an optional skip connection.
 
     Args:
-        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`.
+        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and a mask where the block is given one.
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
@@ -249,9 +283,14 @@ class Block(nn.Module):
         self.mlp = mlp
         self.skip, self.shortcut = skip, shortcut
 
-    def forward(self, x: Tensor, num_outputs: int | None = None) -> Tensor:
-        """(B, N, d) or (N, d) → the same, or only the first `num_outputs` tokens of that: the same values for less work."""
-        y = self.join(x[..., :num_outputs, :], self.attention(self.norm1(x), num_outputs))  # (B, N, d)
+    def forward(self, x: Tensor, num_outputs: int | None = None, *, attn_mask: Tensor | None = None) -> Tensor:
+        """(B, N, d) or (N, d) → the same, or only the first `num_outputs` tokens of that: the same values for less work.
+
+        Args:
+            attn_mask: boolean, (B, N), True for tokens that take part: see the attention's own.
+        """
+        masked = {} if attn_mask is None else {"attn_mask": attn_mask}
+        y = self.join(x[..., :num_outputs, :], self.attention(self.norm1(x), num_outputs, **masked))  # (B, N, d)
         return self.join(y, self.mlp(self.norm2(y)))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:

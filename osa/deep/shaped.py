@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from osa.init import init_signal_preserving_attention_, init_value_skipinit_attention_
-from osa.modules import Device, Dtype, SelfAttention
+from osa.modules import Device, Dtype, SelfAttention, first_rows
 
 CPU = {"dtype": torch.float64, "device": "cpu"}
 KERNELS = ("uniform", "exponential")
@@ -249,7 +249,13 @@ class SignalPreservingSelfAttention(SelfAttention):
         self.register_load_state_dict_pre_hook(_keep_buffers)
         init_signal_preserving_attention_(self)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is refused: the matrix A is of a fixed number of tokens, and padding is none of them"
+            )
         mask = self.bias[:num_outputs]
         heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
         return self.gain[:num_outputs] * heads  # (B, h, n, d_v)
@@ -279,8 +285,11 @@ class ValueSkipInitSelfAttention(SelfAttention):
         self.residual = torch.nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         init_value_skipinit_attention_(self)
 
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None) -> Tensor:
-        heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value)
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        mask = first_rows(attn_mask, num_outputs)
+        heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
         return self.shortcut[:, None, None] * value[:, :, :num_outputs] + self.residual[:, None, None] * heads
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import osa
 from osa import orthogonal_attention
+from osa.deep.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from osa.functional import METHODS
 from tests.osa.helpers import draw, relative_error
 
@@ -80,3 +82,89 @@ def test_what_has_no_orthogonal_matrix_is_refused_with_its_reason(arguments, cau
     others = {name: value for name, value in arguments.items() if name != "key_heads"}
     with pytest.raises(ValueError, match=cause):
         orthogonal_attention(query, key[:, :heads], value[:, :heads], **others)
+
+
+# Layers
+
+LAYERS = {
+    "exact": lambda: osa.OrthogonalSelfAttention(12, 3, alpha_init=0.7),
+    "newton_schulz": lambda: osa.OrthogonalSelfAttention(12, 3, method="newton_schulz", alpha_init=0.7),
+    "softmax": lambda: osa.SoftmaxSelfAttention(12, 3),
+    "value_skipinit": lambda: ValueSkipInitSelfAttention(12, 3),
+}
+
+
+def block_of(layer):
+    return osa.Block(layer, osa.MLP(12, 17), embed_dim=12, skip=True, norm=True)
+
+
+def draw_layer(name, wrap):
+    layer = wrap(LAYERS[name]()).double()
+    for parameter in layer.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return layer, torch.randn(2, TOKENS, 12, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, block_of], ids=["layer", "block"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_padding_of_layers_changes_nothing(name, wrap):
+    """Nor the gradients by weights and tokens. The masks are those of tokens, and those that the heads take."""
+    layer, x = draw_layer(name, wrap)
+    keep = torch.stack([KEEP, torch.ones_like(KEEP)])  # (B, N)
+    shorter = x[0, :LEFT].detach().requires_grad_()
+    expected, whole = layer(shorter), layer(x[1])
+    cotangent = torch.randn_like(whole)
+    actual = layer(x, attn_mask=keep)
+    assert relative_error(actual[0, :LEFT], expected) < 1e-12 and relative_error(actual[1], whole) < 1e-12
+    assert relative_error(layer(x)[0, :LEFT], expected) > 1e-3  # which reads the padding
+    parameters = list(layer.parameters())
+    ours = torch.autograd.grad(actual[0, :LEFT], [x, *parameters], cotangent[:LEFT], retain_graph=True)
+    theirs = torch.autograd.grad(expected, [shorter, *parameters], cotangent[:LEFT])
+    assert not ours[0][0, LEFT:].any() and relative_error(ours[0][0, :LEFT], theirs[0]) < 1e-10
+    for ours_each, theirs_each in zip(ours[1:], theirs[1:], strict=True):  # softmax is blind to the key's bias
+        assert (ours_each - theirs_each).norm() < 1e-10 * (theirs_each.norm() + 0.1)
+    for mask in (
+        keep[:, None, None],
+        keep[:, None, None].expand(2, 1, TOKENS, TOKENS),
+        keep[:, None, None].expand(2, 3, 1, -1),
+    ):
+        assert relative_error(layer(x, attn_mask=mask)[:, :LEFT], actual[:, :LEFT]) < 1e-12
+        assert relative_error(layer(x, 2, attn_mask=mask), actual[:, :2]) < 1e-12
+    assert relative_error(layer(x[0], attn_mask=KEEP)[:LEFT], expected) < 1e-12
+    assert relative_error(layer(x[0], 1, attn_mask=KEEP), expected[:1]) < 1e-12
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, block_of], ids=["layer", "block"])
+@pytest.mark.parametrize(
+    "mask, error, cause",
+    [
+        (KEEP[:5], ValueError, r"attn_mask must be boolean, \(2, 17\).*not torch.bool, \(5,\)"),
+        (KEEP, ValueError, r"\(2, 17\).*\(17,\)"),
+        (torch.ones(2, TOKENS), ValueError, r"boolean.*not torch.float32, \(2, 17\)"),
+        (torch.ones(TOKENS, 2, dtype=torch.bool), ValueError, r"not torch.bool, \(17, 2\)"),
+        (torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None], ValueError, "whole tokens"),
+        ([[True] * TOKENS] * 2, TypeError, "attn_mask must be a boolean tensor, not list"),
+    ],
+)
+def test_masks_that_do_not_fit_a_layer_are_a_sentence(mask, error, cause, wrap):
+    layer, x = draw_layer("exact", wrap)
+    with pytest.raises(error, match=cause):
+        layer(x, attn_mask=mask)
+
+
+def test_attentions_that_know_no_mask():
+    x = torch.randn(2, 7, 12)
+    fixed = osa.Block(
+        SignalPreservingSelfAttention(12, 3, torch.eye(7)), osa.MLP(12, 17), embed_dim=12, skip=False, norm=False
+    )
+    with pytest.raises(ValueError, match="attn_mask is refused: .*fixed number of tokens"):
+        fixed(x, attn_mask=torch.ones(2, 7, dtype=torch.bool))
+
+    class Mean(torch.nn.Module):
+        def forward(self, x, num_outputs):
+            return x.mean(-2, keepdim=True).expand_as(x)[..., :num_outputs, :]
+
+    block = block_of(Mean())
+    assert block(x, 2).shape == (2, 2, 12)
+    with pytest.raises(TypeError, match="attn_mask"):
+        block(x, attn_mask=torch.ones(2, 7, dtype=torch.bool))

@@ -1,0 +1,91 @@
+"""Orthogonal attention of packed sequences: tokens of sequences of different lengths, one after the other."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from osa.functional import orthogonal_attention
+from osa.linalg import EPSILON, Scale
+from osa.masking import check_tensors
+
+
+def orthogonal_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: Scale | None = None,
+    enable_gqa: bool = False,
+    method: str = "exact",
+    num_iterations: int | None = None,
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as FlashAttention has them.
+
+    The sequences are padded with zeros to the longest of them. Rows of zeros add nothing to MᵀM and MᵀV, which is all that S
+    is needed for, and so the others get what they get alone, to rounding. This takes the memory of B times the longest
+    sequence, in place of the total: sort very unequal ones into packs of similar length. The lengths are read, for which a
+    GPU is waited for, and torch.compile breaks its graph.
+
+    Args:
+        query, key: (total, heads, d).
+        value: (total, heads, d_value).
+        cu_seqlens: offsets 0, n₁, n₁ + n₂, …, total of the B sequences, (B + 1,), of whole numbers, on any device.
+        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`; a scale of each head is
+            (heads, 1, 1). The gradient of "qr_literal" needs sequences of one length.
+
+    Returns:
+        (total, heads, d_value).
+
+    Raises:
+        TypeError, ValueError: as for `orthogonal_attention`; or the offsets do not fit.
+    """
+    check_tensors(query, key, value)
+    if not query.dim() == key.dim() == value.dim() == 3:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"packed query, key and value must be (total, heads, d), not {shapes}")
+    lengths = _lengths(cu_seqlens, query.shape[0])
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        totals = ", ".join(str(x.shape[0]) for x in (query, key, value))
+        raise ValueError(f"query, key and value must have as many tokens as one another, not {totals}")
+    counts = torch.tensor(lengths, device=query.device)
+    is_token = torch.arange(max(lengths, default=0), device=query.device) < counts[:, None]  # (B, N)
+    padded = (_padded(x, is_token).transpose(1, 2) for x in (query, key, value))  # (B, heads, N, d)
+    options = dict(method=method, num_iterations=num_iterations, epsilon=epsilon)
+    heads = orthogonal_attention(*padded, scale=scale, enable_gqa=enable_gqa, **options)
+    return heads.transpose(1, 2)[is_token]
+
+
+def _padded(x: Tensor, is_token: Tensor) -> Tensor:
+    """(total, heads, d) → (B, N, heads, d)."""
+    padded = x.new_zeros(*is_token.shape, *x.shape[1:])
+    padded[is_token] = x
+    return padded
+
+
+def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
+    """The length of each sequence.
+
+    Raises:
+        TypeError: the offsets are no tensor.
+        ValueError: they are no offsets of so many tokens.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor, not {type(cu_seqlens).__name__}: torch.as_tensor makes one")
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or not len(cu_seqlens):
+        shape = tuple(cu_seqlens.shape)
+        raise ValueError(f"cu_seqlens must be whole numbers, (B + 1,), not {cu_seqlens.dtype} of shape {shape}")
+    offsets = cu_seqlens.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(offsets)]
+    if offsets[0] != 0 or offsets[-1] != total or min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to the {total} tokens that are packed, not {_brief(offsets)}")
+    return lengths
+
+
+def _brief(offsets: list[int]) -> str:
+    """The numbers that tell what is wrong, however many there are."""
+    if len(offsets) <= 8:
+        return ", ".join(map(str, offsets))
+    return ", ".join([*map(str, offsets[:4]), "…", *map(str, offsets[-3:])])

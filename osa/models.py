@@ -434,6 +434,13 @@ def check_model(name: str) -> None:
         raise ValueError(f"model {name!r} is unknown; {did_you_mean(name, MODELS)}")
 
 
+def model_name(config: ModelConfig) -> str | None:
+    """Which of `MODELS` a configuration is of, whatever its sizes and start: the one that says most, or None."""
+    options = dataclasses.asdict(config)
+    names = [name for name, own in MODELS.items() if own.items() <= options.items()]
+    return max(names, key=lambda name: len(MODELS[name]), default=None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The nearest of the known names as a question, or all of them to choose from."""
     near = difflib.get_close_matches(str(name), list(known), n=1)

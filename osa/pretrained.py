@@ -1,7 +1,11 @@
-"""Models as folders: `model.safetensors` has the weights and `config.json` the options that build the model around them."""
+"""Models as folders: `model.safetensors` has the weights, `config.json` the options that build the model around them.
+
+That is how the Hugging Face Hub has models. A model card, README.md, says what is known of them.
+"""
 
 import dataclasses
 import json
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,18 +14,45 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from osa.models import MODELS, build_vit, check_model
+from osa.models import MODELS, ModelConfig, build_vit, check_model, create_model, model_name
 from osa.vit import VisionTransformer, unwrapped
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CARD_TEXT = """\
+---
+library_name: osa
+tags: [osa, orthogonal-self-attention, vision-transformer]
+---
+
+# {title}
+
+{kind} with {attention}: {sizes}. `osa.save_pretrained` wrote it with these options:
+
+| Option | Value |
+| :-- | :-- |
+{options}
+
+```python
+import osa  # pip install "orthogonal-self-attention[pretrained]"
+
+model = osa.load_pretrained("FOLDER")  # this one
+```
+
+Which data it was trained on, with what result and for which use, is for its authors to say here.
+
+The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
+"""
 PASSING = ("training", "grad_checkpointing")  # attributes of modules that are no part of the function
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Writes a model of `create_model` or `build_vit` to a folder. A parametrised weight is written as the weight it makes.
+    """Writes a model of `create_model` or `build_vit` to a folder, with a model card unless a README.md is there.
+
+    A parametrised weight is written as the weight it makes. Hooks are no part of a model.
 
     Args:
         model: the model, or what torch.compile, a data-parallel wrapper or an average of weights holds it in.
+        folder: made where it is missing.
 
     Raises:
         ValueError: no configuration builds the model: it was built in another way, or has been changed since.
@@ -42,8 +73,10 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}  # no views
     save_file(whole, folder / WEIGHTS)
-    content = json.dumps(dataclasses.asdict(model.config), indent=2)
-    (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
+    config = {"model": model_name(model.config)} | dataclasses.asdict(model.config)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if not (folder / CARD).exists():
+        (folder / CARD).write_text(_card(model, model.config), encoding="utf-8")
 
 
 def _check_unchanged(model: VisionTransformer) -> None:
@@ -75,39 +108,31 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
     return parametrize.type_before_parametrizations(module), settings
 
 
-def load_pretrained(name: str, *, folder: str | Path) -> VisionTransformer:
+def load_pretrained(path: str | Path, *, name: str | None = None, folder: str | Path | None = None) -> VisionTransformer:
     """The model that `save_pretrained` wrote to a folder, in evaluation mode, on the CPU and in the type of its weights.
 
     Args:
-        name: which of `MODELS` it is, of whatever size and start.
-        folder: where it is; or a file of weights alone, of the model as `create_model` builds it by that name.
+        path: the folder; or a file of weights alone, of the model that `create_model` builds by `name`.
+        name: which of `MODELS` it has to be, of whatever size and start. A folder says it itself.
+        folder: the path, where the name stands in its place: `load_pretrained("osa_qr", folder="my_model")`.
 
     Raises:
-        FileNotFoundError: the folder has no such model.
-        ValueError: the configuration is of another model, or weights and configuration disagree.
+        FileNotFoundError: there is no such model.
+        ValueError: the configuration is of another model, weights and configuration disagree, or a file has no name.
         ImportError: the package safetensors is not installed.
     """
     load_file = _safetensors().load_file
     from safetensors import SafetensorError
 
-    check_model(name)
-    folder = Path(folder)
-    is_file = folder.is_file()
-    path, weights = (folder, folder) if is_file else (folder / CONFIG, folder / WEIGHTS)
-    for file in (path, weights):
-        if not file.exists():
-            others = ", ".join(sorted(other.name for other in folder.glob("*.safetensors")))
-            remedy = f"; the folder has {others}: give the path of one" if others else ""
-            raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{remedy}")
-    try:
-        options = MODELS[name] if is_file else json.loads(path.read_text(encoding="utf-8"))
-        with torch.device("meta"):
-            model = build_vit(**options)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no configuration of a model: {error}") from None
-    for option, value in MODELS[name].items():
-        if getattr(model.config, option) != value:
-            raise ValueError(f"{path} is not of {name}: {option} is {getattr(model.config, option)!r}, not {value!r}")
+    if folder is not None:
+        path, name = folder, str(path)
+    if name is not None:
+        check_model(name)
+    path = Path(path)
+    if path.name == WEIGHTS and path.with_name(CONFIG).exists():
+        path = path.parent
+    model = _from_name(path, name) if path.is_file() else _from_folder(path, name)
+    weights = path if path.is_file() else path / WEIGHTS
     try:
         state = load_file(weights)
     except SafetensorError as error:
@@ -115,9 +140,65 @@ def load_pretrained(name: str, *, folder: str | Path) -> VisionTransformer:
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        first = str(error).splitlines()[1].strip()
-        raise ValueError(f"weights and configuration in {folder} disagree: {first}") from None
+        first = textwrap.shorten(str(error).splitlines()[1], 200)
+        whose = f"create_model({name!r})" if path.is_file() else "its configuration"
+        raise ValueError(f"the weights of {path} and {whose} disagree: {first}") from None
     return model.eval()
+
+
+def _from_name(file: Path, name: str | None) -> VisionTransformer:
+    """The model of a file of weights, without them."""
+    if name is None:
+        raise ValueError(f'{file} has weights alone: say of which model, name="osa_qr" or another one of osa.MODELS')
+    with torch.device("meta"):
+        return create_model(name)
+
+
+def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
+    """The model of a folder, without its weights."""
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        if not file.exists():
+            raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(folder)}")
+    path = folder / CONFIG
+    try:
+        options = dict(json.loads(path.read_text(encoding="utf-8")))
+        names = [each for each in (name, options.pop("model", None)) if each is not None]  # older folders say none
+        with torch.device("meta"):
+            model = build_vit(**options)
+        for each in names:
+            check_model(each)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no configuration of a model: {error}") from None
+    for each in names:
+        for option, value in MODELS[each].items():
+            if (found := getattr(model.config, option)) != value:
+                raise ValueError(f"{path} is not of {each}: {option} is {found!r}, not {value!r}")
+    return model
+
+
+def _remedy(folder: Path) -> str:
+    """What else a path may have been meant to be."""
+    if str(folder) in MODELS:
+        return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
+    others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors")))
+    return f"; the folder has {others}: give the path of one, and its name" if others else ""
+
+
+def _card(model: VisionTransformer, config: ModelConfig) -> str:
+    """What weights and configuration say of a model, in the form of the Hugging Face Hub."""
+    name = model_name(config)
+    attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
+    count = sum(parameter.numel() for parameter in model.parameters())
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    images = f"{config.in_channels}×{config.image_size}×{config.image_size}"
+    options = {option: value for option, value in dataclasses.asdict(config).items() if value is not None}
+    return CARD_TEXT.format(
+        title=name or "Vision Transformer",
+        kind=f"`{name}` of `osa.MODELS`, a Vision Transformer" if name else "A Vision Transformer",
+        attention=attention.get(config.attention, config.attention.replace("_", "-") + " attention"),
+        sizes=f"images of {images}, {config.num_classes} classes, {count:,} parameters in {' and '.join(sorted(types))}",
+        options="\n".join(f"| `{option}` | {value} |" for option, value in options.items()),
+    )
 
 
 def _safetensors() -> ModuleType:

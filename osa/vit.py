@@ -1,7 +1,7 @@
 """The Vision Transformer of Appendix D. Every model of the paper is this class with other parts injected."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from osa.init import truncated_normal_, xavier_linear_
 from osa.modules import MLP, NORM_EPS, Block
+
+Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # of blocks: patches, or these and [cls]
 
 
 class VisionTransformer(nn.Module):
@@ -115,6 +117,70 @@ class VisionTransformer(nn.Module):
         """What leaves the last block and its norm, (B, C, H, W) → (B, N, d)."""
         return self._features(images, num_outputs=None)
 
+    def forward_intermediates(
+        self,
+        images: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+    ) -> Intermediates | tuple[Tensor, Intermediates] | dict[str, Tensor | Intermediates]:
+        """What leaves single blocks, as models of timm give it, beside `forward_features`.
+
+        Args:
+            images: (B, C, H, W).
+            indices: the numbers of the blocks, negative ones from the end; or how many of the last. None: all.
+            return_prefix_tokens: [cls], (B, 1, d), beside the patches of each block, as a pair.
+            norm: apply the final norm to each.
+            stop_early: run no block after the last of these; the features are then of that block.
+            output_fmt: of the patches, "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
+            intermediates_only: give no features.
+            output_dict: give a dictionary, "image_features", "image_intermediates" and "image_intermediates_prefix".
+
+        Returns:
+            The features (B, N, d), and a list of the blocks' outputs in the order of the blocks.
+
+        Raises:
+            ValueError: there is no such block or format.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f'output_fmt must be "NCHW" or "NLC", not {output_fmt!r}')
+        taken = self._numbers(indices)
+        x, outputs = self.tokens(images), []  # (B, N, d)
+        for i, block in enumerate(self.blocks):
+            if stop_early and i > max(taken):
+                break
+            x = self._through(block, x, None)
+            if i in taken:
+                outputs.append(self.norm(x) if norm else x)
+        rows = images.shape[-1] // self.patch_size
+        patches = [y[:, 1:] for y in outputs]  # (B, N − 1, d)
+        if output_fmt == "NCHW":
+            patches = [y.mT.unflatten(-1, (rows, rows)).contiguous() for y in patches]  # (B, d, H/p, W/p)
+        prefix = [y[:, :1] for y in outputs]
+        if output_dict:
+            parts: dict[str, Tensor | Intermediates] = {"image_intermediates": patches}
+            if return_prefix_tokens:
+                parts["image_intermediates_prefix"] = prefix
+            if not intermediates_only:
+                parts["image_features"] = self.norm(x)
+            return parts
+        intermediates = list(zip(patches, prefix, strict=True)) if return_prefix_tokens else patches
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def _numbers(self, indices: int | Sequence[int] | None) -> set[int]:
+        """The numbers of blocks that `forward_intermediates` is asked for."""
+        depth = len(self.blocks)
+        if indices is None:
+            indices = depth
+        numbers = range(-indices, 0) if isinstance(indices, int) else indices
+        if not numbers or not all(-depth <= number < depth for number in numbers):
+            raise ValueError(f"indices must be of the {depth} blocks, {-depth} to {depth - 1}, or 1 to {depth} of the last")
+        return {number % depth for number in numbers}
+
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Logits from the first token, [cls], of (B, N, d); with `pre_logits` this token as it is, (B, d)."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
@@ -137,12 +203,13 @@ class VisionTransformer(nn.Module):
         """The first `num_outputs` tokens that leave the last block and its norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
-            outputs = num_outputs if i == len(self.blocks) else None
-            if self.grad_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, outputs, use_reentrant=False)
-            else:
-                x = block(x, outputs)
+            x = self._through(block, x, num_outputs if i == len(self.blocks) else None)
         return self.norm(x)
+
+    def _through(self, block: nn.Module, x: Tensor, num_outputs: int | None) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, x, num_outputs, use_reentrant=False)
+        return block(x, num_outputs)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -112,7 +112,7 @@ def test_layers_and_models(case):
         ("OSA_exact", r"did you mean osa_exact\?"),
         ("vit_no_skip", r"did you mean vit_noskip\?"),
         ("resnet", "choose one of osa_qr, osa_ns, vit"),
-        (None, "None is unknown; choose one of osa_qr"),
+        (None, "None'? is unknown; choose one of osa_qr"),
     ],
 )
 def test_names_of_models(name, cause, tmp_path):

@@ -1,7 +1,8 @@
-"""Models of timm, transformers and torchvision with our attention, where installed: the code of docs/library.md."""
+"""Our attention in other libraries, where they are installed: the code of docs/library.md, and what it promises."""
 
 import copy
 import io
+import itertools
 import math
 import pickle
 import re
@@ -11,13 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
+import osa
 from osa import integrations, orthogonal_attention
 from tests.osa.helpers import relative_error
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/library.md").read_text(encoding="utf-8")
-SNIPPETS = dict(re.findall(r"```python (timm|transformers|torchvision)\n(.*?)```", PAGE, re.DOTALL))
+SNIPPETS = dict(re.findall(r"```python (\w+)\n(.*?)```", PAGE, re.DOTALL))
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings of the packages are not ours
 
 
@@ -50,6 +53,52 @@ print(pickle.load(sys.stdin.buffer)(torch.ones(1, 3, 16, 16)).sum().item())
 """
 
 
+def run(package, folder):
+    names = {}
+    exec(compile(SNIPPETS[package].replace('"merged"', repr(str(folder))), "docs/library.md", "exec"), names)
+    return names
+
+
+def test_weights_of_torchao_are_used(tmp_path):
+    torchao = pytest.importorskip("torchao")
+    names = run("torchao", tmp_path)
+    model, images = names["model"], torch.randn(2, 1, 28, 28)
+    assert names["logits"].shape == (8, 10)
+    exact, layer = osa.create_model("osa_exact"), model.blocks[0].attention
+    for name, parameter in model.named_parameters():
+        weight = parameter.dequantize() if isinstance(parameter, torchao.utils.TorchAOBaseTensor) else parameter
+        assert (type(parameter) is torch.nn.Parameter) == (not name.endswith("weight")), name
+        exact.get_parameter(name).data.copy_(weight)
+    assert relative_error(model(images), exact(images)) < 1e-5
+    weights = [part.weight.dequantize() for part in (layer.query, layer.key, layer.value)]
+    x = torch.randn(2, 5, 64)
+    for head, weight in zip(layer.project(x), weights, strict=True):
+        assert relative_error(head.transpose(1, 2).flatten(2), x @ weight.mT) < 1e-6
+    with pytest.raises(ValueError, match=r"torch\.save"):
+        osa.save_pretrained(model, tmp_path / "a")
+
+
+def test_adapters_of_peft_learn_and_are_saved_once_they_are_merged(tmp_path):
+    peft = pytest.importorskip("peft")
+    names = run("peft", tmp_path / "merged")
+    assert names["logits"].shape == (8, 10)
+    model = peft.get_peft_model(osa.create_model("osa_exact"), names["lora"])
+    images = torch.randn(2, 1, 28, 28)
+    before, optimizer = model(images).detach(), torch.optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+    adapters = [parameter for name, parameter in model.named_parameters() if "lora" in name]
+    assert len(adapters) == 24 and all(parameter.grad.any() for parameter in adapters)
+    after = model(images)
+    assert relative_error(after, before) > 1e-3
+    with pytest.raises(ValueError, match="fold an adapter"):
+        osa.save_pretrained(model.base_model.model, tmp_path / "a")
+    osa.save_pretrained(model.merge_and_unload(), tmp_path / "a")
+    assert relative_error(osa.load_pretrained(tmp_path / "a")(images), after) < 1e-5
+
+
 def timm_vit(**options):
     timm = pytest.importorskip("timm")
     sizes = dict(img_size=16, patch_size=8, num_classes=7, depth=2)
@@ -73,6 +122,33 @@ def test_timms_attention_is_ours_with_timms_weights():
     assert model.eval()(images).shape == (2, 7)
     with pytest.raises(ValueError, match="dropout_p"):
         model.train()(images)
+
+
+def test_intermediates_are_given_as_timms_are():
+    """The same calls give the same kinds, shapes and keys, and fail alike."""
+    timm = pytest.importorskip("timm")
+    sizes = dict(img_size=28, patch_size=4, in_chans=1, num_classes=10, embed_dim=64, depth=3, num_heads=4)
+    theirs = timm.models.vision_transformer.VisionTransformer(**sizes).eval()
+    ours, x = osa.create_model("vit", depth=3).eval(), torch.randn(2, 1, 28, 28)
+    values = dict(
+        indices=[None, 1, 3, [0], [2, 0], [-1]],
+        return_prefix_tokens=[False, True],
+        norm=[False, True],
+        stop_early=[False, True],
+        output_fmt=["NCHW", "NLC"],
+        intermediates_only=[False, True],
+        output_dict=[False, True],
+    )
+    for choice in itertools.product(*values.values()):
+        arguments = dict(zip(values, choice, strict=True))
+        ours_flat, theirs_flat = (tree_flatten(model.forward_intermediates(x, **arguments)) for model in (ours, theirs))
+        assert [y.shape for y in ours_flat[0]] == [y.shape for y in theirs_flat[0]] and ours_flat[1] == theirs_flat[1], (
+            arguments
+        )
+    for wrong in (dict(indices=4), dict(indices=[3]), dict(output_fmt="NHWC")):
+        for model, error in ((ours, ValueError), (theirs, AssertionError)):
+            with pytest.raises(error):
+                model.forward_intermediates(x, **wrong)
 
 
 def test_timms_models_are_pickled_and_copied_with_their_attention():

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import io
+import json
 import pickle
+import re
 import sys
 
 import pytest
@@ -20,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import osa
 from osa import MODELS
 from osa.constrained.orthogonal import FRAME_MAPS, MAPS, orthogonal_, orthonormal_
+from osa.models import model_name
 from tests.osa.helpers import REPRESENTATIVES
 
 SIZES = dict(image_size=8, embed_dim=16, num_heads=2, depth=5)
@@ -149,6 +152,84 @@ def by_vector(model):
     """Every parameter is a part of one tensor then."""
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()).detach(), model.parameters())
     return model
+
+
+def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
+    """Of a folder, whose configuration has the name; a file of weights alone needs one."""
+    pytest.importorskip("safetensors")
+    model, folder = create("vit_noskip", num_classes=3), tmp_path / "a"
+    osa.save_pretrained(model, folder)
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model"] == "vit_noskip"
+    ways = [
+        osa.load_pretrained(folder),
+        osa.load_pretrained(str(folder), name="vit_noskip"),
+        osa.load_pretrained("vit_noskip", folder=folder),
+        osa.load_pretrained(folder / "model.safetensors"),  # beside its configuration
+    ]
+    assert all(torch.equal(other(IMAGES), model(IMAGES)) and other.config == model.config for other in ways)
+    for call in (
+        lambda: osa.load_pretrained(folder, name="vit"),
+        lambda: osa.load_pretrained("vit", folder=folder),
+        lambda: osa.load_pretrained(folder / "model.safetensors", name="vit"),
+    ):
+        with pytest.raises(ValueError, match="not of vit: skip is False, not True"):
+            call()
+    whole, weights = osa.create_model("vit_noskip"), tmp_path / "5.safetensors"
+    pytest.importorskip("safetensors.torch").save_file(whole.state_dict(), weights)
+    for loaded in (osa.load_pretrained(weights, name="vit_noskip"), osa.load_pretrained("vit_noskip", folder=weights)):
+        images = torch.rand(2, 1, 28, 28)
+        assert torch.equal(loaded(images), whole(images)) and not loaded.training
+    with pytest.raises(ValueError, match=r'5\.safetensors has weights alone.*name="osa_qr"'):
+        osa.load_pretrained(weights)
+    with pytest.raises(ValueError, match="did you mean vit_noskip"):
+        osa.load_pretrained(weights, name="vit_noskp")
+    with pytest.raises(ValueError, match=r"6\.safetensors and create_model\('vit_noskip'\) disagree: Missing key"):
+        osa.load_pretrained(folder.joinpath("model.safetensors").rename(tmp_path / "6.safetensors"), name="vit_noskip")
+    with pytest.raises(FileNotFoundError, match="config.json is missing.*the folder has 5.safetensors, 6.safetensors"):
+        osa.load_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"osa.create_model\('osa_qr'\) makes a new model"):
+        osa.load_pretrained("osa_qr")
+
+
+def test_folders_without_a_name_are_loaded(tmp_path):
+    """Those of an older version, and of models that have no name."""
+    pytest.importorskip("safetensors")
+    models = {"a": create("osa_qr"), "b": osa.build_vit(**SIZES, attention="softmax", skip=True, norm=False, mlp_init="suo")}
+    for place, model in models.items():
+        osa.save_pretrained(model, tmp_path / place)
+        path = tmp_path / place / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        assert config.pop("model") == {"a": "osa_qr", "b": None}[place]
+        path.write_text(json.dumps(config), encoding="utf-8")
+        assert torch.equal(osa.load_pretrained(tmp_path / place)(IMAGES), model(IMAGES))
+    assert osa.load_pretrained(tmp_path / "a", name="osa_qr").config == models["a"].config
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_name_is_that_of_its_options(name):
+    assert model_name(osa.ModelConfig(**MODELS[name] | dict(depth=13, alpha=0.3, num_classes=7))) == name
+
+
+def test_a_card_says_what_is_known_and_is_left_alone_once_it_is_there(tmp_path):
+    pytest.importorskip("safetensors")
+    model, card = create("osa_ns", alpha=0.25), tmp_path / "README.md"
+    osa.save_pretrained(model, tmp_path)
+    text = card.read_text(encoding="utf-8")
+    header, body = text.removeprefix("---\n").split("---\n", 1)
+    assert {"library_name: osa", "tags: [osa, orthogonal-self-attention, vision-transformer]"} == set(header.splitlines())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert f"images of 1×8×8, 10 classes, {count:,} parameters in float32" in body and "`osa_ns`" in body
+    assert {"| `alpha` | 0.25 |", "| `num_iterations` | 6 |", "| `depth` | 5 |"} < set(body.splitlines())
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(code.replace("FOLDER", str(tmp_path)), names)
+    assert torch.equal(names["model"](IMAGES), model(IMAGES))
+    card.write_text("Trained on 12 digits of mine.", encoding="utf-8")
+    osa.save_pretrained(create("vit").bfloat16(), tmp_path)
+    assert card.read_text(encoding="utf-8") == "Trained on 12 digits of mine."
+    card.unlink()
+    osa.save_pretrained(create("vit").bfloat16(), tmp_path)
+    assert "in bfloat16" in card.read_text(encoding="utf-8") and "softmax attention" in card.read_text(encoding="utf-8")
 
 
 HELD = {

@@ -107,6 +107,47 @@ def test_features_and_heads_as_in_timm(name):
     assert model.config.num_classes == 0 and osa.create_model(name, num_classes=0)(images()).shape == (3, 64)
 
 
+def block_outputs(model, batch):
+    outputs = []
+    hooks = [block.register_forward_hook(lambda *given: outputs.append(given[2])) for block in model.blocks]
+    features = model.forward_features(batch)
+    for hook in hooks:
+        hook.remove()
+    return features, outputs
+
+
+@pytest.mark.parametrize("name", ["osa_qr", "vit"])
+def test_intermediates_as_in_timm(name):
+    model, batch = build(name).eval(), images()
+    features, outputs = block_outputs(model, batch)
+    x, patches = model.forward_intermediates(batch)
+    assert torch.equal(x, features) and len(patches) == 6
+    for y, output in zip(patches, outputs, strict=True):
+        assert y.shape == (3, 64, 7, 7) and torch.equal(y[1, :, 2, 3], output[1, 1 + 2 * 7 + 3])
+    for indices, numbers in {2: [4, 5], (0, -1): [0, 5], (-2, 1): [1, 4], (3,): [3]}.items():
+        pairs = model.forward_intermediates(
+            batch, list(indices) if isinstance(indices, tuple) else indices, True, output_fmt="NLC", intermediates_only=True
+        )
+        for (y, cls_token), number in zip(pairs, numbers, strict=True):
+            assert torch.equal(torch.cat([cls_token, y], dim=1), outputs[number])
+    runs = []
+    model.blocks[3].register_forward_hook(lambda *_: runs.append(3))
+    x, (_, last) = model.forward_intermediates(batch, [0, 2], norm=True, stop_early=True, output_fmt="NLC")
+    assert not runs and torch.equal(x, model.norm(outputs[2])) and torch.equal(last, model.norm(outputs[2])[:, 1:])
+    parts = model.forward_intermediates(batch, 1, True, output_dict=True)
+    assert torch.equal(parts["image_features"], features) and torch.equal(
+        parts["image_intermediates_prefix"][0], outputs[5][:, :1]
+    )
+    assert parts["image_intermediates"][0].shape == (3, 64, 7, 7)
+    only = model.forward_intermediates(batch, 1, intermediates_only=True, output_dict=True)
+    assert only.keys() == {"image_intermediates"}
+    for wrong in (0, 7, [6], [-7], []):
+        with pytest.raises(ValueError, match=r"indices.*6 blocks"):
+            model.forward_intermediates(batch, wrong)
+    with pytest.raises(ValueError, match='"NCHW" or "NLC"'):
+        model.forward_intermediates(batch, output_fmt="NHWC")
+
+
 @pytest.mark.parametrize("name", ["osa_qr", "vit", "espa"])
 def test_gradients_with_checkpoints_are_those_without_and_keep_less(name):
     model, batch, kept, gradients = build(name), images(), [], []

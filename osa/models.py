@@ -210,8 +210,6 @@ class Start:
     """"xavier", "torch" (PyTorch's default), "lecun" (Flax's) or "trunc_normal" (as positions)."""
     head: Literal[*HEAD_INIT] = "xavier"
     """One of these or "zeros"."""
-    mlp_bias_std: float = _option(0.0, least=0)
-    """σ of the MLPs' biases; 0 for none to be drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,9 +417,6 @@ def build_vit(*, generator: Generator | None = None, **options) -> VisionTransfo
     for block in vit.blocks:
         init_attention_(block.attention, generator=generator)
         init_mlp_(block.mlp, generator=generator)
-        if config.mlp_bias_std:
-            for linear in (block.mlp.fc1, block.mlp.fc2):
-                nn.init.normal_(linear.bias, std=config.mlp_bias_std, generator=generator)
     for module in vit.modules():
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()

@@ -162,6 +162,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
+        options.pop("mlp_bias_std", None)  # of older folders: how biases started
         names = [each for each in (name, options.pop("model", None)) if each is not None]  # older folders say none
         with torch.device("meta"):
             model = build_vit(**options)

@@ -194,41 +194,20 @@ MAPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@_in_float32
-def exponential_frame(x: Tensor, base: Tensor) -> Tensor:
-    """exp(XBᵀ − BXᵀ) B for orthonormal columns B: the exponential of rank 2k that is orthogonal attention (Eq. 5).
-
-    Args:
-        x, base: (..., m, k), m ≥ k.
-    """
-    return orthogonal_attention(x, base, base, scale=1.0)
-
-
-@_in_float32
-def cayley_frame(x: Tensor, base: Tensor) -> Tensor:
-    """(I − A/2)⁻¹ (I + A/2) B with A = XBᵀ − BXᵀ = UVᵀ, by a 2k×2k system: B + U (I − VᵀU/2)⁻¹ VᵀB (Wen & Yin 2013).
-
-    Args:
-        x, base: (..., m, k), m ≥ k.
-    """
-    u, v = torch.cat([x, -base], dim=-1), torch.cat([base, x], dim=-1)  # (..., m, 2k)
-    small = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device) - v.mT @ u / 2
-    return base + u @ torch.linalg.solve_ex(small, v.mT @ base).result
-
-
-FRAME_MAPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"exponential": exponential_frame, "cayley": cayley_frame}
-
-
 class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
-    X = 0 at first, so that the weight has the bits it had. Square weights have the n(n − 1)/2 numbers of X below the
-    diagonal as their parameter and keep det B. Others have an X of their own shape, and a map of `FRAME_MAPS` on whichever
-    of W and Wᵀ is tall. Weight decay on X draws the weight towards B; it stays orthogonal.
+    X = 0 at first, so that the weight has the bits it had. The n(n − 1)/2 numbers of X below the diagonal are the parameter,
+    and det B is kept. Weight decay on X draws the weight towards B; it stays orthogonal.
 
     Args:
-        name: one of `MAPS`; for weights that are not square one of `FRAME_MAPS`.
+        name: one of `MAPS`.
+
+    Raises:
+        ValueError: there is no such map.
     """
+
+    base: Tensor
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -237,29 +216,23 @@ class Orthogonal(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, columns = self.base.shape[-2:]
-        if rows == columns:
-            i, j = torch.tril_indices(rows, rows, -1, device=x.device)
-            full = x.new_zeros(*x.shape[:-1], rows * rows).index_copy(-1, i * rows + j, x)
-            return MAPS[self.name](full.unflatten(-1, (rows, rows)), self.base)
-        if rows < columns:
-            return FRAME_MAPS[self.name](x.mT, self.base.mT).mT
-        return FRAME_MAPS[self.name](x, self.base)
+        n = self.base.shape[-1]
+        i, j = torch.tril_indices(n, n, -1, device=x.device)
+        full = x.new_zeros(*x.shape[:-1], n * n).index_copy(-1, i * n + j, x)
+        return MAPS[self.name](full.unflatten(-1, (n, n)), self.base)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Takes an orthonormal weight, (..., out, in), as the base, and returns the X of it, which is 0.
+        """Takes an orthonormal weight, (..., n, n), as the base, and returns the X of it, which is 0.
 
         Raises:
-            ValueError: the weight is not orthonormal, or it is not square and the map is only for square ones.
+            ValueError: the weight is not square, or not orthonormal.
         """
         rows, columns = weight.shape[-2:]
+        if rows != columns:
+            raise ValueError(f"{self.name} is for square weights, not {rows}×{columns}, of which `retract` takes the steps")
         if not is_orthonormal(weight):
             raise ValueError("the weight is not orthonormal: begin with `orthonormal_` or an orthogonal draw")
-        if rows != columns and self.name not in FRAME_MAPS:
-            raise ValueError(f"{self.name} is for square weights; {', '.join(FRAME_MAPS)} take {rows}×{columns}")
         self.register_buffer("base", weight.detach().clone())
-        if rows != columns:
-            return torch.zeros_like(weight)
         return weight.new_zeros(*weight.shape[:-2], rows * (rows - 1) // 2)
 
 

@@ -185,7 +185,7 @@ class Model(
     """The model's sizes but for those that the data have."""
 
 
-class Init(options(Start, optional=("mlp_bias_std",), alpha={"ge": -1e6, "le": 1e6})):
+class Init(options(Start, optional=(), alpha={"ge": -1e6, "le": 1e6})):
     """How weights start, whatever the architecture."""
 
 
@@ -212,8 +212,6 @@ class Variant(options(Architecture)):
     penalty_weight: NonNegativeFloat | None = None
     keep: Literal[*CONSTRAINTS] | None = None
     keep_by: Literal[RETRACTION, *MAPS] | None = None
-    keep_rate: PositiveFloat | None = None
-    decay_attention: bool | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
 
     @model_validator(mode="after")
@@ -223,8 +221,6 @@ class Variant(options(Architecture)):
                 raise ValueError(f"{key} and {other} go together; write both or none")
         if self.keep and self.keep_by != RETRACTION and CONSTRAINTS[self.keep].per_head:
             raise ValueError(f"keep_by {self.keep_by} is for whole matrices; write retraction to keep {self.keep}")
-        if self.keep_rate and self.keep_by != RETRACTION:
-            raise ValueError("keep_rate is of gradient steps that are retracted; write it beside keep_by: retraction")
         return self
 
     @model_validator(mode="after")

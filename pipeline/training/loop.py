@@ -61,7 +61,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, and beside it Muon (`train.optimizer`) and gradient descent (`keep_rate`) where the configuration has them.
+    """AdamW, and beside it Muon where `train.optimizer` says so.
 
     Muon takes the weight matrices of the blocks, and AdamW the embeddings, the head, biases, norms and alpha. Muon's update
     has a root mean square of 0.2 times the rate, as AdamW's tends to have (Liu et al. 2025, "Muon is scalable for LLM
@@ -70,13 +70,10 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
     The decay is on every parameter, or on weight matrices alone. What parametrises a weight never decays: it would draw an
     orthogonal weight back to where it began.
     """
-    train, variant = config.train, config.variant
-    descended = orthogonal.constrained_parameters(model, variant.keep) if variant.keep_rate else []
-    elsewhere = set(descended)
-    spared = set(orthogonal.constrained_parameters(model, "attention")) if variant.decay_attention is False else set()
+    train = config.train
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        if ".parametrizations." in name or parameter in spared:
+        if ".parametrizations." in name:
             return False
         return train.decay_all or parameter.ndim == 2
 
@@ -89,7 +86,7 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
         both = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return [group for group in both if group["params"]]
 
-    named = [(name, p) for name, p in model.named_parameters() if p not in elsewhere]
+    named = list(model.named_parameters())
     matrices = [each for each in named if for_muon(*each)]
     adamw = torch.optim.AdamW(
         groups([each for each in named if not for_muon(*each)]),
@@ -102,8 +99,6 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
     optimizers = [adamw]
     if matrices:
         optimizers.append(torch.optim.Muon(groups(matrices), lr=train.learning_rate, adjust_lr_fn="match_rms_adamw"))
-    if descended:
-        optimizers.append(torch.optim.SGD(descended, lr=variant.keep_rate))
     return optimizers
 
 
@@ -257,7 +252,7 @@ class Training:
     def _scheduled(self) -> Iterator[None]:
         """Multiplies the learning rate of the steps inside by the schedule's factor.
 
-        The updates of AdamW, Muon and gradient descent are linear in the rate, decay included, so the factor can act on the
+        The updates of AdamW and Muon are linear in the rate, decay included, so the factor can act on the
         update. That serves every optimiser in a CUDA graph, which freezes a rate that is a number: Muon takes no other.
         """
         if self.rate_factor is None:

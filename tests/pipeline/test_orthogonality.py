@@ -9,9 +9,7 @@ from osa.constrained.orthogonal import (
     CONSTRAINTS,
     MAPS,
     StiefelConstraint,
-    constrained_parameters,
     orthogonality_error,
-    retract,
 )
 from osa.constrained.penalties import PENALTIES, with_penalty
 from pipeline.core import params
@@ -68,39 +66,6 @@ def test_constrained_weights_are_orthogonal_after_a_training_with_decay(keep):
     assert all((old - new).norm() > 0.1 for old, new in zip(weights(start, keep), weights(run, keep), strict=True))
 
 
-@pytest.mark.parametrize("keep", ["attention", "whole_value_out"])
-def test_constrained_weights_can_descend_by_themselves_along_the_manifold(keep):
-    train, constraint = {"weight_decay": 0.5, "learning_rate": 0.01}, {"keep": keep, "keep_by": "retraction"}
-    adamw = training(options("osa_exact", train, **constraint))
-    run = training(options("osa_exact", train, **constraint, keep_rate=0.3))
-    images, labels = next(run.batches(0))
-    before = weights(run, keep)
-    for each in (adamw, run):
-        each.step(images, labels)
-    after, constrained = weights(run, keep), constrained_parameters(run.model, keep)
-    with torch.no_grad():
-        for weight in constrained:
-            weight.copy_(weight.grad)  # as it was clipped
-    for old, gradient, new in zip(before, weights(run, keep), after, strict=True):
-        assert (new - old).norm() > 1e-4
-        torch.testing.assert_close(new, retract(old, -0.3 * gradient))
-    free = {name: p for name, p in run.model.named_parameters() if all(p is not weight for weight in constrained)}
-    assert set(run.optimizers[0].state) == set(free.values())
-    assert all(torch.equal(p, dict(adamw.model.named_parameters())[name]) for name, p in free.items())
-
-
-def test_the_attention_can_be_spared_the_decay():
-    run = training(options("osa_exact", {"learning_rate": 0.1, "weight_decay": 0.5}, decay_attention=False))
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            parameter.fill_(1.0)
-            parameter.grad = torch.zeros_like(parameter)
-    run.optimizers[0].step()
-    still = {name for name, p in run.model.named_parameters() if torch.equal(p, torch.ones_like(p))}
-    parts = ("query", "key", "value", "out")
-    assert still == {f"blocks.{i}.attention.{part}.weight" for i in range(2) for part in parts}
-
-
 @pytest.mark.parametrize("by", MAPS)
 def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
     keep = "whole_value_out"
@@ -122,7 +87,6 @@ def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
     [
         ({"keep_by": "cayley"}, ["keep", "keep_by"]),
         ({"keep": "value_out", "keep_by": "givens"}, ["keep_by", "retraction"]),
-        ({"keep": "whole_value_out", "keep_by": "givens", "keep_rate": 0.1}, ["keep_rate", "retraction"]),
     ],
 )
 def test_options_that_do_not_fit_are_refused(values, words):

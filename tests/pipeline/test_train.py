@@ -53,7 +53,7 @@ def test_the_committed_parameters_are_the_librarys_models(variant):
 @pytest.mark.parametrize(
     "variant, section, change",
     [
-        ("osa_qr", "init", {"alpha": -0.7, "alpha_per_head": False, "mlp_bias_std": 0.5, "suo_transposed": True}),
+        ("osa_qr", "init", {"alpha": -0.7, "alpha_per_head": False, "suo_transposed": True}),
         ("vit", "init", {"embedding_std": 0.5, "xavier_fused_qkv": True, "patch_embedding": "torch", "head": "zeros"}),
         ("vit", "variant", {"qkv_bias": False, "attention_init": "ji", "activation": "gelu_tanh"}),
         ("vit", "model", {"patch_size": 7, "embed_dim": 32, "depth": 2, "num_classes": 13, "norm_eps": 0.5}),

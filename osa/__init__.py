@@ -5,10 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
-from osa import compiled, functional, init, integrations, linalg
-from osa.constrained import orthogonal, penalties
-from osa.deep import shaped
-from osa.functional import orthogonal_attention
+from osa import compiled  # noqa: F401, which registers itself
+from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.models import MODELS, ModelConfig, build_vit, create_model
 from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
 from osa.pretrained import load_pretrained, save_pretrained
@@ -28,19 +26,12 @@ __all__ = [
     "SoftmaxSelfAttention",
     "VisionTransformer",
     "build_vit",
-    "compiled",
     "create_model",
-    "functional",
-    "init",
-    "integrations",
-    "linalg",
     "load_pretrained",
-    "orthogonal",
     "orthogonal_attention",
+    "orthogonal_attention_matrix",
     "orthogonal_attention_varlen",
-    "penalties",
     "save_pretrained",
-    "shaped",
 ]
 
 if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it

@@ -1,5 +1,6 @@
 """`pip install .` gives `osa` and nothing else: its wheel is built, installed beside torch alone, and trains."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 import osa
+from osa.functional import METHODS
 from pipeline.core.files import ROOT
 
 pytestmark = pytest.mark.slow
+PAGE = (ROOT / "osa/README.md").read_text(encoding="utf-8")
 TRAINING = """
 import osa, torch
 
@@ -27,7 +30,7 @@ print(osa.__file__)
 def wheel(tmp_path_factory):
     """Built without network, from a copy: setuptools writes beside what it builds."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("osa", "pipeline"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -46,8 +49,30 @@ def test_holds_osa_and_nothing_else(wheel):
     assert metadata / "licenses/LICENSE" in files
     message = message_from_string(zipfile.ZipFile(wheel).read(str(metadata / "METADATA")).decode())
     assert message["Version"] == osa.__version__
-    needed = message.get_all("Requires-Dist")
-    assert [requirement.split(">=")[0] for requirement in needed] == ["torch"]
+    plain, extra = [], {}
+    for requirement in message.get_all("Requires-Dist"):
+        name, _, marker = requirement.partition(";")
+        (plain if not marker else extra.setdefault(marker.split('"')[1], [])).append(re.match(r"[\w-]+", name)[0])
+    extras = {"pretrained": ["safetensors"], "timm": ["timm"], "transformers": ["transformers"]}
+    assert plain == ["torch"] and extra == extras and message.get_all("Provides-Extra") == list(extras)
+    assert "Typing :: Typed" in message.get_all("Classifier")
+
+
+def test_its_page_is_rendered_and_its_links_lead_somewhere_from_there(wheel):
+    """As PyPI checks it when it is uploaded; a page there has no files beside it."""
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel], check=True)
+    links = re.findall(r"\]\(([^)]+)\)", PAGE)
+    assert links and all(link.startswith("https://") for link in links)
+
+
+def test_the_code_of_its_page_runs():
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "osa/README.md", "exec"), names)
+    assert names["rotated"].shape == names["padded"].shape == (2, 4, 50, 16)
+    assert (names["packed"].shape, names["y"].shape, names["logits"].shape) == ((83, 4, 16), (2, 50, 64), (8, 10))
+    methods = re.findall(r'^\| `"(\w+)"` \|', PAGE, re.MULTILINE)
+    assert set(methods) == set(METHODS)
 
 
 def test_trains_in_an_environment_of_its_own(wheel, tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 import osa
 from osa import OrthogonalSelfAttention, SoftmaxSelfAttention
+from osa.deep.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from osa.functional import orthogonal_attention_matrix
 from tests.osa.helpers import orthogonality_error, relative_error
 
@@ -68,8 +69,8 @@ def test_impossible_layers_are_refused_at_construction(layer_type, sizes, option
 LAYERS = {
     "orthogonal": osa.OrthogonalSelfAttention,
     "softmax": osa.SoftmaxSelfAttention,
-    "value_skipinit": osa.shaped.ValueSkipInitSelfAttention,
-    "signal_preserving": lambda d, h, **k: osa.shaped.SignalPreservingSelfAttention(d, h, torch.full((7, 7), 1 / 7), **k),
+    "value_skipinit": ValueSkipInitSelfAttention,
+    "signal_preserving": lambda d, h, **k: SignalPreservingSelfAttention(d, h, torch.full((7, 7), 1 / 7), **k),
 }
 
 

@@ -1,57 +1,44 @@
-"""One's own images: a folder, or a tar or zip archive, of class folders as the four IDX files that training reads.
+"""Turns one's own images, a folder or a tar or zip archive of class folders, into the four IDX files that training reads.
 
 The layout is that of torchvision's ImageFolder, train/CLASS/IMAGE and test/CLASS/IMAGE, in any format that Pillow reads.
+An image is stored as a viewer shows it, turned by its EXIF orientation and in the colours of its profile, or refused.
 """
 
 import hashlib
 import io
-import os
+import stat
+import sys
 import tarfile
+import unicodedata
+import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageCms, ImageOps
 from tqdm import tqdm
 
 from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.training import data
 
-SPLITS = {"train": "train", "test": "t10k"}  # and what the IDX files call them
+SPLITS = {"train": "train", "test": "t10k"}  # and their names in the IDX files
 MAX_CLASSES = 256  # labels are bytes
-GREY = ("1", "L", "LA", "La")
-DEEP = ("I", "F")  # modes of more than 8 bits begin so
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**32  # bytes of a file, and of all pixels
+UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
+UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and of a NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # of reading an archive
-
-
-@dataclass(frozen=True, order=True)
-class Place:
-    """Where a file lies: its split, its class, and its name in the folder or archive."""
-
-    split: str
-    label: str
-    name: str
-
-
-@dataclass
-class Survey:
-    """What is there before any pixel is read."""
-
-    sizes: dict[Place, int]  # height and width of each image
-    colours: Counter  # images by whether they have colour
-    classes: dict[str, set[str]]  # by split; also those without an image
-    sha256: str  # of names and contents
+Place = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
+Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read a file; None for a folder
 
 
 def convert(wanted: params.Data, out: Path) -> None:
-    """Writes the images of `data.path` and their description to `out`, unless they are there already.
+    """Writes the images of `data.path` and their description to `out`.
 
-    All images are of one size: `data.resize`, or else the most common one; others are resized to it (bilinear). They are
+    All images get one size: `data.resize`, or else the most common one; others are resized to it (bilinear). They are
     grey if all of them are, else in colour. The classes, sorted by name, take turns, so that every stretch is balanced.
 
     Raises:
@@ -64,119 +51,107 @@ def convert(wanted: params.Data, out: Path) -> None:
         raise UserError(
             f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
         )
-    survey = survey_of(path)
-    classes = _checked_classes(path, survey)
-    common = Counter(survey.sizes.values()).most_common()
-    size = wanted.resize or max(common, key=lambda each: (each[1], each[0]))[0]
-    description = {
-        "path": wanted.path,
-        "resize": wanted.resize,
-        "made_from": survey.sha256,
-        "classes": classes,
-        "channels": 3 if survey.colours[True] else 1,
-        "size": size,
-    }
-    if _is_there(out, description):
-        print(f"{out} has the images of {path} already.")
-        return
-    if others := sum(count for each, count in common if each != size):
-        print(f"{others} of {len(survey.sizes)} images are resized to {size} x {size}.")
-    if survey.colours[True] and survey.colours[False]:
-        print(f"{survey.colours[False]} of {len(survey.sizes)} images are grey and become colour images.")
-    rows, arrays = _places(survey, classes), {}
-    for split, places in rows.items():
-        arrays[split] = np.empty((len(places), description["channels"], size, size), np.uint8)
-    row_of = {place.name: (arrays[place.split], row) for places in rows.values() for row, place in enumerate(places)}
-    for name, content in tqdm(_members(path), total=len(row_of), unit="image", leave=False, disable=None):
-        if content is not None and name in row_of:
-            array, row = row_of[name]
-            array[row] = _pixels(path, name, content, description["channels"], size)
+    images, classes, sizes, sha256 = read(path, wanted.resize)
+    size = wanted.resize or max(sizes, key=lambda each: (sizes[each], each))
+    num_grey = sum(image.mode == "L" for image in images.values())
+    mode, channels = ("L", 1) if num_grey == len(images) else ("RGB", 3)
+    pixels, content = {}, {}
+    for split, stored in SPLITS.items():
+        places = in_turns([place for place in images if place[0] == split])
+        pixels[split] = np.empty((len(places), channels, size, size), np.uint8)
+        for row, place in enumerate(places):
+            image = resized(images[place].convert(mode), size)
+            pixels[split][row] = np.moveaxis(np.asarray(image).reshape(size, size, channels), -1, 0)
+        content[data.IMAGES.format(stored)] = data.as_idx(pixels[split])
+        content[data.LABELS.format(stored)] = data.as_idx(np.array([classes.index(label) for _, label, _ in places]))
+    description = {"path": wanted.path, "resize": wanted.resize, "made_from": sha256}
+    description |= {"classes": classes, "channels": channels, "size": size}
+    if others := len(images) - sizes[size]:
+        print(f"{others} of {len(images)} images are resized to {size} x {size}.")
+    if num_grey and channels == 3:
+        print(f"{num_grey} of {len(images)} images are grey and become colour images.")
+    if shared := num_shared(pixels["train"], pixels["test"]):
+        print(
+            f"warning: {shared} of {len(pixels['test'])} test images are in train/ too: remove them there.", file=sys.stderr
+        )
     (out / params.DESCRIPTION).unlink(missing_ok=True)  # it goes first and comes last
-    for split, places in rows.items():
-        labels = np.array([classes.index(place.label) for place in places])
-        files.write_bytes(out / data.IMAGES.format(SPLITS[split]), data.as_idx(arrays.pop(split)))
-        files.write_bytes(out / data.LABELS.format(SPLITS[split]), data.as_idx(labels))
+    for name, each in content.items():
+        files.write_bytes(out / name, each)
     files.write_json(out / params.DESCRIPTION, description)  # the number of classes, which a digest needs
     files.write_json(out / params.DESCRIPTION, description | {"sha256": data.digest(out)})
-    print(f"{len(survey.sizes)} images of {len(classes)} classes, {size} x {size}, from {path}")
+    print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
 
 
-def survey_of(path: Path) -> Survey:
-    """Reads the header of every image. Raises UserError if a file is none, or one that cannot be used."""
-    sizes, colours, classes, digests, roots = {}, Counter(), {}, [], set()
-    for name, content in _members(path):
-        root, parts = _split_root(name)
-        if not parts or parts[0] not in SPLITS:
+def read(path: Path, resize: int | None) -> tuple[dict[Place, Image.Image], list[str], Counter, str]:
+    """The images under train/ and test/, their classes, how many have which size, and a digest of names and contents."""
+    images, classes, sizes, digests, roots, num_bytes = {}, {}, Counter(), [], set(), 0
+    for name, length, content in tqdm(members(path), unit=" files", leave=False, disable=None):
+        root, (split, *inside) = split_root(name)
+        if split not in SPLITS:
             continue
         roots.add(root)
-        classes.setdefault(parts[0], set())
-        if len(parts) > 2 or (len(parts) == 2 and content is None):
-            classes[parts[0]].add(parts[1])
-        if len(parts) < 3 or content is None:
+        with_images = classes.setdefault(split, {})
+        if inside and (content is None or len(inside) > 1):
+            label = unicodedata.normalize("NFC", inside[0])  # macOS writes é as e and an accent, which look alike
+            with_images.setdefault(label, False)
+        if content is None or len(inside) < 2:
             continue
-        with _opened(path, name, content) as image:
-            width, height = image.size
-            if width != height:
-                raise UserError(f"{path}: {name} has {width} x {height} pixels, and images must be square: crop or pad it.")
-            if image.mode.startswith(DEEP):
-                raise UserError(f"{path}: {name} has more than 8 bits a pixel: save it with 8.")
-            sizes[Place(*parts[:2], name)] = width
-            colours[image.mode not in GREY] += 1
+        if len(inside) > 2:
+            raise UserError(
+                f"{path}: {name} lies in a folder inside a class: move it up into {split}/{label}, or remove it."
+            )
+        if length > LARGEST_FILE:
+            raise UserError(f"{path}: {name} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
+        try:
+            content = content()
+        except DAMAGES as error:
+            raise UserError(f"{path}: {name} cannot be read ({error}): put a whole file or archive there.") from None
+        image, size = decode(path, name, content, resize)
+        images[split, label, name], with_images[label] = image, True
+        num_bytes += image.width**2 * len(image.mode)
+        if num_bytes > LARGEST_DATA:
+            raise UserError(f"{path} has more than {LARGEST_DATA / 2**30:g} GiB of pixels: write a smaller data.resize.")
+        sizes[size] += 1
         digests.append(f"{name} {hashlib.sha256(content).hexdigest()}")
     if len(roots) > 1:
-        raise UserError(
-            f"{path} has {' and '.join(map(repr, sorted(roots)))} with train/ or test/ inside: leave one of them."
-        )
-    sha256 = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
-    return Survey(sizes, colours, classes, sha256)
+        names = " and ".join(map(repr, sorted(roots)))
+        raise UserError(f"{path} has {names} with train/ or test/ inside: leave one of them.")
+    digest = hashlib.sha256("\n".join(sorted(digests)).encode(errors="surrogateescape"))
+    return images, checked(path, classes), sizes, digest.hexdigest()
 
 
-def _checked_classes(path: Path, survey: Survey) -> list[str]:
-    """The names of the classes, sorted; both splits have the same."""
-    layout = "write train/CLASS/IMAGE and test/CLASS/IMAGE"
+def checked(path: Path, classes: dict[str, dict[str, bool]]) -> list[str]:
+    """The names of the classes, sorted; both splits have the same, and each has an image."""
     for split in SPLITS:
-        if not (names := survey.classes.get(split)):
-            missing = "folder" if names is None else "class folder in"
-            raise UserError(f"{path} has no {missing} {split}/: {layout}.")
-    train, test = (survey.classes[split] for split in SPLITS)
-    for name in sorted(train ^ test):
+        if not classes.get(split):
+            missing = "class folder in" if split in classes else "folder"
+            raise UserError(f"{path} has no {missing} {split}/: write train/CLASS/IMAGE and test/CLASS/IMAGE.")
+    train, test = (classes[split] for split in SPLITS)
+    for name in sorted(train.keys() ^ test.keys()):
         there, other = ("train", "test") if name in train else ("test", "train")
         raise UserError(f"{path}: {there}/{name} has no class {other}/{name} beside it: add images there, or remove it.")
     if not 2 <= len(train) <= MAX_CLASSES:
-        classes = "one class" if len(train) == 1 else f"{len(train)} classes"
-        raise UserError(f"{path} has {classes} in train/: 2 to {MAX_CLASSES} can be learnt.")
-    with_images = {(place.split, place.label) for place in survey.sizes}
-    for split in SPLITS:
-        for name in sorted(survey.classes[split]):
-            if (split, name) not in with_images:
+        count = "one class" if len(train) == 1 else f"{len(train)} classes"
+        raise UserError(f"{path} has {count} in train/: 2 to {MAX_CLASSES} can be learnt.")
+    for split, names in classes.items():
+        for name in sorted(names):
+            if not names[name]:
                 raise UserError(f"{path}: {split}/{name} has no image: add some, or remove the class.")
     return sorted(train)
 
 
-def _places(survey: Survey, classes: list[str]) -> dict[str, list[Place]]:
-    """The images of each split in the order of its arrays: the first of every class, then the second, and so on."""
-    counts, ranks = Counter(), {}
-    for place in sorted(survey.sizes):
-        ranks[place] = counts[place.split, place.label]
-        counts[place.split, place.label] += 1
-    ordered = sorted(ranks, key=lambda place: (ranks[place], place))
-    return {split: [place for place in ordered if place.split == split] for split in SPLITS}
+def decode(path: Path, name: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
+    """An image as a viewer shows it, in mode L or RGB, and its size before `resize`.
 
-
-def _pixels(path: Path, name: str, content: bytes, channels: int, size: int) -> np.ndarray:
-    """Levels (channels, size, size) of an image, uint8."""
-    with _opened(path, name, content) as image:
-        pixels = image.convert("RGB" if channels == 3 else "L")
-        if pixels.size != (size, size):
-            pixels = pixels.resize((size, size), Image.Resampling.BILINEAR)
-        return np.moveaxis(np.asarray(pixels).reshape(size, size, channels), -1, 0)
-
-
-@contextmanager
-def _opened(path: Path, name: str, content: bytes) -> Iterator[Image.Image]:
-    """An image from its bytes. Whatever a decoder raises, then or inside, is a sentence that names the file."""
+    A decoder may raise anything. All of it becomes a sentence that names the file.
+    """
     try:
-        yield Image.open(io.BytesIO(content))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's own limit of pixels
+            with Image.open(io.BytesIO(content)) as image:
+                if problem := problem_of(image):
+                    raise UserError(f"{path}: {name} has {problem}.")
+                return resized(as_seen(image), resize or image.width), image.width
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001
@@ -184,49 +159,94 @@ def _opened(path: Path, name: str, content: bytes) -> Iterator[Image.Image]:
         raise UserError(f"{path}: {name} cannot be read as an image ({reason}): replace or remove it.") from None
 
 
-def _members(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    """Name and content of every file, and of every folder its name alone. An archive is read in memory and never unpacked.
-
-    Files that systems leave behind, hidden ones and __MACOSX, are left out.
-    """
-    for name, content in _in_folder(path) if path.is_dir() else _in_archive(path):
-        parts = PurePosixPath(name.replace("\\", "/")).parts
-        if ".." in parts or "/" in parts[:1]:
-            raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
-        if not any(part.startswith(".") or part in ("__MACOSX", "Thumbs.db", "desktop.ini") for part in parts):
-            yield "/".join(parts), content
-
-
-def _in_folder(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    for folder, folders, names in os.walk(path, followlinks=True):
-        inside = Path(folder).relative_to(path)
-        yield from (((inside / name).as_posix(), None) for name in folders)
-        yield from (((inside / name).as_posix(), Path(folder, name).read_bytes()) for name in names)
+def problem_of(image: Image.Image) -> str | None:
+    """A property for which an image is refused, and the remedy."""
+    if image.width != image.height:
+        return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
+    if image.mode.startswith(("I", "F")):
+        return "more than 8 bits a pixel: save it with 8"
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's second picture is never shown
+        return f"{image.n_frames} pictures: save one of them"
+    if image.has_transparency_data and image.convert("RGBA").getextrema()[-1][0] < 255:
+        return "transparent pixels, whose colour depends on the viewer: save it on a background"
+    return None
 
 
-def _in_archive(path: Path) -> Iterator[tuple[str, bytes | None]]:
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                yield from ((each.filename, None if each.is_dir() else archive.read(each)) for each in archive.infolist())
-            return
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if not (member.isfile() or member.isdir()):
-                    raise UserError(f"{path} has the member {member.name}, a link or device: data.path needs plain files.")
-                yield member.name, None if member.isdir() else archive.extractfile(member).read()
-    except DAMAGES as error:
-        raise UserError(f"{path} cannot be read as a tar or zip archive ({error}): data.path needs a whole one.") from None
+def as_seen(image: Image.Image) -> Image.Image:
+    mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
+    image, profile = ImageOps.exif_transpose(image), image.info.get("icc_profile")
+    if profile:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # else viewers ignore it
+            image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+    return image.convert(mode)
 
 
-def _split_root(name: str) -> tuple[str, tuple[str, ...]]:
+def resized(image: Image.Image, size: int) -> Image.Image:
+    return image if image.width == size else image.resize((size, size), Image.Resampling.BILINEAR)
+
+
+def in_turns(places: list[Place]) -> list[Place]:
+    """The first image of every class, then the second, and so on."""
+    counts, ranked = Counter(), []
+    for place in sorted(places):
+        _, label, _ = place
+        ranked.append((counts[label], place))
+        counts[label] += 1
+    return [place for _, place in sorted(ranked)]
+
+
+def num_shared(train: np.ndarray, test: np.ndarray) -> int:
+    """How many test images are training images too, whatever their names and formats."""
+    known = {hashlib.sha256(pixels).digest() for pixels in train}
+    return sum(hashlib.sha256(pixels).digest() in known for pixels in test)
+
+
+def split_root(name: str) -> tuple[str, tuple[str, ...]]:
     """The folder around train/ and test/, which archives often have, and the parts of a name inside it."""
     first, *others = parts = tuple(name.split("/"))
     return ("", parts) if first in SPLITS or not others else (first, tuple(others))
 
 
-def _is_there(out: Path, description: dict) -> bool:
+def members(path: Path) -> Iterator[Member]:
+    """All files and folders but those that no viewer shows: hidden ones, and what systems leave behind."""
+    for name, length, content in in_folder(path, path, ()) if path.is_dir() else in_archive(path):
+        parts = PurePosixPath(name.replace("\\", "/")).parts
+        if ".." in parts or "/" in parts[:1]:
+            raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
+        if parts and not any(part.startswith(".") or part in UNSEEN for part in parts):
+            yield "/".join(parts), length, content
+
+
+def in_folder(folder: Path, base: Path, above: tuple[Path, ...]) -> Iterator[Member]:
+    above = (*above, folder.resolve())
+    for path in sorted(folder.iterdir()):
+        name = path.relative_to(base).as_posix()
+        if path.is_file():
+            yield name, path.stat().st_size, path.read_bytes
+        elif path.is_dir() and path.resolve() not in above:
+            yield name, 0, None
+            yield from in_folder(path, base, above)
+        elif path.name not in UNSEEN and not path.name.startswith("."):
+            what = "leads back to a folder above it" if path.is_dir() else "is a link to nothing, or no file"
+            raise UserError(f"{base}: {name} {what}: replace or remove it.")
+
+
+def in_archive(path: Path) -> Iterator[Member]:
+    """The members of an archive, which is never unpacked."""
+    link = "{} has the member {}, a link or device: data.path needs plain files."
     try:
-        return files.read_json(out / params.DESCRIPTION) == description | {"sha256": data.digest(out)}
-    except UserError:
-        return False
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                for entry in archive.infolist():
+                    if stat.S_ISLNK(entry.external_attr >> 16):  # the mode that Unix stores
+                        raise UserError(link.format(path, entry.filename))
+                    yield entry.filename, entry.file_size, None if entry.is_dir() else partial(archive.read, entry)
+            return
+        with tarfile.open(path) as archive:
+            for entry in archive:
+                if not (entry.isfile() or entry.isdir()):
+                    raise UserError(link.format(path, entry.name))
+                yield entry.name, entry.size, None if entry.isdir() else lambda: archive.extractfile(entry).read()  # noqa: B023
+    except DAMAGES as error:
+        raise UserError(f"{path} cannot be read as a tar or zip archive ({error}): data.path needs a whole one.") from None

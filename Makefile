@@ -8,7 +8,7 @@ PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart check test plan reproduce benchmark gpu ui lint readme lock
+.PHONY: help setup quickstart check test plan reproduce restore benchmark gpu ui lint readme lock
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: on
 	$(RUN) python -m pipeline fan_out $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) dvc repro
 	$(RUN) python -m pipeline report readme
+
+restore: setup  ## back to the committed results; what was edited and trained since moves to .restored/
+	@$(RUN) python -m pipeline restore
 
 benchmark: setup  ## time attention and the training step on this machine, against what else one would run
 	$(RUN) python -m pipeline benchmarks.attention

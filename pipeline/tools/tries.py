@@ -27,10 +27,10 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, plain
 from pipeline.report import figures, page
 from pipeline.statistics import CONFIDENCE, interval, summarise
-from pipeline.tools import fan_out
+from pipeline.tools import fan_out, locks
 from pipeline.training.run import CURVES, FOLDER, TABLE_2, TRIES, Run
 
-PAGE, LOCK = FOLDER / TRIES / "index.html", Path(".checkpoints/try.lock")
+PAGE = FOLDER / TRIES / "index.html"
 Seeds = dict[int, dict[str, Any]]  # of each: record, accuracy in per cent or None, and points
 NOTHING = {"difference": "", "interval": "", "reading": "", "changes": ""}
 
@@ -94,7 +94,7 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
 
 def train(jobs: list[fan_out.Job], chosen: argparse.Namespace) -> None:
     """Trains what is missing, and leaves no weights of it."""
-    with fan_out.alone(LOCK):
+    with fan_out.alone(locks.TRY):
         left = [job for job in jobs if not fan_out.is_there(*job)]
         try:
             list(fan_out.train(left, chosen.jobs, chosen.no_tracking))

@@ -1,5 +1,7 @@
 """What a study works with: the paper's recipe as configurations and models, images, random streams, trainings, tables."""
 
+from __future__ import annotations
+
 import copy
 import functools
 import itertools
@@ -7,8 +9,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pandas as pd
 import torch
 from torch import Generator, Tensor
 
@@ -19,6 +21,9 @@ from pipeline.training import data
 from pipeline.training.loop import Training, build_model, random_stream
 from pipeline.training.run import Run
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 TABLES = Path("paper_outputs/tables")
 
 
@@ -28,7 +33,7 @@ class Lab:
     def __init__(self, study: str, settings: Params, paper: Paper) -> None:
         self.study, self.params, self.paper = study, settings, paper
 
-    def of(self, study: str) -> "Lab":
+    def of(self, study: str) -> Lab:
         """The bench of another study, with the same tables and images."""
         other = copy.copy(self)
         other.study = study

@@ -1,5 +1,7 @@
 """Files that are either whole or absent: everything is written under a temporary name and then renamed."""
 
+from __future__ import annotations
+
 import glob
 import hashlib
 import json
@@ -8,11 +10,12 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from pipeline.core.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd  # slow to import, and no training needs it
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository whose code is running
 RECORD = "record.json"
@@ -104,6 +107,8 @@ def write_csv(path: str | Path, table: pd.DataFrame) -> None:
 
 def read_csv(path: str | Path) -> pd.DataFrame:
     """Reads a table. Raises UserError naming the file if it is absent or no table."""
+    import pandas as pd
+
     try:
         return pd.read_csv(path)
     except (OSError, ValueError) as error:

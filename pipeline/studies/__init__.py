@@ -4,23 +4,26 @@ A study is found by its file, which ends in `STUDY = Study(...)`. Its name is al
 stage in dvc.yaml, of its template, and of its folder under paper_outputs/studies.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from pipeline.core import params
 from pipeline.core.errors import UserError
 from pipeline.core.params import Overrides, Section
 
+if TYPE_CHECKING:  # slow to import, and no training draws
+    import pandas as pd
+    from matplotlib.figure import Figure
+
 WINGS = ("paper", "deep", "orthogonal")
-Tables = dict[str, pd.DataFrame]
+Tables = dict[str, "pd.DataFrame"]
 Request = tuple[str, Overrides, int]  # of a training: variant, what is replaced of its configuration, seed
 
 

@@ -10,6 +10,9 @@ which git does not keep. record.json says which run it is and has the digest of 
 and whoever reads a run reads that first.
 """
 
+from __future__ import annotations
+
+import csv
 import hashlib
 import io
 import math
@@ -21,9 +24,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 import safetensors.torch
 import torch
 from tqdm import tqdm
@@ -34,6 +37,9 @@ from pipeline.core.errors import UserError
 from pipeline.core.params import FOLDER as OWN_IMAGES
 from pipeline.core.params import Overrides, RunConfig
 from pipeline.training.loop import COLUMNS, Observer, Progress, Training, build_model
+
+if TYPE_CHECKING:
+    import pandas as pd  # slow to import, and no training needs it
 
 TABLE_2, TRIES = "table_2", "tries"
 CURVES = COLUMNS[2:]
@@ -56,7 +62,7 @@ class Run:
     base: Path = Path()  # with paper_outputs, in a copy of this repository
 
     @classmethod
-    def at(cls, folder: Path) -> "Run":
+    def at(cls, folder: Path) -> Run:
         """The run whose training left a folder. Raises UserError if the record there is another run's."""
         made = files.read_json(folder / "record.json")
         run = cls(made["variant"], made["seed"], made["study"], made["overrides"], Path(*folder.parts[:-5]))
@@ -317,6 +323,8 @@ class Recorder(Observer):
         files.write_text(paths["history"], history_csv(progress.history))
         files.write_json(paths["metrics"], self.metrics())
         if self.watch:
+            import pandas as pd
+
             seen = pd.DataFrame(self.times.watched or {"epoch": []})  # of a run that diverged at step 0 nothing
             files.write_csv(paths["watched"], seen)
         else:
@@ -362,5 +370,9 @@ def restore_checkpoint(path: Path, training: Training) -> Times:
 
 def history_csv(history: list[dict[str, float]]) -> str:
     """The points below one another; a number that is not finite is an empty field."""
-    table = pd.DataFrame(history, columns=COLUMNS)
-    return table.replace([math.inf, -math.inf], math.nan).to_csv(index=False, lineterminator="\n")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in history:
+        writer.writerow([row[name] if math.isfinite(row[name]) else "" for name in COLUMNS])
+    return text.getvalue()

@@ -2,10 +2,6 @@
 
 import contextlib
 import itertools
-import json
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest

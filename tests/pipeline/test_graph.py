@@ -72,9 +72,7 @@ def test_what_dvc_shows_of_experiments_are_parameters_and_accuracies():
     """Besides, DVC has a column for each file or folder that a stage reads, and no setting leaves them out of its CSV."""
     columns = dvc("exp", "show", "--csv").partition("\n")[0].split(",")
     files = {column for column in columns if (ROOT / column).exists() or column.startswith(("data/", "paper_outputs/"))}
-    assert len(set(columns) - files) <= 180, (
-        "experiment, parameters with osa.NUMERICS, recipe, sections of studies"
-    )
+    assert len(set(columns) - files) <= 180, "experiment, parameters with osa.NUMERICS, recipe, sections of studies"
     assert len([column for column in files if column.endswith((":mean", ":sd", ":n"))]) == 3 * 6
 
 

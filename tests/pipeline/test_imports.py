@@ -1,0 +1,33 @@
+"""What a command does not need it does not import: seconds at the start of every stage."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.core.files import ROOT
+
+DRAWING = {"pandas", "matplotlib"}
+RUN = "import sys; sys.argv[1:] = {arguments}; from pipeline.{module} import main; main(); print(*sys.modules)"
+REPORT = "import sys; from pipeline import studies; from pipeline.report import __main__; "
+REPORT += "print([studies.get(name) for name in studies.names()] and '', *sys.modules)"
+
+
+def imported(code: str) -> set[str]:
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+@pytest.mark.slow
+def test_a_check_and_a_training_draw_nothing(project):
+    for module, arguments in {"check": [], "train": ["osa_exact", "0", "--no-tracking"]}.items():
+        modules = imported(RUN.format(module=module, arguments=arguments))
+        assert "torch" in modules and not DRAWING & modules, module
+    assert (project / "paper_outputs/runs/table_2/osa_exact/0/record.json").exists()
+
+
+@pytest.mark.slow
+def test_a_page_needs_no_torchvision():
+    modules = imported(REPORT)
+    assert "matplotlib" in modules and "torchvision" not in modules

@@ -4,8 +4,23 @@ PYTHON ?= python3
 VENV := .venv
 TORCH ?= $(shell cat $(VENV)/.torch 2>/dev/null)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+UV := $(shell command -v uv)
 PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check
+INSTALL = $(if $(UV),uv pip install --python $(VENV)/bin/python,$(PIP))
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
+
+comma := ,
+FAILED = the packages cannot be installed (see $(VENV)/install.log): try again.
+# Runs an installer whose messages go to .venv/install.log, behind one line that moves.
+define quietly
+@$(1) >>$(VENV)/install.log 2>&1 & pid=$$!; trap "kill $$pid; exit 130" INT TERM; seconds=0; \
+while kill -0 $$pid 2>/dev/null; do \
+	if [ -t 2 ]; then printf "\r\033[K%d s  %.60s" $$seconds "$$(tail -n 1 $(VENV)/install.log | tr -d '\r')" >&2; fi; \
+	sleep 1; seconds=$$((seconds + 1)); \
+done; \
+if [ -t 2 ]; then printf "\r\033[K" >&2; fi; \
+wait $$pid || { echo "error: $(2)" >&2; exit 1; }
+endef
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart check test plan reproduce restore benchmark gpu ui lint readme lock
@@ -13,35 +28,41 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.installed  ## create .venv and install the pinned requirements; TORCH=cpu for PyTorch without CUDA
+setup: $(VENV)/.installed  ## create .venv with the pinned requirements, by uv where it is there; TORCH=cpu for PyTorch without CUDA
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info[:2] in ((3, 11), (3, 12)) else "error: Python 3.11 or 3.12 is needed, not %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@test -z "$(TORCH)" -o "$(TORCH)" = cpu || { echo "error: TORCH=$(TORCH) is not known: write TORCH=cpu, or leave it out." >&2; exit 1; }
 	@echo "Installing into $(VENV): $(if $(filter cpu,$(TORCH)),about 2 GB,5.6 GB, most of it CUDA; without a GPU, \`make setup TORCH=cpu\` leaves that out)."
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) && : >$(VENV)/install.log
 ifeq ($(TORCH),cpu)
-	@grep -E '^torch(vision)?==' requirements.txt | $(PIP) --no-deps --retries 1 --index-url $(TORCH_INDEX) -r /dev/stdin 2>$(VENV)/pip.log || \
-		{ echo "error: $(TORCH_INDEX) does not deliver PyTorch (see $(VENV)/pip.log): try again, or leave TORCH=cpu out, which takes it with CUDA from PyPI." >&2; exit 1; }
+	@grep -E '^torch(vision)?==' requirements.txt >$(VENV)/torch.txt; grep -vE '^(cuda|nvidia|triton)' requirements.txt >$(VENV)/others.txt
+	$(call quietly,$(INSTALL) --no-deps $(if $(UV),--default-index,--retries 1 --index-url) $(TORCH_INDEX) -r $(VENV)/torch.txt,$(TORCH_INDEX) does not deliver PyTorch (see $(VENV)/install.log): try again$(comma) or leave TORCH=cpu out$(comma) which takes it with CUDA from PyPI.)
 	@echo cpu > $(VENV)/.torch
-	grep -vE '^(cuda|nvidia|triton)' requirements.txt | $(PIP) -r /dev/stdin
+	$(call quietly,$(INSTALL) -r $(VENV)/others.txt,$(FAILED))
 else
-	$(PIP) -r requirements.txt
+	$(call quietly,$(INSTALL) -r requirements.txt,$(FAILED))
 endif
 	@touch $@
 
-$(VENV)/.extras: requirements-cluster.txt requirements-integrations.txt $(VENV)/.installed
-	$(PIP) -r requirements-cluster.txt -r requirements-integrations.txt
+# The tests, ruff and the notebook need more.
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.installed
+	@echo "Installing what tests need"
+	$(call quietly,$(INSTALL) -r requirements-dev.txt,$(FAILED))
+	@touch $@
+
+$(VENV)/.extras: requirements-cluster.txt requirements-integrations.txt $(VENV)/.dev
+	$(call quietly,$(INSTALL) -r requirements-cluster.txt -r requirements-integrations.txt,$(FAILED))
 	@touch $@
 
 quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download, in minutes
 	@$(RUN) python -m pipeline quickstart
 
-check: setup  ## the quick tests and ruff: an answer in a minute
+check: $(VENV)/.dev  ## the quick tests and ruff: an answer in a minute
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -q -m "not slow and not faults"
 	$(RUN) ruff check .
 
-test: setup $(VENV)/.extras  ## the test suite
+test: $(VENV)/.extras  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 plan: setup  ## what `make reproduce` would run, why, and for how long
@@ -70,7 +91,7 @@ ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
 	$(RUN) exec python -m pipeline tracking ui
 
 .PHONY: tour
-tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
+tour: $(VENV)/.dev  ## run the notebook in place, and write it as notebooks/tour.html
 	$(RUN) jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/tour.ipynb
 	$(RUN) jupyter nbconvert --to html notebooks/tour.ipynb
 
@@ -78,12 +99,15 @@ tour: setup  ## run the notebook in place, and write it as notebooks/tour.html
 doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
 	@$(RUN) $(PYTHON) -m pipeline doctor
 
-lint: setup  ## ruff
+lint: $(VENV)/.dev  ## ruff
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
 readme: setup  ## render the README's result from the files
 	$(RUN) python -m pipeline report readme
 
-lock: setup  ## resolve requirements.in into requirements.txt (needs uv)
-	uv pip compile --universal --python-version 3.11 --no-annotate --no-header requirements.in -o requirements.txt
+COMPILE = $(RUN) uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header
+lock: setup  ## resolve requirements.in and requirements-dev.in
+	$(if $(UV),,$(PIP) --quiet uv)
+	$(COMPILE) requirements.in -o requirements.txt
+	$(COMPILE) requirements-dev.in -o requirements-dev.txt

@@ -12,6 +12,11 @@ from pipeline.core import files
 from pipeline.core.files import ROOT
 
 UNREACHABLE = "http://127.0.0.1:9/"
+DEVELOPMENT = "tester==1.0\n"
+UV = """#!/bin/sh
+test "$1 $2 $3" = "pip install --python" || exit 2
+python=$4; shift 4; echo "$@" >>uv.txt; exec "$python" -m pip install "$@"
+"""
 REQUIREMENTS = "other==1.0\ntorch==2.0\ntorchvision==3.0\nnvidia-big==1.0 ; sys_platform != 'none'\n"
 
 
@@ -32,7 +37,14 @@ def make(tmp_path):
     """Calls make in a folder with these requirements. PyPI has all packages, PyTorch's index its own as a CPU build."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements.txt").write_text(REQUIREMENTS, encoding="utf-8")
-    for name, version in {"other": "1.0", "torch": "2.0", "torchvision": "3.0", "nvidia_big": "1.0"}.items():
+    (tmp_path / "requirements-dev.txt").write_text(DEVELOPMENT, encoding="utf-8")
+    for name, version in {
+        "other": "1.0",
+        "tester": "1.0",
+        "torch": "2.0",
+        "torchvision": "3.0",
+        "nvidia_big": "1.0",
+    }.items():
         publish(tmp_path / "pypi", name, version)
     for name, version in {"torch": "2.0+cpu", "torchvision": "3.0+cpu"}.items():
         publish(tmp_path / "pytorch", name, version)
@@ -41,7 +53,7 @@ def make(tmp_path):
 
     def call(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["make", "UV=", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
 
     return call
@@ -55,7 +67,7 @@ def installed(folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_torch_without_cuda(make, tmp_path):
     planned = make("setup", "--dry-run").stdout  # otherwise it installs the requirements as they are
-    assert "-r requirements.txt\n" in planned and "pytorch.org" not in planned
+    assert "-r requirements.txt " in planned and "pytorch.org" not in planned
     refused = make("setup", "TORCH=gpu")
     assert refused.returncode and "error: TORCH=gpu is not known: write TORCH=cpu, or leave it out." in refused.stderr
 
@@ -63,7 +75,7 @@ def test_torch_without_cuda(make, tmp_path):
     sentence, of_make = failed.stderr.splitlines()
     assert failed.returncode and of_make.startswith("make: *** ")
     assert sentence.startswith(
-        f"error: {UNREACHABLE} does not deliver PyTorch (see .venv/pip.log): try again, or leave TORCH=cpu out"
+        f"error: {UNREACHABLE} does not deliver PyTorch (see .venv/install.log): try again, or leave TORCH=cpu out"
     )
     assert installed(tmp_path) == set() and not (tmp_path / ".venv/.installed").exists()
 
@@ -75,3 +87,24 @@ def test_torch_without_cuda(make, tmp_path):
     (tmp_path / ".venv/.installed").unlink()
     planned = make("setup", "--dry-run").stdout  # the choice stays
     assert "--index-url https://download.pytorch.org/whl/cpu " in planned and "install -r requirements.txt" not in planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_uv", [False, True])
+def test_who_replicates_gets_no_tests_and_uv_installs_where_it_is(make, tmp_path, with_uv):
+    (tmp_path / "requirements.txt").write_text("other==1.0\n", encoding="utf-8")
+    files.write_text(tmp_path / "uv", UV)
+    (tmp_path / "uv").chmod(0o755)
+    uv = [f"UV={tmp_path / 'uv'}", f"PATH={tmp_path}:{os.environ['PATH']}"] if with_uv else []
+    done = make("setup", *uv)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 and done.stderr == ""  # nothing of the installer's
+    assert installed(tmp_path) == {"other-1.0"}
+    assert "other" in (tmp_path / ".venv/install.log").read_text(encoding="utf-8")
+    assert make(".venv/.dev", *uv).returncode == 0
+    assert installed(tmp_path) == {"other-1.0", "tester-1.0"}
+    assert (tmp_path / "uv.txt").exists() == with_uv
+    (tmp_path / "requirements.txt").write_text("absent==1.0\n", encoding="utf-8")
+    failed = make("setup", *uv)
+    assert failed.returncode and failed.stderr.splitlines()[0].startswith(
+        "error: the packages cannot be installed (see .venv/"
+    )

@@ -23,15 +23,8 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
 
     A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
     """
-    return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
-
-
-def _goes_elsewhere() -> bool:
-    is_transformed = bool(torch._C._functorch.peek_interpreter_stack()) or torch.autograd.forward_ad._current_level >= 0
-    return is_transformed or torch.compiler.is_exporting()
-
-
-_goes_elsewhere._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which takes seconds to import
+    is_traced = torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal"
+    return is_traced and not linalg.is_transformed() and not torch.compiler.is_exporting()
 
 
 def attend(

@@ -368,15 +368,26 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def is_eager(x: Tensor) -> bool:
-    """Whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative."""
+def is_eager(x: Tensor, *but: torch._C._functorch.TransformType) -> bool:
+    """Whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative.
+
+    `but` names function transforms that are allowed. One may be under way that does not wrap x itself.
+    """
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
-        or torch._C._functorch.peek_interpreter_stack()  # of the transforms, which may not wrap x itself
+        or any(each.key() not in but for each in torch._C._functorch.get_interpreter_stack() or ())
         or get_proxy_mode()
         or forward_ad._current_level >= 0
     )
+
+
+def is_transformed() -> bool:
+    """Whether a function transform or a forward-mode derivative is under way, in what a compiler traces too."""
+    return bool(torch._C._functorch.peek_interpreter_stack()) or forward_ad._current_level >= 0
+
+
+is_transformed._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which takes seconds to import
 
 
 def is_captured(x: Tensor) -> bool:

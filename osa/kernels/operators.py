@@ -1,10 +1,14 @@
-"""The kernels as operators of torch, which autograd and torch.compile know as a whole, and when they are taken."""
+"""The kernels as operators, which autograd, torch.func and torch.compile know as a whole, and when they are taken."""
 
 import functools
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from osa import functional, linalg
@@ -20,12 +24,13 @@ LONG_METHODS = ("exact", "newton_schulz")  # that need Gram matrices alone
 MAX_TOKENS, MAX_WIDTH = 256, 16  # of query and key, whose matrices one program holds in its registers
 MAX_LONG_WIDTH = 128  # of query, key and value
 TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
+TRANSFORMS = TransformType.Vmap, TransformType.Grad  # of torch.func, which `_Attention` knows
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
 PHI1_TOLERANCE = 1e-5  # of which three products of TF32 need 4e-7, and two have 3e-4
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Whether `attend` takes tensors such as these of CUDA: by a method that has a kernel, and under no function transform.
+    """Whether `attend` takes tensors such as these of CUDA: by a method with a kernel, and in no forward-mode derivative.
 
     A kernel that does not compile, or gives other numbers than the plain route when it is first used, does not fit either,
     and warns once. While a CUDA graph is recorded none is tried: what is recorded has to have run before with the same
@@ -36,8 +41,8 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     dtypes, rows = tuple(x.dtype for x in tensors), padded(tokens) if is_short else TRIED_TOKENS
     return (
         method in (METHODS if is_short else LONG_METHODS)
-        and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH and _is_whole(x) for x in tensors)
-        and not (isinstance(scale, Tensor) and not _is_whole(scale))
+        and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH for x in tensors)
+        and all(_is_whole(x, *TRANSFORMS) for x in (*tensors, scale) if isinstance(x, Tensor))
         and _is_right(method, query.device, dtypes, rows, width, value.shape[-1])
     )
 
@@ -83,8 +88,87 @@ def attend(
     return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
 
 
-def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
-    """A module's kernels as osa::NAME, of (batch, heads, N, d) and (batch, heads, 1, 1), and osa::NAME_backward."""
+@dataclass(frozen=True)
+class Operator:
+    """The kernels of a method: osa::NAME and osa::NAME_backward, and the same as functions of autograd and torch.func."""
+
+    method: str
+    attend: Callable[..., tuple[Tensor, Tensor]]  # of query, key, value, scale, number of iterations and ε
+    gradients: Callable[..., tuple[Tensor, ...]]  # of query, key, value, scale, what `attend` saved, E, and these two
+
+    def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
+        """To a compiler the first is one operator with a derivative, which torch.func does not take."""
+        return self.attend(*arguments) if torch.compiler.is_compiling() else _Attention.apply(self, *arguments)
+
+
+class _Attention(torch.autograd.Function):
+    """What an operator returns: the heads, and what its gradients need."""
+
+    @staticmethod
+    def forward(operator: Operator, *arguments) -> tuple[Tensor, Tensor]:
+        return operator.attend(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        ctx.operator, *tensors, ctx.num_iterations, ctx.epsilon = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, output[1])
+
+    @staticmethod
+    @linalg.in_own_types
+    def backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
+        grads = _Gradients.apply(ctx.operator, *ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon)
+        return None, *grads, None, None
+
+    @staticmethod
+    def vmap(info, in_dims: tuple, *arguments) -> tuple[tuple, tuple]:
+        return _mapped(_Attention, info.batch_size, in_dims, arguments)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of query, key, value and scale; their own derivatives are the plain route's."""
+
+    @staticmethod
+    def forward(operator: Operator, *arguments) -> tuple[Tensor, ...]:
+        return operator.gradients(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        operator, *tensors, _, grad, num_iterations, epsilon = inputs
+        ctx.options = operator.method, num_iterations or None, epsilon
+        ctx.save_for_backward(*tensors, grad)
+
+    @staticmethod
+    @linalg.in_own_types
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        def gradients(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.vjp(plain, query, key, value, scale)[1](grad)
+
+        def plain(*tensors: Tensor) -> Tensor:
+            return functional.plain_attention(*tensors, *ctx.options)
+
+        *tensors, grad = torch.func.vjp(gradients, *ctx.saved_tensors)[1](grads)
+        return None, *tensors, None, grad, None, None
+
+    @staticmethod
+    def vmap(info, in_dims: tuple, *arguments) -> tuple[tuple, tuple]:
+        return _mapped(_Gradients, info.batch_size, in_dims, arguments)
+
+
+def _mapped(function: type, size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
+    """A function mapped over a dimension of so many entries, which joins the batch, and where its outputs have it."""
+    operator, *tensors, num_iterations, epsilon = arguments
+    folded = []
+    for x, dim in zip(tensors, in_dims[1:-2], strict=True):
+        mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+        folded.append(mapped.flatten(0, 1))
+    outputs = function.apply(operator, *folded, num_iterations, epsilon)
+    return tuple(x.unflatten(0, (size, -1)) for x in outputs), (0,) * len(outputs)
+
+
+def _register(method: str, name: str, kernels) -> Operator:
+    """A module's kernels as operators of (batch, heads, N, d) and (batch, heads, 1, 1)."""
 
     options = "int num_iterations, float epsilon"
     forward = f"({INPUTS}, {options}) -> (Tensor, Tensor)"
@@ -122,14 +206,10 @@ def _register(method: str, name: str, kernels) -> torch.library.CustomOpDef:
 
     @linalg.in_own_types
     def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
-        *tensors, saved = ctx.saved_tensors
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            options = method, ctx.num_iterations or None, ctx.epsilon
-            return *linalg.recorded_grad(lambda *x: functional.plain_attention(*x, *options), tensors, grad), None, None
-        return *gradients(*tensors, saved, grad, ctx.num_iterations, ctx.epsilon), None, None
+        return *gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
 
     attend_heads.register_autograd(differentiate, setup_context=save)
-    return attend_heads
+    return Operator(method, attend_heads, gradients)
 
 
 @torch.library.custom_op("osa::phi1", mutates_args=())
@@ -162,9 +242,9 @@ OPERATORS = {method: _register(method, method, launch) for method in METHODS}
 LONG_OPERATORS = {method: _register(method, f"long_{method}", sequences) for method in LONG_METHODS}
 
 
-def _is_whole(x: Tensor) -> bool:
-    """Whether no function transform holds x, which takes an operator apart."""
-    return torch.compiler.is_compiling() or linalg.is_eager(x)
+def _is_whole(x: Tensor, *but: TransformType) -> bool:
+    """Whether nothing takes an operator on x apart: a trace, unless a compiler's, or a function transform but for some."""
+    return not linalg.is_transformed() if torch.compiler.is_compiling() else linalg.is_eager(x, *but)
 
 
 _TRIED: dict[tuple, bool] = {}  # whether a kernel of these types, rows and widths agrees
@@ -187,7 +267,13 @@ def _agrees(
 
     Whatever goes wrong between Triton, the C compiler, its cache on the disk and the driver is a reason to do without it.
     """
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), linalg.without_autocast(device):
+    with (
+        _disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        linalg.without_autocast(device),
+    ):
         generator = torch.Generator().manual_seed(0)
         if method == "phi1":
             shapes = (6, width, width), (6, width, value_width), (6, width, value_width)

@@ -102,7 +102,7 @@ def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda, operator)
         1e-7,
     )
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(operator, arguments, test_utils=utilities)
+    torch.library.opcheck(operator.attend, arguments, test_utils=utilities)
 
 
 @pytest.mark.slow
@@ -127,8 +127,63 @@ def test_a_compiled_program_warns_of_digits_that_are_lost(monkeypatch):
         assert compiled(query, key, value).isnan().all()
 
 
+@pytest.fixture
+def no_plain_route(monkeypatch):
+    monkeypatch.setattr(functional, "plain_attention", lambda *arguments: pytest.fail("the plain route is taken"))
+
+
+def total(query, key, value, scale, method):
+    return orthogonal_attention(query, key, value, scale=scale, method=method).square().sum()
+
+
 @pytest.mark.slow
-def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(as_on_cuda):
+@pytest.mark.usefixtures("as_on_cuda", "no_plain_route")
+@pytest.mark.parametrize(
+    "method, most", [*((each, 256) for each in operators.METHODS), *((each, 0) for each in operators.LONG_METHODS)]
+)
+def test_torch_func_takes_the_kernels(method, most, monkeypatch):
+    """vmap of grad and grad of vmap are a loop, whichever dimension of an input is mapped, if any."""
+    monkeypatch.setattr(operators, "MAX_TOKENS", most)  # 0: all sequences are long
+    function, every = partial(total, method=method), (0, 1, 2, 3)
+    query, key, value = random(3, 2, batch=(2, 2))
+    value, scale = value[0], torch.tensor([0.2, 0.3], device=DEVICE).view(2, 1, 1)  # the same for all
+    inputs, where = (query, key.movedim(0, 2), value, scale), (0, 2, None, None)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    expected = []
+    for i in range(2):
+        alone = leaves[0][i], leaves[1][:, :, i], *leaves[2:]
+        expected.append(torch.autograd.grad(function(*alone), alone))
+    expected = [torch.stack(each) for each in zip(*expected, strict=True)]
+    of_each = torch.func.vmap(torch.func.grad(function, every), where)(*inputs)
+    torch.testing.assert_close(list(of_each), expected)
+    of_all = torch.func.grad(lambda *x: torch.func.vmap(function, where)(*x).sum(), every)(*inputs)
+    expected = [expected[0], expected[1].movedim(0, 2), *(x.sum(0) for x in expected[2:])]
+    torch.testing.assert_close(list(of_all), expected)
+    twice = torch.func.vmap(torch.func.vmap(function, (None, None, None, 0)), where)(
+        *inputs[:3], torch.stack([scale, -scale])
+    )
+    torch.testing.assert_close(twice[1, 0], function(query[1], key[1], value, scale))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_on_cuda", "no_plain_route")
+def test_gradients_of_each_image_take_the_kernels():
+    model = osa.create_model("osa_exact", image_size=8, embed_dim=8, num_heads=2, depth=1).to(DEVICE)
+    images, weights = torch.rand(3, 1, 8, 8, device=DEVICE), dict(model.named_parameters())
+
+    def loss(weights, image):
+        return torch.func.functional_call(model, weights, image[None]).square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, images)
+    for i, image in enumerate(images):
+        expected = torch.autograd.grad(loss(weights, image), list(weights.values()))
+        torch.testing.assert_close([mapped[name][i] for name in weights], list(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # inside torch.func.jvp
+@pytest.mark.parametrize("method", operators.METHODS)
+def test_derivatives_of_derivatives_and_forward_ones_are_the_plain_routes(as_on_cuda, method):
     *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))
 
     def second(function):
@@ -136,18 +191,20 @@ def test_derivatives_of_derivatives_and_transforms_are_the_plain_routes(as_on_cu
         return torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs)
 
     def plain(*inputs):
-        return functional.plain_attention(*inputs, 0.2, "exact", None, 1e-7)
+        return functional.plain_attention(*inputs, 0.2, method, None, 1e-7)
 
-    fused = partial(orthogonal_attention, scale=0.2)
+    fused = partial(orthogonal_attention, scale=0.2, method=method)
     for actual, expected in zip(second(fused), second(plain), strict=True):
         assert relative_error(actual, expected) < 1e-4
-    torch.testing.assert_close(torch.vmap(fused)(*inputs), plain(*inputs))
 
-    def total(scale, function=orthogonal_attention):
-        return function(*inputs, scale=scale, method="exact").square().sum()
+    def size(function):
+        return lambda query: torch.func.grad(lambda x: (function(x, *inputs[1:]) * weight).sum())(query).square().sum()
 
-    scale, unfused = torch.tensor(0.2, device=DEVICE), partial(functional.plain_attention, num_iterations=None, epsilon=1e-7)
-    torch.testing.assert_close(torch.func.grad(total)(scale), torch.func.grad(total)(scale, unfused))
+    fused_twice, twice = (torch.func.grad(size(function))(inputs[0]) for function in (fused, plain))
+    assert relative_error(fused_twice, twice) < 1e-4
+    torch.testing.assert_close(*(torch.func.jvp(f, tuple(inputs), tuple(inputs)) for f in (fused, plain)))
+    traced = torch.compile(torch.vmap(fused), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(traced(*inputs), fused(*inputs))
 
 
 @pytest.fixture
@@ -168,6 +225,12 @@ def test_a_kernel_is_tried_once_wherever_it_is_first_used(rows):
     form = *FORM[:3], rows, *FORM[4:]
     with torch.inference_mode(), FakeTensorMode():  # on true tensors all the same
         assert traffic(lambda: operators._is_right(*form)).names == [] and operators._is_right(*form)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("untried", "as_on_cuda")
+def test_a_kernel_may_be_tried_in_a_transform():
+    assert torch.func.vmap(lambda x: x + operators._is_right(*FORM))(torch.zeros(2)).all()
 
 
 @pytest.mark.usefixtures("untried")

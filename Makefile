@@ -99,9 +99,10 @@ tour: $(VENV)/.dev  ## run the notebook in place, and write it as notebooks/tour
 doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
 	@$(RUN) $(PYTHON) -m pipeline doctor
 
-lint: $(VENV)/.dev  ## ruff
+lint: $(VENV)/.dev  ## ruff, and mypy on the package
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	$(RUN) mypy
 
 readme: setup  ## render the README's result from the files
 	$(RUN) python -m pipeline report readme

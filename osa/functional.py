@@ -6,7 +6,8 @@ To be read from the top: the equations, the plain code that is them, what is che
 import math
 from collections.abc import Callable
 from functools import partial, reduce
-from numbers import Real
+from numbers import Integral, Real
+from typing import Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -38,7 +39,18 @@ from osa.linalg import (
 )
 from osa.masking import check_neutral, check_tensors, repeated, without_padding
 
-METHODS = ("qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley")
+Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
+METHODS = get_args(Method)
+
+
+class MethodOptions(TypedDict):
+    """A method and what it alone has, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
+
+    method: Method
+    num_iterations: int | None
+    epsilon: float
+
+
 SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
 WIDE, LOST = 2.0**-10, 2.0**-3  # eps · scale · ‖M‖_F² above which iterations go on in float64, and above which in no type
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
@@ -54,7 +66,7 @@ def orthogonal_attention(
     *,
     scale: Scale | None = None,
     enable_gqa: bool = False,
-    method: str = "exact",
+    method: Method = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
@@ -142,7 +154,7 @@ def orthogonal_attention_matrix(
     key: Tensor,
     *,
     scale: Scale | None = None,
-    method: str = "exact",
+    method: Method = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
@@ -175,14 +187,14 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
 
 
-def check_method(method: str, num_iterations: int | None, epsilon: float = EPSILON) -> None:
+def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
     """Raises ValueError where the method is unknown, or does not iterate and is given a number of iterations."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     if num_iterations is not None and method not in ITERATIONS:
         names = " and ".join(ITERATIONS)
         raise ValueError(f"num_iterations belongs to {names}, not to {method}: leave it out")
-    if num_iterations is not None and not (isinstance(num_iterations, int) and num_iterations >= 1):
+    if num_iterations is not None and not (isinstance(num_iterations, Integral) and num_iterations >= 1):
         raise ValueError(f"num_iterations must be a whole number of 1 or more, not {num_iterations!r}")
     if not (isinstance(epsilon, Real) and 0 <= epsilon < math.inf):
         raise ValueError(f"epsilon must be a finite number of 0 or more, not {epsilon!r}")
@@ -200,7 +212,7 @@ def _checked(
     key: Tensor,
     value: Tensor,
     scale: Scale | None,
-    method: str,
+    method: Method,
     num_iterations: int | None,
     epsilon: float,
 ) -> Scale:
@@ -242,7 +254,7 @@ def _checked(
 
 
 def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
+    query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
 ) -> Tensor:
     """One of `_ROUTES` on tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
     with without_autocast(query.device), full_precision(query.device):

@@ -1,13 +1,41 @@
 """Initialisation: the Stiefel manifold (Algorithm 1), orthogonal attention (Section 4) and the ViT baseline (Appendix D)."""
 
 import math
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
+QueryKey = Literal["zero_query", "zero_key", "small"]
+ValueOut = Literal["orthogonal", "gaussian"]
 LECUN = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
-QUERY_KEY, VALUE_OUT = ("zero_query", "zero_key", "small"), ("orthogonal", "gaussian")  # of signal-preserving attention
+QUERY_KEY, VALUE_OUT = get_args(QueryKey), get_args(ValueOut)  # of signal-preserving attention
 SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
+
+
+class Attention(Protocol):
+    """What is initialised of an attention layer: four linear layers (d, d), which num_heads heads share."""
+
+    embed_dim: int
+    num_heads: int
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    out: nn.Linear
+
+
+class ScaledAttention(Attention, Protocol):
+    """With a number for each head that multiplies its values, and one for its attention."""
+
+    shortcut: nn.Parameter
+    residual: nn.Parameter
+
+
+class TwoLayers(Protocol):
+    """What is initialised of an MLP: its linear layers (H, d) and (d, H)."""
+
+    fc1: nn.Linear
+    fc2: nn.Linear
 
 
 def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -53,7 +81,7 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 
 @torch.no_grad()
 def init_orthogonal_attention_(
-    attention: nn.Module, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
+    attention: Attention, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
 ) -> None:
     """Section 4: per head, W^V = U and W^O = Vᵀ from independent draws of U_{d×d_v}, [W^Q, W^K] from one draw of U_{d×2d_v},
     and α small. Softmax attention has no α; its biases start at zero.
@@ -82,7 +110,7 @@ def init_orthogonal_attention_(
 
 @torch.no_grad()
 def init_softmax_attention_(
-    attention: nn.Module,
+    attention: Attention,
     *,
     fused_qkv: bool = False,
     joint_value_output: bool = False,
@@ -108,7 +136,7 @@ def init_softmax_attention_(
 
 @torch.no_grad()
 def init_ji_attention_(
-    attention: nn.Module,
+    attention: Attention,
     *,
     identity: float = 0.6,
     noise: float = 2.0,
@@ -149,7 +177,11 @@ def init_ji_attention_(
 
 @torch.no_grad()
 def init_signal_preserving_attention_(
-    attention: nn.Module, *, query_key: str = "zero_query", value_out: str = "orthogonal", generator: Generator | None = None
+    attention: Attention,
+    *,
+    query_key: QueryKey = "zero_query",
+    value_out: ValueOut = "orthogonal",
+    generator: Generator | None = None,
 ) -> None:
     """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
@@ -181,19 +213,20 @@ def init_signal_preserving_attention_(
 
 
 @torch.no_grad()
-def init_value_skipinit_attention_(attention: nn.Module, *, generator: Generator | None = None) -> None:
+def init_value_skipinit_attention_(attention: ScaledAttention, *, generator: Generator | None = None) -> None:
     """Four orthogonal draws, α = 1 and β = 0, for `ValueSkipInitSelfAttention` (He et al. 2023, Eq. 7)."""
     _orthogonal(attention.query, attention.key, attention.value, attention.out, generator=generator)
     nn.init.ones_(attention.shortcut)
     nn.init.zeros_(attention.residual)
 
 
-def _zero_biases_and_alpha(attention: nn.Module, alpha: float) -> None:
+def _zero_biases_and_alpha(attention: Attention, alpha: float) -> None:
     for linear in (attention.query, attention.key, attention.value, attention.out):
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)
-    if hasattr(attention, "alpha"):
-        attention.alpha.fill_(alpha)
+    alphas = getattr(attention, "alpha", None)  # of orthogonal attention alone
+    if alphas is not None:
+        alphas.fill_(alpha)
 
 
 def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
@@ -203,7 +236,7 @@ def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
 
 @torch.no_grad()
 def init_suo_mlp_(
-    mlp: nn.Module, *, transposed: bool = False, gain: float = 1.0, generator: Generator | None = None
+    mlp: TwoLayers, *, transposed: bool = False, gain: float = 1.0, generator: Generator | None = None
 ) -> None:
     """SUO weights and zero biases for an MLP (Section 4.4).
 
@@ -221,7 +254,7 @@ def init_suo_mlp_(
 
 
 @torch.no_grad()
-def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
+def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
     """Both layers of an MLP from one orthogonal frame, with zero biases, so that a nearly linear MLP is nearly a rotation.
 
     For fc1 [H, d] and fc2 [d, H], U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
@@ -262,7 +295,7 @@ def init_isometric_mlp_(mlp: nn.Module, *, gain: float, kappa: float, generator:
     nn.init.zeros_(mlp.fc2.bias)
 
 
-def init_xavier_mlp_(mlp: nn.Module, *, generator: Generator | None = None) -> None:
+def init_xavier_mlp_(mlp: TwoLayers, *, generator: Generator | None = None) -> None:
     """Xavier uniform weights and zero biases for an MLP (Appendix D)."""
     for linear in (mlp.fc1, mlp.fc2):
         xavier_linear_(linear, generator=generator)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from osa.functional import check_method, orthogonal_attention
+from osa.functional import Method, MethodOptions, check_method, orthogonal_attention
 from osa.linalg import EPSILON
 from osa.masking import repeated
 
@@ -18,7 +18,7 @@ SAVED = "orthogonal_attention"  # key of a transformers configuration, for the s
 
 
 def timm_attention(
-    *, method: str = "exact", num_iterations: int | None = None, epsilon: float = EPSILON, alpha_init: float = 0.1
+    *, method: Method = "exact", num_iterations: int | None = None, epsilon: float = EPSILON, alpha_init: float = 0.1
 ) -> type[nn.Module]:
     """A class for the argument `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) for the softmax.
 
@@ -44,10 +44,12 @@ def timm_attention(
 class _Made(type):
     """The type of classes that a call makes: pickle writes the call, as models of timm keep their attention's class."""
 
+    made_by: tuple[Method, int | None, float, float]
+
 
 @functools.cache
-def _timm_class(method: str, num_iterations: int | None, epsilon: float, alpha_init: float) -> type[nn.Module]:
-    from timm.layers import Attention
+def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alpha_init: float) -> type[nn.Module]:
+    from timm.layers.attention import Attention
 
     class OrthogonalAttention(Attention, metaclass=_Made):
         made_by = (method, num_iterations, epsilon, alpha_init)
@@ -62,8 +64,8 @@ def _timm_class(method: str, num_iterations: int | None, epsilon: float, alpha_i
             query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
             query, key = self.q_norm(query), self.k_norm(key)
             scale = self.scale * self.alpha[:, None, None]
-            settings = dict(scale=scale, method=method, num_iterations=num_iterations, epsilon=epsilon)
-            heads = orthogonal_attention(query, key, value, attn_mask, self.dropout_p(), is_causal, **settings)
+            options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
+            heads = orthogonal_attention(query, key, value, attn_mask, self.dropout_p(), is_causal, scale=scale, **options)
             y = self.norm(heads.transpose(1, 2).flatten(2))  # (B, N, h·d_v)
             if self.gate is not None:
                 y = y * self.gate(x).sigmoid()
@@ -92,7 +94,7 @@ copyreg.pickle(_Made, _found_again)
 def register_with_transformers(
     name: str = "osa",
     *,
-    method: str = "exact",
+    method: Method = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
     alpha: float = 1.0,
@@ -125,14 +127,15 @@ def register_with_transformers(
     is_ours = isinstance(registered, functools.partial) and registered.func is _attend
     if not is_ours and name in (*AttentionInterface(), *AttentionMaskInterface()):
         raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
-    settings = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon, "alpha": alpha}
-    AttentionInterface.register(name, functools.partial(_attend, name, settings))
+    options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
+    AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def _attend(
     name: str,
-    settings: dict[str, Any],
+    options: MethodOptions,
+    alpha: float,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -148,17 +151,16 @@ def _attend(
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
-    _mark(getattr(module, "config", None), name, settings)
+    _mark(getattr(module, "config", None), name, {**options, "alpha": alpha})
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    options = {option: chosen for option, chosen in settings.items() if option != "alpha"}
-    options["scale"] = settings["alpha"] * (scaling or 1 / math.sqrt(query.shape[-1]))
+    scale = alpha * (scaling or 1 / math.sqrt(query.shape[-1]))
     if key.shape[1] != query.shape[1]:
         key, value = repeated(query, key), repeated(query, value)
-    heads = orthogonal_attention(query, key, value, attention_mask, dropout, causal, **options)
+    heads = orthogonal_attention(query, key, value, attention_mask, dropout, causal, scale=scale, **options)
     matrices = None
     if output_attentions:
         identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
-        matrices = orthogonal_attention(query, key, identity, attention_mask, **options)  # A = exp(S) I
+        matrices = orthogonal_attention(query, key, identity, attention_mask, scale=scale, **options)  # A = exp(S) I
     return heads.transpose(1, 2).contiguous(), matrices
 
 
@@ -171,7 +173,7 @@ def _mark(config: Any, name: str, settings: dict[str, Any]) -> None:
         return
     saved = getattr(config, SAVED, None)
     if saved is None:
-        setattr(config, SAVED, dict(settings))
+        setattr(config, SAVED, settings)
     elif saved != settings:
         given = ", ".join(f"{option}={chosen!r}" for option, chosen in saved.items())
         raise ValueError(

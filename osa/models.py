@@ -7,17 +7,17 @@ import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Unpack, get_args, get_type_hints
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from osa.deep.shaped import (
-    KERNELS,
+    Kernel,
     ShapedGELU,
     ShapedLeakyReLU,
     SignalPreservingSelfAttention,
@@ -31,10 +31,10 @@ from osa.deep.shaped import (
     signal_preserving_attention,
     tat_leaky_relu,
 )
-from osa.functional import METHODS, check_method
+from osa.functional import Method, check_method
 from osa.init import (
-    QUERY_KEY,
-    VALUE_OUT,
+    QueryKey,
+    ValueOut,
     init_isometric_mlp_,
     init_ji_attention_,
     init_orthogonal_attention_,
@@ -51,14 +51,24 @@ from osa.init import (
     zeros_linear_,
 )
 from osa.linalg import EPSILON
-from osa.modules import NORM_EPS, OrthogonalSelfAttention, SoftmaxSelfAttention
-from osa.vit import VisionTransformer
+from osa.modules import NORM_EPS, OrthogonalSelfAttention, SelfAttention, SoftmaxSelfAttention
+from osa.options import (
+    ActivationKind,
+    AttentionKind,
+    AttentionStart,
+    HeadStart,
+    LinearStart,
+    MLPStart,
+    Options,
+)
+from osa.vit import VisionTransformer, blocks_of
 
 # What an option can pick. Each entry takes the whole configuration. Of an attention it returns what makes the layer of a
 # block from its number, and what initialises it; of an MLP what initialises it, for an activation with this gain and kappa.
 
 Initialise = Callable[..., None]
-Parts = tuple[Callable[[int], nn.Module], Initialise]
+Parts = tuple[Callable[[int], SelfAttention], Initialise]
+Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
 
 
 def _orthogonal_attention(config: "ModelConfig") -> Parts:
@@ -75,12 +85,16 @@ def _softmax_attention(config: "ModelConfig") -> Parts:
 
 
 def _signal_preserving_attention(config: "ModelConfig") -> Parts:
-    options = config.given("causal", "cls_index", "repeated") | {"shortcut": config.shortcut or 0.0}
+    assert config.kernel is not None and config.kernel_last is not None  # as it checks itself
+    options, shortcut = config.given("causal", "cls_index", "repeated"), config.shortcut or 0.0
     matrices = signal_preserving_attention(  # (L, N, N)
-        config.kernel, config.num_tokens, config.depth, config.kernel_last, **options
+        config.kernel, config.num_tokens, config.depth, config.kernel_last, shortcut=shortcut, **options
     )
-    starts = {"query_key": config.query_key_init, "value_out": config.value_out_init}
-    initialise = partial(init_signal_preserving_attention_, **{name: start for name, start in starts.items() if start})
+    initialise = partial(
+        init_signal_preserving_attention_,
+        query_key=config.query_key_init or "zero_query",
+        value_out=config.value_out_init or "orthogonal",
+    )
     return lambda i: SignalPreservingSelfAttention(config.embed_dim, config.num_heads, matrices[i]), initialise
 
 
@@ -89,7 +103,7 @@ def _value_skipinit_attention(config: "ModelConfig") -> Parts:
 
 
 def _ji(config: "ModelConfig") -> Initialise:
-    return partial(init_ji_attention_, **({} if config.norm else {"scale": 1.0}))
+    return init_ji_attention_ if config.norm else partial(init_ji_attention_, scale=1.0)
 
 
 def _section_4(config: "ModelConfig") -> Initialise:
@@ -97,15 +111,14 @@ def _section_4(config: "ModelConfig") -> Initialise:
 
 
 def _xavier_attention(config: "ModelConfig") -> Initialise:
-    options = dict(fused_qkv=config.xavier_fused_qkv, joint_value_output=config.joint_value_output)
-    return partial(init_softmax_attention_, **options)
+    return partial(init_softmax_attention_, fused_qkv=config.xavier_fused_qkv, joint_value_output=config.joint_value_output)
 
 
 def _suo_mlp(config: "ModelConfig", gain: float) -> Initialise:
     return partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain)
 
 
-def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> tuple[Callable, float, float]:
+def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> Activation:
     return activation, 1.0, linear_share(activation.of_number)
 
 
@@ -113,26 +126,30 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ATTENTION = {
+ATTENTION: dict[AttentionKind, Callable[["ModelConfig"], Parts]] = {
     "orthogonal": _orthogonal_attention,
     "softmax": _softmax_attention,
     "signal_preserving": _signal_preserving_attention,
     "value_skipinit": _value_skipinit_attention,
 }
-ATTENTION_INIT = {"section_4": _section_4, "xavier": _xavier_attention, "ji": _ji}
-MLP_INIT = {
+ATTENTION_INIT: dict[AttentionStart, Callable[["ModelConfig"], Initialise]] = {
+    "section_4": _section_4,
+    "xavier": _xavier_attention,
+    "ji": _ji,
+}
+MLP_INIT: dict[MLPStart, Callable[["ModelConfig", float, float], Initialise]] = {
     "suo": lambda config, gain, kappa: _suo_mlp(config, 1.0),
     "xavier": lambda config, gain, kappa: init_xavier_mlp_,
     "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
-ACTIVATION = {  # φ for the depth of a network, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
+ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # for the depth of a network
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
     "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
 }
-PATCH_EMBEDDING_INIT = {
+PATCH_EMBEDDING_INIT: dict[str, Initialise] = {
     "xavier": xavier_linear_,
     "torch": torch_linear_,
     "lecun": lecun_linear_,
@@ -153,29 +170,29 @@ def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
 class Architecture:
     """What a model is made of, and which of the initialisations fits it. None of an attention's own option: its default."""
 
-    attention: Literal[*ATTENTION]
+    attention: AttentionKind
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
     skip: bool
     norm: bool
-    mlp_init: Literal[*MLP_INIT]
+    mlp_init: MLPStart
     """"suo" (Section 4.4), "xavier" (Appendix D), "shaped", which is SUO with a second layer that makes good what the
     activation takes from the mean square, or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
-    method: Literal[*METHODS] | None = _option(None, attention=("orthogonal",))
+    method: Method | None = _option(None, attention=("orthogonal",))
     """This and the next two as for `orthogonal_attention`."""
     num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
     epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
     alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
     """Initial α times depth, instead of `alpha`: see `alpha_of_depth`."""
-    kernel: Literal[*KERNELS] | None = _option(None, attention=("signal_preserving",))
+    kernel: Kernel | None = _option(None, attention=("signal_preserving",))
     """This and the next, which signal-preserving attention needs, and three more as for `signal_preserving_attention`."""
     kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))
     causal: bool | None = _option(None, attention=("signal_preserving",))
     cls_index: int | None = _option(None, least=0, attention=("signal_preserving",))
     repeated: float | None = _option(None, least=0, below=1, attention=("signal_preserving",))
-    query_key_init: Literal[*QUERY_KEY] | None = _option(None, attention=("signal_preserving",))
+    query_key_init: QueryKey | None = _option(None, attention=("signal_preserving",))
     """This and the next as for `init_signal_preserving_attention_`."""
-    value_out_init: Literal[*VALUE_OUT] | None = _option(None, attention=("signal_preserving",))
-    attention_init: Literal[*ATTENTION_INIT] | None = _option(None, attention=("orthogonal", "softmax"))
+    value_out_init: ValueOut | None = _option(None, attention=("signal_preserving",))
+    attention_init: AttentionStart | None = _option(None, attention=("orthogonal", "softmax"))
     """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
     Xavier for softmax, as in the paper."""
     qkv_bias: bool | None = _option(None, attention=("softmax",))
@@ -183,7 +200,7 @@ class Architecture:
     joint_value_output: bool = False
     """W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and those by "ji", are so
     in any case."""
-    activation: Literal[*ACTIVATION] = "gelu"
+    activation: ActivationKind = "gelu"
     """Of the MLPs: "gelu", its approximation "gelu_tanh", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there
     for the least depth."""
     normalise_tokens: bool = False
@@ -206,9 +223,9 @@ class Start:
     """Draw query, key and value by Xavier as one matrix."""
     suo_transposed: bool = False
     """SUO of the weights read as [in, out]."""
-    patch_embedding: Literal[*PATCH_EMBEDDING_INIT] = "xavier"
+    patch_embedding: LinearStart = "xavier"
     """"xavier", "torch" (PyTorch's default), "lecun" (Flax's) or "trunc_normal" (as positions)."""
-    head: Literal[*HEAD_INIT] = "xavier"
+    head: HeadStart = "xavier"
     """One of these or "zeros"."""
 
 
@@ -286,7 +303,7 @@ def check_own(options: dict[str, Any]) -> None:
             )
 
 
-def _check(name: str, value: Any, kind: Any, bounds: dict) -> None:
+def _check(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
@@ -300,7 +317,7 @@ def _check(name: str, value: Any, kind: Any, bounds: dict) -> None:
             raise ValueError(f"{name} must be True or False, not {value!r}")
     else:
         number, word = (numbers.Integral, "a whole number") if kind is int else (numbers.Real, "a finite number")
-        limits = {"least": -math.inf, "above": -math.inf, "below": math.inf} | bounds
+        limits = {"least": -math.inf, "above": -math.inf, "below": math.inf, **bounds}
         fits = isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
         if not (fits and value >= limits["least"] and limits["above"] < value < limits["below"]):
             words = {"least": "{} or more", "above": "above {}", "below": "below {}"}
@@ -310,17 +327,17 @@ def _check(name: str, value: Any, kind: Any, bounds: dict) -> None:
 
 # The models
 
-_OSA = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
-_VIT = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
+_OSA: Options = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
+_VIT: Options = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
 # He et al. 2023 (H.1): q = 1 from the tokens on, an activation that keeps it, V and O orthogonal
-_SHAPED = {"skip": False, "norm": False, "mlp_init": "shaped", "joint_value_output": True, "normalise_tokens": True}
-_DKS = _SHAPED | {"activation": "dks_gelu"}
-_ISO = {"mlp_init": "isometric"}
-_SKIP = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
-_UNIFORM = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
-_EXPONENTIAL = {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.05, "repeated": 0.04}
+_SHAPED: Options = {"skip": False, "norm": False, "mlp_init": "shaped", "joint_value_output": True, "normalise_tokens": True}
+_DKS: Options = _SHAPED | {"activation": "dks_gelu"}
+_ISO: Options = {"mlp_init": "isometric"}
+_SKIP: Options = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
+_UNIFORM: Options = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
+_EXPONENTIAL: Options = {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.05, "repeated": 0.04}
 
-MODELS: dict[str, dict] = {
+MODELS: dict[str, Options] = {
     "osa_qr": _OSA | {"method": "qr"},
     "osa_ns": _OSA | {"method": "newton_schulz", "num_iterations": 6, "epsilon": EPSILON},
     "vit": _VIT,
@@ -357,11 +374,11 @@ MODELS |= {
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
 # Of Ji et al. 2025, who keep LayerNorm
-_JI = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
+_JI: Options = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
 
-def create_model(name: str, *, generator: Generator | None = None, **changes) -> VisionTransformer:
+def create_model(name: str, *, generator: Generator | None = None, **changes: Unpack[Options]) -> VisionTransformer:
     """A model of `MODELS` with the sizes of Appendix D, initialised.
 
     Args:
@@ -378,7 +395,7 @@ def create_model(name: str, *, generator: Generator | None = None, **changes) ->
     return build_vit(**MODELS[name] | changes, generator=generator)
 
 
-def build_vit(*, generator: Generator | None = None, **options) -> VisionTransformer:
+def build_vit(*, generator: Generator | None = None, **options: Unpack[Options]) -> VisionTransformer:
     """A Vision Transformer of Appendix D from its options, initialised; it keeps them as its `config`.
 
     Args:
@@ -412,9 +429,9 @@ def build_vit(*, generator: Generator | None = None, **options) -> VisionTransfo
     truncated_normal_(vit.cls_token, config.embedding_std, generator=generator)
     truncated_normal_(vit.position_embedding, config.embedding_std, generator=generator)
     PATCH_EMBEDDING_INIT[config.patch_embedding](vit.patch_embedding, generator=generator)
-    if config.num_classes:
+    if isinstance(vit.head, nn.Linear):
         HEAD_INIT[config.head](vit.head, generator=generator)
-    for block in vit.blocks:
+    for block in blocks_of(vit):
         init_attention_(block.attention, generator=generator)
         init_mlp_(block.mlp, generator=generator)
     for module in vit.modules():

@@ -1,19 +1,21 @@
 """The parts of a Transformer block: two kinds of self-attention, the MLP, and the block with optional skip and norm."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from osa.functional import check_method, orthogonal_attention
+from osa.functional import Method, MethodOptions, check_method, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.linalg import EPSILON
 
-Device, Dtype = torch.device | str | None, torch.dtype | None
+Device = torch.device | str | None
+Dtype = torch.dtype | None
 NORM_EPS = 1e-6  # of LayerNorm in the original ViT
 
 
@@ -25,6 +27,13 @@ class SelfAttention(nn.Module):
     Head i owns rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight, so
     that the sum over heads of A_i X W^V_i W^O_i (Eq. 4) is one product with the concatenated heads.
     """
+
+    embed_dim: int
+    num_heads: int
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    out: nn.Linear
 
     def __init__(
         self,
@@ -56,8 +65,9 @@ class SelfAttention(nn.Module):
         parts = (self.query, self.key, self.value)
         if joined := _joined(parts):
             qkv = F.linear(x, *joined).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, h, d_v)
-            return qkv.permute(2, 0, 3, 1, 4).unbind()
-        query, key, value = (part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
+        else:
+            query, key, value = (part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         return query, key, value
 
     def mix(
@@ -108,14 +118,15 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     return attn_mask.view(-1, 1, 1, x.shape[-2])
 
 
-def _joined(parts: tuple[nn.Module, ...]) -> tuple[Tensor, Tensor | None] | None:
+def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
     """Weight (3d, d) and bias of one product that does what calling the three parts does, or None where there is none."""
     if not all(map(_is_plain, parts)):
         return None
-    weights, biases = [part.weight for part in parts], [part.bias for part in parts]
-    if not _are_alike(weights) or not _are_alike(biases):
+    weights = [part.weight for part in parts]
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    if len(biases) not in (0, len(parts)) or not _are_alike(weights) or not _are_alike(biases):
         return None
-    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+    return torch.cat(weights), torch.cat(biases) if biases else None
 
 
 def _is_plain(part: nn.Module) -> bool:
@@ -125,11 +136,10 @@ def _is_plain(part: nn.Module) -> bool:
     return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
 
 
-def _are_alike(tensors: list[Tensor | None]) -> bool:
-    """Whether all are None, or tensors of torch's own class that share shape, type and device."""
-    if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in tensors):  # a subclass may know no concatenation
-        return all(tensor is None for tensor in tensors)
-    return len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) == 1
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are of torch's own class, as a subclass may know no concatenation, and share shape, type and device."""
+    is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+    return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 
 
 class OrthogonalSelfAttention(SelfAttention):
@@ -155,7 +165,7 @@ class OrthogonalSelfAttention(SelfAttention):
         embed_dim: int,
         num_heads: int,
         *,
-        method: str = "exact",
+        method: Method = "exact",
         num_iterations: int | None = None,
         epsilon: float = EPSILON,
         alpha_init: float = 0.1,
@@ -172,12 +182,12 @@ class OrthogonalSelfAttention(SelfAttention):
         check_method(method, num_iterations, epsilon)
         if not math.isfinite(alpha_init):
             raise ValueError(f"alpha_init must be a finite number, not {alpha_init!r}")
-        self.options = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
+        self.options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
         self.alpha = nn.Parameter(torch.empty(num_heads if alpha_per_head else 1, device=device, dtype=dtype))
         init_orthogonal_attention_(self, alpha=alpha_init)
 
     def extra_repr(self) -> str:
-        alpha = tuple(self.alpha.shape)
+        alpha = str(tuple(self.alpha.shape))
         if type(self.alpha.data) is Tensor and not self.alpha.is_meta:
             alpha = ", ".join(f"{each:.3g}" for each in dict.fromkeys(self.alpha.tolist()))
         return f"{super().extra_repr()}, method={self.options['method']}, alpha={alpha}"
@@ -261,6 +271,9 @@ class Block(nn.Module):
     Raises:
         ValueError: the shortcut is not in [0, 1].
     """
+
+    attention: Any
+    mlp: Any
 
     def __init__(
         self,

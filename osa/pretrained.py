@@ -68,7 +68,8 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         if parametrize.is_parametrized(module):
             inside = f"{path}.parametrizations."
             state = {key: tensor for key, tensor in state.items() if not key.startswith(inside)}
-            state |= {f"{path}.{name}": getattr(module, name).detach() for name in module.parametrizations}
+            for name, _ in module.get_submodule("parametrizations").named_children():
+                state[f"{path}.{name}"] = getattr(module, name).detach()
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}  # no views

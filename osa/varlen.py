@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from osa.functional import orthogonal_attention
+from osa.functional import Method, MethodOptions, orthogonal_attention
 from osa.linalg import EPSILON, Scale
 from osa.masking import check_tensors
 
@@ -18,7 +18,7 @@ def orthogonal_attention_varlen(
     *,
     scale: Scale | None = None,
     enable_gqa: bool = False,
-    method: str = "exact",
+    method: Method = "exact",
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
@@ -52,9 +52,9 @@ def orthogonal_attention_varlen(
         raise ValueError(f"query, key and value must have as many tokens as one another, not {totals}")
     counts = torch.tensor(lengths, device=query.device)
     is_token = torch.arange(max(lengths, default=0), device=query.device) < counts[:, None]  # (B, N)
-    padded = (_padded(x, is_token).transpose(1, 2) for x in (query, key, value))  # (B, heads, N, d)
-    options = dict(method=method, num_iterations=num_iterations, epsilon=epsilon)
-    heads = orthogonal_attention(*padded, scale=scale, enable_gqa=enable_gqa, **options)
+    query, key, value = (_padded(x, is_token).transpose(1, 2) for x in (query, key, value))  # (B, heads, N, d)
+    options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
+    heads = orthogonal_attention(query, key, value, scale=scale, enable_gqa=enable_gqa, **options)
     return heads.transpose(1, 2)[is_token]
 
 

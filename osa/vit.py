@@ -1,9 +1,9 @@
 """The Vision Transformer of Appendix D. Every model of the paper is this class with other parts injected."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from osa.init import truncated_normal_, xavier_linear_
+from osa.init import init_xavier_mlp_, truncated_normal_, xavier_linear_
 from osa.modules import MLP, NORM_EPS, Block
 
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # of blocks: patches, or these and [cls]
@@ -72,15 +72,17 @@ class VisionTransformer(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(1, num_tokens, embed_dim))
         mlp = partial(MLP, embed_dim, int(embed_dim * mlp_ratio), activation)
         block = partial(Block, embed_dim=embed_dim, skip=skip, norm=norm, norm_eps=norm_eps, shortcut=shortcut)
-        self.blocks = nn.ModuleList(block(attention(i), mlp()) for i in range(depth))
+        blocks = [block(attention(i), mlp()) for i in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(embed_dim, norm_eps) if norm else nn.Identity()
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         self.num_features, self.grad_checkpointing = embed_dim, False
         truncated_normal_(self.cls_token, embedding_std)
         truncated_normal_(self.position_embedding, embedding_std)
-        for linear in (self.patch_embedding, *(layer for b in self.blocks for layer in (b.mlp.fc1, b.mlp.fc2))):
-            xavier_linear_(linear)
-        if num_classes:
+        xavier_linear_(self.patch_embedding)
+        for each in blocks:
+            init_xavier_mlp_(each.mlp)
+        if isinstance(self.head, nn.Linear):
             xavier_linear_(self.head)
 
     def tokens(self, images: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ class VisionTransformer(nn.Module):
 
     def _through(self, block: nn.Module, x: Tensor, num_outputs: int | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, x, num_outputs, use_reentrant=False)
+            return cast(Tensor, checkpoint(block, x, num_outputs, use_reentrant=False))
         return block(x, num_outputs)
 
 
@@ -220,7 +222,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(parts["_orig_mod"]) if "_orig_mod" in parts else model  # of torch.compile
 
 
-def blocks_of(model: nn.Module) -> nn.ModuleList:
+def blocks_of(model: nn.Module) -> list[Block]:
     """The blocks of a model, or of the model that a wrapper holds.
 
     Raises:
@@ -229,4 +231,4 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
     blocks = getattr(unwrapped(model), "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ValueError(f"a model with `blocks`, each of an attention and an mlp, is needed, not {type(model).__name__}")
-    return blocks
+    return list(cast(Iterable[Block], blocks))

@@ -30,8 +30,8 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device), full_precision(x.device):
-            others, named = (y.to(dtype) for y in others), {name: y.to(dtype) for name, y in named.items()}
-            return rotation(x.to(dtype), *others, **named).to(x.dtype)
+            given, by_name = [y.to(dtype) for y in others], {name: y.to(dtype) for name, y in named.items()}
+            return rotation(x.to(dtype), *given, **by_name).to(x.dtype)
 
     return rounded
 
@@ -47,8 +47,9 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     Rotors cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n), multiplied in the same order with θ = −X_ji, turn vectors
     by this very matrix: a rotor layer is this map.
     """
-    j, i = torch.tril_indices(*x.shape[-2:], -1, device=x.device)
-    rotation = _Givens.apply(flat(x)[:, j, i], i, j, x.shape[-1]).view(x.shape)
+    n = x.shape[-1]
+    j, i = torch.tril_indices(n, n, -1, device=x.device)
+    rotation = _Givens.apply(flat(x)[:, j, i], i, j, n).view(x.shape)
     return rotation if base is None else rotation @ base
 
 
@@ -75,8 +76,8 @@ class _Givens(torch.autograd.Function):
         return rows.clone().mT  # no alias of what the loop wrote to: see `_Householder`
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @in_own_types
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, cos, sin, i, j = ctx.saved_tensors
         n = rows.shape[-1]
@@ -120,8 +121,8 @@ class _Cayley(torch.autograd.Function):
         return 2 * half_way - base
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @in_own_types
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         inverse, half_way = ctx.saved_tensors
         outer = inverse.mT @ grad
@@ -167,8 +168,8 @@ class _Householder(torch.autograd.Function):
         return v @ right - base  # out of place: torch.compile loses the gradient of an output that is written to
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     @in_own_types
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         v, triangle, right, base = ctx.saved_tensors
         left = torch.linalg.solve_triangular(triangle, v, upper=True, left=False)  # N

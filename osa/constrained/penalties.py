@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from osa.init import Attention, TwoLayers
+from osa.modules import Block, SelfAttention
 from osa.vit import blocks_of
 
 
@@ -44,7 +46,7 @@ def attention_penalty(a: Tensor) -> Tensor:
     return gram_penalty(a) / len(a)
 
 
-def projection_penalty(attention: nn.Module, *, separate: bool = False) -> Tensor:
+def projection_penalty(attention: Attention, *, separate: bool = False) -> Tensor:
     """L_LA = ‖PᵀP − I‖_F² with P = [W^Q; W^K; W^V; W^O], (4d, d), the concatenation of `nn.Linear.weight` (Section 2.1).
 
     It is 0 where the four share the unit Gram matrix, Σ WᵢᵀWᵢ = I. Side by side, (d, 4d), the weights would be held to
@@ -57,7 +59,7 @@ def projection_penalty(attention: nn.Module, *, separate: bool = False) -> Tenso
     return gram_penalty(weights if separate else weights.flatten(0, 1))
 
 
-def mlp_penalty(mlp: nn.Module) -> Tensor:
+def mlp_penalty(mlp: TwoLayers) -> Tensor:
     """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), the second without its constant: see `gram_penalty`.
 
     SUO (Section 4.4 of *Orthogonal Self-Attention*) starts from M₁ᵀM₁ = (hidden/d) I, against which this pulls.
@@ -65,7 +67,7 @@ def mlp_penalty(mlp: nn.Module) -> Tensor:
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 
 
-def head_penalty(attention: nn.Module) -> Tensor:
+def head_penalty(attention: Attention) -> Tensor:
     """`gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ of each head: 0 where Section 4 of *Orthogonal Self-Attention* begins."""
     query, key, value, out = (
         weight.unflatten(0, (attention.num_heads, -1))  # (h, d_v, d)
@@ -74,7 +76,7 @@ def head_penalty(attention: nn.Module) -> Tensor:
     return gram_penalty(torch.cat([query, key], dim=1)) + gram_penalty(value) + gram_penalty(out)
 
 
-def attention_matrix(attention: nn.Module, x: Tensor) -> Tensor:
+def attention_matrix(attention: SelfAttention, x: Tensor) -> Tensor:
     """A of each head, (B, num_heads, N, N), as what the heads make of V = I; x is (B, N, d)."""
     query, key, _ = attention.project(x)
     tokens = x.shape[-2]
@@ -82,7 +84,7 @@ def attention_matrix(attention: nn.Module, x: Tensor) -> Tensor:
     return attention.mix(query, key, identity, None)
 
 
-Term = Callable[[nn.Module, Tensor], Tensor]
+Term = Callable[[Block, Tensor], Tensor]
 
 AM: Term = lambda block, x: attention_penalty(attention_matrix(block.attention, x))  # noqa: E731
 LA: Term = lambda block, x: projection_penalty(block.attention)  # noqa: E731

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,24 +21,32 @@ from torch import Tensor
 from osa.init import init_signal_preserving_attention_, init_value_skipinit_attention_
 from osa.modules import Device, Dtype, SelfAttention, first_rows
 
-CPU = {"dtype": torch.float64, "device": "cpu"}
-KERNELS = ("uniform", "exponential")
+Kernel = Literal["uniform", "exponential"]
+KERNELS = get_args(Kernel)
 FASTEST = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
 FLOOR = 1e-15  # of entries that are positive, but below what an eigendecomposition tells from 0
 
 # Kernels and their schedules
 
 
+def _eye(num_tokens: int) -> Tensor:
+    return torch.eye(num_tokens, dtype=torch.float64, device="cpu")
+
+
+def _places(num_tokens: int) -> Tensor:
+    return torch.arange(num_tokens, dtype=torch.float64, device="cpu")
+
+
 def uniform_kernel(num_tokens: int, rho: float) -> Tensor:
     """Σ(ρ) = (1 − ρ) I + ρ 11ᵀ, every two tokens with the cosine ρ (Section 3.2), (N, N)."""
-    return (1 - rho) * torch.eye(num_tokens, **CPU) + rho
+    return (1 - rho) * _eye(num_tokens) + rho
 
 
 def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
     """Σ(γ)_ij = exp(−γ|i − j|) (Section 3.2), (N, N); γ = ∞ gives I."""
     if math.isinf(gamma):
-        return torch.eye(num_tokens, **CPU)
-    place = torch.arange(num_tokens, **CPU)
+        return _eye(num_tokens)
+    place = _places(num_tokens)
     return (-gamma * (place[:, None] - place).abs()).exp()
 
 
@@ -59,7 +68,7 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
     return [math.inf, *(-math.log1p(-(squared ** (block / depth))) / 2 for block in range(1, depth + 1))]
 
 
-def residual_schedule(kernel: str, schedule: list[float], shortcut: float) -> list[float]:
+def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) -> list[float]:
     """What the attention of each block has to reach where a normalised skip α x + √(1 − α²) f(x) takes it to the schedule.
 
     Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
@@ -96,7 +105,7 @@ def residual_schedule(kernel: str, schedule: list[float], shortcut: float) -> li
 # Attention matrices
 
 
-def attention_between(kernel: str, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
+def attention_between(kernel: Kernel, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
     """A = R(after) R(before)^{-1}, which takes the one kernel to the other: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
     Causal: R is the Cholesky factor, A lower triangular and not negative (Theorems 1 and 2), for exponential kernels in the
@@ -131,7 +140,7 @@ def _power(kernel: Tensor, exponent: float) -> Tensor:
 def _uniform_attention(num_tokens: int, before: float, after: float) -> Tensor:
     alike = math.sqrt((1 + (num_tokens - 1) * after) / (1 + (num_tokens - 1) * before))  # s₁
     apart = math.sqrt((1 - after) / (1 - before))  # s₂
-    return apart * torch.eye(num_tokens, **CPU) + (alike - apart) / num_tokens
+    return apart * _eye(num_tokens) + (alike - apart) / num_tokens
 
 
 def _causal_uniform_attention(num_tokens: int, before: float, after: float) -> Tensor:
@@ -144,16 +153,16 @@ def _causal_exponential_attention(num_tokens: int, before: float, after: float) 
     decay = math.exp(-after)
     ratio = math.sqrt(math.expm1(-2 * after) / math.expm1(-2 * before))  # λ
     difference = -decay * math.expm1(after - before)  # e^{−γ'} − e^{−γ}
-    distance = torch.arange(num_tokens, **CPU)[:, None] - torch.arange(num_tokens, **CPU)
+    distance = _places(num_tokens)[:, None] - _places(num_tokens)
     matrix = ratio * difference * (-after * (distance - 1)).exp()
     matrix[:, 0] = (difference + (1 - ratio) * math.exp(-before)) * (-after * (distance[:, 0] - 1)).exp()
-    matrix = matrix.tril(-1) + ratio * torch.eye(num_tokens, **CPU)
+    matrix = matrix.tril(-1) + ratio * _eye(num_tokens)
     matrix[0, 0] = 1
     return matrix
 
 
 def signal_preserving_attention(
-    kernel: str,
+    kernel: Kernel,
     num_tokens: int,
     depth: int,
     last: float,
@@ -197,14 +206,15 @@ def signal_preserving_attention(
     uniform = kernel == "uniform"
     schedule = uniform_schedule(depth, last, repeated) if uniform else exponential_schedule(depth, last)
     reached = residual_schedule(kernel, schedule, shortcut)
-    plain = (attention_between(kernel, num_tokens, *ends, causal=causal) for ends in zip(schedule, reached, strict=False))
+    ends = zip(schedule, reached, strict=False)
+    matrices = [attention_between(kernel, num_tokens, before, after, causal=causal) for before, after in ends]
     if not shortcut:
-        plain = _rescaled(plain, uniform_kernel(num_tokens, repeated))
+        matrices = list(_rescaled(matrices, uniform_kernel(num_tokens, repeated)))
     order = [place, *range(place), *range(place + 1, num_tokens)]
-    return torch.stack(list(plain))[:, order][:, :, order]
+    return torch.stack(matrices)[:, order][:, :, order]
 
 
-def _rescaled(matrices: Iterator[Tensor], kernel: Tensor) -> Iterator[Tensor]:
+def _rescaled(matrices: list[Tensor], kernel: Tensor) -> Iterator[Tensor]:
     """D̄_l^{−½} A_l D̄_{l−1}^{½}, D̄_l the diagonal of what A_l ⋯ A_1 make of the kernel Σ̄_0, whose own is 1 (Eq. 15)."""
     before = kernel.diagonal().sqrt()
     for matrix in matrices:
@@ -234,6 +244,9 @@ class SignalPreservingSelfAttention(SelfAttention):
     Raises:
         ValueError: h does not divide d, or A is not square.
     """
+
+    gain: Tensor
+    bias: Tensor
 
     def __init__(
         self, embed_dim: int, num_heads: int, matrix: Tensor, *, device: Device = None, dtype: Dtype = None

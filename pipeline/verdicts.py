@@ -77,7 +77,7 @@ class Verdict:
     @property
     def here(self) -> str:
         """The word for claims of other papers and our own: in our setting it is so, it is not, or it is open."""
-        return {REPRODUCED: "so here", CONTRADICTED: "not so here", NOT_TRAINED: NOT_TRAINED}.get(self.word, "open here")
+        return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
     @property
     def is_open(self) -> bool:

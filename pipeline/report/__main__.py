@@ -23,6 +23,7 @@ from markupsafe import Markup
 from pipeline import studies, study
 from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.core.files import rounded
 from pipeline.drawing.looks import STYLE, look
 from pipeline.lab import Lab
 from pipeline.report import figures, page, results
@@ -78,8 +79,8 @@ def write(name: str, only: str | None = None) -> None:
         files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
         shown = ("table_2", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
-        figure_1 = figures.figure_1(lab.tables["curves"], lab.params)
-        files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, ["paper_outputs/tables/curves.csv", *commits]))
+        figure_1 = figures.figure_1(lab.tables["histories"], lab.params)
+        files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, ["paper_outputs/tables/histories.csv", *commits]))
         files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
     write_page(name, context, lab)
 
@@ -171,12 +172,12 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
 
 
 def curves(lab: Lab) -> dict[str, dict[str, list]]:
-    """Epoch and mean loss of each point of Figure 1, by curve and model."""
-    table = lab.tables["curves"]
-    drawn = table[table["curve"].isin(figures.PANELS)]
+    """Epoch and median loss of each point of Figure 1, by curve and model."""
     points = {curve: {} for curve in figures.PANELS}
-    for (curve, variant), own in drawn.groupby(["curve", "variant"], sort=False):
-        points[curve][variant] = own[["epoch", "mean"]].to_numpy().tolist()
+    for variant, own in lab.tables["histories"].groupby("variant", sort=False):
+        medians = own.groupby("epoch")[list(figures.PANELS)].median().dropna()
+        for curve in figures.PANELS:
+            points[curve][variant] = [[epoch, rounded(loss)] for epoch, loss in medians[curve].items()]
     return points
 
 
@@ -196,7 +197,7 @@ def source_line(path: str, of_page: str) -> str:
     stem = Path(path).stem
     owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
-        return '<small><a href="tables/curves.csv">data</a></small>'
+        return '<small><a href="tables/histories.csv">data</a></small>'
     one = studies.get(owner)
     data = f"studies/{owner}/" if one.measure else f"runs/{owner}/" if one.read else "tables/"
     return f'<small><a href="{data}">data</a>, <a href="../{code_of(owner)}">code</a></small>'

@@ -19,20 +19,20 @@ UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</ts
 DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 
 
-def figure_1(curves: pd.DataFrame, params: Params) -> Figure:
-    """For each model that has a curve: mean over seeds, and the range of the seeds as a band, on logarithmic axes."""
+def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
+    """For each model that has a curve: a thin line for each seed and the median over seeds, on logarithmic axes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
-            drawn = dict(list(curves[curves["curve"] == curve].groupby("variant")))
+            drawn = dict(list(histories.groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
                 points, style = drawn[variant], look(variant, params.variants)
-                axes.plot(
-                    points["epoch"], points["mean"], label=params.label(variant), gid=f"{curve}.{variant}", **style.line()
-                )
-                if (points["n"] > 1).any():
-                    band = {"color": style.colour, "alpha": 0.15, "linewidth": 0}
-                    axes.fill_between(points["epoch"], points["min"], points["max"], gid=f"{curve}.{variant}.band", **band)
+                wide = points.pivot(index="epoch", columns="seed", values=curve)  # a diverged seed ends early
+                for seed in wide:
+                    thin = {"color": style.colour, "alpha": 0.35, "linewidth": 0.5}
+                    axes.plot(wide[seed].dropna(), gid=f"{curve}.{variant}.{seed}", **thin)
+                median, label = wide.median(axis=1), params.label(variant)
+                axes.plot(median, label=label, gid=f"{curve}.{variant}", **style.line())
             axes.set(title=PANELS[curve], xlabel="Epoch", yscale="log")
             axes.margins(x=0.02)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -21,8 +21,8 @@ from pipeline.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKS = {  # before a badge: good, bad, open
-    **dict.fromkeys((REPRODUCED, "so here", "holds"), ("good", "✓")),
-    **dict.fromkeys((CONTRADICTED, "not so here", "fails"), ("bad", "✗")),
+    **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
+    **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
 SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # of Markdown
 

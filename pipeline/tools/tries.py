@@ -21,7 +21,6 @@ from fsspec.implementations.local import LocalFileSystem
 from markupsafe import Markup
 from ruamel.yaml import YAML, YAMLError
 
-from pipeline import tables
 from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.params import Params, plain
@@ -187,7 +186,7 @@ def write_page(heads: list[str], rows: list[dict[str, str]], sides: dict[str, Se
     """The table and the losses of all that was compared."""
     points = [run["points"].assign(variant=name, seed=seed) for name, runs in sides.items() for seed, run in runs.items()]
     drawn = settings.model_copy(update={"run": settings.run.model_copy(update={"variants": list(sides)})})
-    drawing = figures.svg(figures.figure_1(tables.summarise_curves(pd.concat(points)), drawn))
+    drawing = figures.svg(figures.figure_1(pd.concat(points), drawn))
     environment, paper = page.environment(str), {"title": params.load_paper().title}
     markdown = environment.get_template("try.md.j2").render(heads=heads, rows=rows, paper=paper)
     body, sections = page.to_html(markdown, {"losses.svg": figures.inline(drawing, "losses")}, lambda path: "")

@@ -159,7 +159,7 @@ def test_holm_orders_a_family():
 
 
 def test_words_for_claims_of_others():
-    assert [judge(shifted(by), FIVE).here for by in (1.0, 0.0, -1.0)] == ["so here", "open here", "not so here"]
+    assert [judge(shifted(by), FIVE).here for by in (1.0, 0.0, -1.0)] == ["confirmed", "undecided", "not confirmed"]
 
 
 def test_a_level_of_five_per_cent_holds_where_both_models_scatter_alike():

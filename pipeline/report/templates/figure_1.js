@@ -9,7 +9,8 @@ if (figure) {
       const path = group?.querySelector("path");
       const places = [...(path?.getAttribute("d") ?? "").matchAll(/(-?[\d.]+) (-?[\d.]+)/g)].map(([, x, y]) => [+x, +y]);
       if (places.length !== points.length) continue;
-      lines.push({ group, variant, points, places, path, band: document.getElementById(`${group.id}.band`) });
+      const seeds = figure.querySelectorAll(`[id^="${group.id}."]`);
+      lines.push({ group, variant, points, places, path, seeds });
     }
   }
   const tip = document.createElement("output");
@@ -20,7 +21,7 @@ if (figure) {
   figure.closest("figure").querySelector("figcaption small").before(hint);
   const hide = () => {
     tip.hidden = true;
-    for (const line of lines) line.group.style.opacity = "";
+    for (const line of lines) for (const part of [line.group, ...line.seeds]) part.style.opacity = "";
   };
   const show = (event) => {
     let best = null;
@@ -40,7 +41,8 @@ if (figure) {
     const box = tip.parentElement.getBoundingClientRect();
     tip.style.left = `${Math.min(best.at.x - box.left + 10, box.width - tip.offsetWidth)}px`;
     tip.style.top = `${best.at.y - box.top - 34}px`;
-    for (const line of lines) line.group.style.opacity = line.variant === best.line.variant ? "" : "0.25";
+    for (const line of lines)
+      for (const part of [line.group, ...line.seeds]) part.style.opacity = line.variant === best.line.variant ? "" : "0.25";
   };
   figure.addEventListener("pointermove", show);
   figure.addEventListener("pointerdown", show); // of a finger, which does not hover
@@ -52,8 +54,8 @@ if (figure) {
     for (const [name, value] of [["tabindex", 0], ["role", "button"], ["aria-pressed", true]]) text.setAttribute(name, value);
     const toggle = () => {
       const shown = text.getAttribute("aria-pressed") === "false";
-      for (const { group, band } of lines.filter((line) => line.variant === variant))
-        for (const part of [group, band]) if (part) part.style.display = shown ? "" : "none";
+      for (const { group, seeds } of lines.filter((line) => line.variant === variant))
+        for (const part of [group, ...seeds]) part.style.display = shown ? "" : "none";
       text.setAttribute("aria-pressed", shown);
       text.style.opacity = shown ? "" : "0.4";
     };

@@ -4,38 +4,55 @@ The paper's OSA differs from ViT (no skip, no LN) in both. Here each is changed 
 (exact)} × {Xavier, Section 4's initialisation}. Two of the four cells are runs of Table 2.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from pipeline.claims import Results, read_claims
 from pipeline.lab import Lab
 from pipeline.statistics import summarise as summary
 from pipeline.studies import Tables, comparison
 from pipeline.studies.paper.section_5 import CLAIMS, results_of
+from pipeline.verdicts import LEVEL, judge_contrast
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
 EFFECTS = {  # weights of the cells: the mean effect over the other factor's levels
     "attention": (-0.5, -0.5, 0.5, 0.5),
     "initialisation": (-0.5, 0.5, -0.5, 0.5),
 }
+INTERACTION = (1, -1, -1, 1)  # by how much more Section 4's initialisation helps OSA than softmax
+RESAMPLES = 10_000
 RULES = ("attention_matters", "attention_matters_with_xavier")
 RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """The four cells, the share of each factor's effect in the gap, the verdicts."""
+    """The four cells, the share of each factor's effect in the gap with its interval, their interaction, the verdicts."""
     results, claims = Results(tables, {"runs": results_of(lab).runs}), read_claims(CLAIMS)
     samples = [results.accuracies(cell) for cell in CELLS]
     is_trained = all(samples)
     means = [summary(sample).mean for sample in samples]
     gap, effects = means[-1] - means[0], {}
     for name, weights in EFFECTS.items() if is_trained else ():
-        effects[name] = {"share": sum(weight * mean for weight, mean in zip(weights, means, strict=True)) / gap}
+        low, high = share_interval(samples, weights)
+        effects[name] = {"share": float(np.dot(weights, means)) / gap, "low": low, "high": high}
     verdicts = {name: next(iter(claims[name].judge(results).values())) for name in RULES}
     return {
         "is_trained": is_trained,
         "cells": dict(zip(CELLS, map(summary, samples), strict=True)),
         "gap": gap,
         "effects": effects,
+        "interaction": judge_contrast(samples, INTERACTION),
         "verdicts": verdicts,
     }
+
+
+def share_interval(samples: Sequence[Sequence[float]], weights: Sequence[float]) -> tuple[float, float]:
+    """The 90 % interval of a share by resampling the runs of each cell (percentile bootstrap)."""
+    rng = np.random.default_rng(0)
+    means = np.array([rng.choice(sample, (RESAMPLES, len(sample))).mean(1) for sample in samples])  # (cells, resamples)
+    low, high = np.quantile(np.array(weights) @ means / (means[-1] - means[0]), [LEVEL, 1 - LEVEL])
+    return float(low), float(high)
 
 
 STUDY = comparison.study(summarise=summarise)

@@ -1,26 +1,56 @@
 """What OSA costs on the machines that were at hand, as pipeline/benchmarks has timed it.
 
-The scripts are run by hand. What they time decides one sentence of the paper: that Newton–Schulz is cheaper than QR.
+The scripts are run by hand. The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware
+with fast products: the literal forms are that comparison, and ours, which share their products, are not.
 """
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from pipeline.benchmarks.results import TRAINED, measured
-from pipeline.core import files
+from pipeline.core import files, record
 from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
-from pipeline.verdicts import judge_contrast
+
+PAPER = {"tokens": 50, "width": 16}  # of one head of its models
+LONG = 16384  # tokens
+PASS = "forward and backward"
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Step times over ViT's on each machine, CPUs first; by the logs of their ratios, whether NS is faster than QR."""
-    cpus, gpus = map(measured, ("step.json", "gpu_step.csv"))
-    steps = [*map(on_cpu, cpus), *map(on_gpu, gpus)]
-    ratios = [step["ns_over_qr"] for step in steps if step["ns_over_qr"]]
-    return {"steps": steps, "ns_below_qr": judge_contrast([np.log(ratios).tolist()], (1,), side="below")}
+    """Step times over ViT's on each machine, CPUs first; Newton–Schulz over QR in attention alone; and how many times faster
+    than softmax OSA (exact) is with long sequences, on each GPU and by heads."""
+    steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
+    attention = [ns_over_qr(path) for path in measured("attention.csv")]
+    long = [row for path in measured("gpu_attention.csv") for row in against_softmax(path)]
+    return {"steps": steps, "attention": attention, "long": long}
+
+
+def ns_over_qr(path: Path) -> dict[str, Any]:
+    """Newton–Schulz over QR in the attention of one head of the paper's models: literal forms, and ours."""
+    table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
+    own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
+    seconds = own.set_index("method")["seconds"]
+    return {
+        "machine": record.machine(facts["environment"]),
+        "literal": float(seconds["literal_newton_schulz"] / seconds["literal_qr"]),
+        "ours": float(seconds["newton_schulz"] / seconds["qr"]),
+    }
+
+
+def against_softmax(path: Path) -> list[dict[str, Any]]:
+    """OSA (exact) against the fastest softmax attention at LONG tokens, by type and number of heads."""
+    table = files.read_csv(path)
+    rows = []
+    for (dtype, heads), own in table[table["tokens"] == LONG].groupby(["dtype", "heads"]):
+        softmax = own.loc[own["method"].str.startswith("sdpa"), "both"].min()
+        exact = own.loc[own["method"] == "exact", "both"]
+        if len(exact) and pd.notna(softmax):
+            row = {"machine": own["device"].iloc[0], "dtype": dtype.removeprefix("torch."), "heads": int(heads)}
+            rows.append(row | {"speed": float(softmax / exact.iloc[0])})
+    return rows
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
@@ -38,10 +68,7 @@ def on_gpu(path: Path) -> dict[str, Any]:
 
 
 def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
-    """`ns_over_qr` is what Section 3 expects to be below one: Newton–Schulz "tends to be more efficient than QR"."""
-    rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
-    newton_schulz = over_vit["osa_ns"] / over_vit["osa_qr"] if {"osa_ns", "osa_qr"} <= over_vit.keys() else None
-    return {"environment": environment, "rows": rows, "ns_over_qr": newton_schulz}
+    return {"environment": environment, "rows": [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]}
 
 
 STUDY = Study(summarise=summarise)

@@ -10,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pydantic import Field
+from scipy.stats import fisher_exact
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
@@ -55,7 +56,8 @@ def largest(training: Training) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Of each model: which seeds do not learn, and the largest gradient, ‖S‖₂ and ‖AᵀA − I‖₂ of those and of the others."""
+    """For each model the seeds that do not learn, and the largest gradient, ‖S‖₂ and ‖AᵀA − I‖₂ of those and of the others;
+    Fisher's exact test of whether the first two fail equally often."""
     models = {}
     for variant in settings.variants:
         own = tables["steps"][tables["steps"]["variant"] == variant]
@@ -64,7 +66,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         groups = {"failing": own[own["seed"].isin(failing)], "learning": own[~own["seed"].isin(failing)]}
         worst = {key: group[["gradient", "skew_norm", "error"]].max().to_dict() for key, group in groups.items()}
         models[variant] = {"seeds": len(settings.seeds), "failing": failing, "worst": worst}
-    return {"models": models, "steps": settings.steps}
+    failing = [[len(model["failing"]), model["seeds"] - len(model["failing"])] for model in models.values()]
+    return {"models": models, "steps": settings.steps, "p": float(fisher_exact(failing[:2]).pvalue)}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:

@@ -31,7 +31,8 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """For each choice the accuracy and its change from Table 2's runs of that model, with the 95 % interval.
+    """For each choice the accuracy and its change from those of Table 2's runs of that model that start, with the 95 %
+    interval.
 
     Both samples share one spread, as they do if the choice changes nothing, so that one run is enough for an interval. A
     choice matters if the whole interval is beyond the margin, at 95 % confidence for all together (Bonferroni).
@@ -40,7 +41,7 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
     for name, training in settings.runs.items():
         ((section, values),) = training.set.items()
         ((option, value),) = values.items()
-        samples = [own.accuracies(name), table_2.accuracies(training.variant)]
+        samples = [own.accuracies(name), table_2.accuracies_of_starting(training.variant)]
         low, high = interval(samples, (1, -1), equal_spread=True)
         least, most = interval(samples, (1, -1), 1 - 0.05 / len(settings.runs), equal_spread=True)
         rows.append(

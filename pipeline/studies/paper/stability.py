@@ -8,11 +8,9 @@ from pipeline.lab import Lab
 from pipeline.studies import Tables, comparison
 from pipeline.studies.paper.section_5 import CLAIMS
 
-LEAST_RUNS = 5  # fewer cannot decide a share of one half, even if all agree
-
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """How many runs are stable, the largest rise of their train loss, and from five runs on the verdict."""
+    """How many runs are stable, the largest rise of their train loss, and the lower 95 % bound of the share that is."""
     results, claim = Results(tables), read_claims(CLAIMS)["qr_is_stable"]
     (model,) = claim.models
     verdict = claim.judge(results)[model]
@@ -21,7 +19,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         "runs": verdict.n,
         "stable": round(verdict.n * verdict.estimate) if verdict.n else 0,
         "largest_rise": max(rises, default=None),
-        "verdict": verdict if verdict.n >= LEAST_RUNS else None,
+        "at_least": verdict.low,
     }
 
 

@@ -40,7 +40,7 @@ def test_claims_are_judged_by_runs_that_are_listed_or_of_table_2(wing, lab):
         own = [claims.pop(name) for name in study.CLAIMS]
         assert all(set(claim.models) <= known for claim in own)
         if wing == "orthogonal":  # whose claims are all predictions
-            assert {claim.expected for claim in own} <= {"so here", "not so here", "open here"}
+            assert {claim.expected for claim in own} <= {"confirmed", "not confirmed", "undecided"}
             assert all(claim.why for claim in own)
     assert set(claims) <= {"penalties_boost_transduction"}, "no claim without its study"
 

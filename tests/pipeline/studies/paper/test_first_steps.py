@@ -35,7 +35,11 @@ def test_a_seed_fails_that_guesses_or_diverges(lab):
         for seed, own in losses.items()
         for step, loss in enumerate(own)
     ]
-    settings = Settings(variants=["osa_ns"], seeds=[0, 1, 2], steps=10 + LAST_STEPS)
-    model = summarise(settings, {"steps": pd.DataFrame(rows)}, lab)["models"]["osa_ns"]
+    whole = [row for row in rows if row["seed"] == 0]
+    rows += [row | {"variant": "osa_qr", "loss": 1.5, "seed": seed} for row in whole for seed in losses]
+    settings = Settings(variants=["osa_ns", "osa_qr"], seeds=[0, 1, 2], steps=10 + LAST_STEPS)
+    summary = summarise(settings, {"steps": pd.DataFrame(rows)}, lab)
+    model = summary["models"]["osa_ns"]
+    assert summary["p"] == pytest.approx(0.4)  # two of three against none of three, or as far the other way
     assert model["failing"] == [1, 2]
     assert model["worst"]["learning"]["gradient"] == 1 and model["worst"]["failing"]["gradient"] == 100

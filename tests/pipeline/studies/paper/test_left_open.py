@@ -26,7 +26,7 @@ def test_every_alternative_belongs_to_a_detail(paper_lab):
 
 
 def test_a_change_and_whether_it_matters(paper_lab):
-    paper_lab.tables = {"runs": runs({"vit": [97.0, 97.2, 97.4], "osa_ns": [96.0, 97.0]})}
+    paper_lab.tables = learning({"vit": [97.0, 97.2, 97.4], "osa_ns": [96.0, 97.0]})
     tables = {"runs": runs({"far": [99.0, 99.2, 99.4], "near": [97.6, 97.8, 98.0], "one": [96.0]})}
     listed = settings(far=STANDARD, near=STANDARD, one=EPSILON, missing=EPSILON)
     summary = left_open.summarise(listed, tables, paper_lab)
@@ -41,7 +41,7 @@ def test_a_change_and_whether_it_matters(paper_lab):
 
 def test_of_many_alternatives_one_must_stand_out(paper_lab):
     """Its own 95 % interval is beyond the margin, and not that of twenty together."""
-    paper_lab.tables = {"runs": runs({"vit": [97.0, 97.2, 97.4]})}
+    paper_lab.tables = learning({"vit": [97.0, 97.2, 97.4]})
     tables = {"runs": runs({"far": [98.5, 98.7, 98.9]})}
     assert left_open.summarise(settings(far=STANDARD), tables, paper_lab)["matter"]
     many = settings(far=STANDARD, **{f"other_{i}": STANDARD for i in range(19)})
@@ -93,6 +93,9 @@ def test_attention_and_initialisation_share_the_gap(paper_lab):
     assert summary["is_trained"] and summary["gap"] == pytest.approx(26)
     shares = [effects[name]["share"] for name in ("attention", "initialisation")]
     assert shares == pytest.approx([18 / 26, 8 / 26])
+    for effect, share in zip(effects.values(), shares, strict=True):
+        assert share - 0.1 < effect["low"] < share < effect["high"] < share + 0.1
+    assert summary["interaction"].estimate == pytest.approx(-4)
     assert {each.word for each in summary["verdicts"].values()} == {REPRODUCED}
 
 

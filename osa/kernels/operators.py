@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from osa import functional, linalg
 from osa.compiled import INPUTS
-from osa.kernels import launch, sequences
+from osa.kernels import heads, launch, sequences
 from osa.kernels.launch import padded
 from osa.kernels.tiles import SIZE
 from osa.linalg import Scale
@@ -24,8 +24,10 @@ LONG_METHODS = ("exact", "newton_schulz")  # that need Gram matrices alone
 MAX_TOKENS, MAX_WIDTH = 256, 16  # of query and key, whose matrices one program holds in its registers
 MAX_LONG_WIDTH = 128  # of query, key and value
 TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
+TRIED_LONG = 8192  # the same where a program a head takes fewer
 TRANSFORMS = TransformType.Vmap, TransformType.Grad  # of torch.func, which `_Attention` knows
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
+FUSED_TOLERANCE = 6e-3  # of what rounding leaves 1.7e-3 to 3e-3 apart, and a product too few 2e-2
 PHI1_TOLERANCE = 1e-5  # of which three products of TF32 need 4e-7, and two have 3e-4
 
 
@@ -38,12 +40,16 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     """
     tokens, width = query.shape[-2:]
     tensors, is_short = (query, key, value), _is_short(query)
-    dtypes, rows = tuple(x.dtype for x in tensors), padded(tokens) if is_short else TRIED_TOKENS
+    dtypes, form, rows = tuple(x.dtype for x in tensors), method, padded(tokens) if is_short else TRIED_TOKENS
+    if not is_short and heads.is_fused(method, *tensors):
+        form = "fused"
+    elif not is_short and heads.may_fuse(method, *tensors):
+        rows = TRIED_LONG
     return (
         method in (METHODS if is_short else LONG_METHODS)
         and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH for x in tensors)
         and all(_is_whole(x, *TRANSFORMS) for x in (*tensors, scale) if isinstance(x, Tensor))
-        and _is_right(method, query.device, dtypes, rows, width, value.shape[-1])
+        and _is_right(form, query.device, dtypes, rows, width, value.shape[-1])
     )
 
 
@@ -84,7 +90,8 @@ def attend(
         inputs = [x.reshape(-1, *batch[-1:], *x.shape[-2:]) if batch else x[None, None] for x in inputs]
     options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
     operators = OPERATORS if _is_short(query) else LONG_OPERATORS
-    output, _ = operators[method](*inputs, *options)
+    is_fused = not _is_short(query) and heads.is_fused(method, *inputs[:3])
+    output, _ = (_fused_operator if is_fused else operators[method])(*inputs, *options)
     return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
 
 
@@ -240,6 +247,7 @@ _phi1_operator.register_autograd(_phi1_autograd, setup_context=lambda ctx, input
 
 OPERATORS = {method: _register(method, method, launch) for method in METHODS}
 LONG_OPERATORS = {method: _register(method, f"long_{method}", sequences) for method in LONG_METHODS}
+_fused_operator = _register("exact", "fused_exact", heads)
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
@@ -261,12 +269,13 @@ def _is_right(*form) -> bool:
 
 
 def _agrees(
-    method: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
+    form: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
 ) -> bool:
     """Whether values and gradients on this device are those of the plain route on the CPU in float64.
 
     Whatever goes wrong between Triton, the C compiler, its cache on the disk and the driver is a reason to do without it.
     """
+    method = "exact" if form == "fused" else form
     with (
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
@@ -285,7 +294,10 @@ def _agrees(
             shapes = (2, 3, tokens, width), (2, 3, tokens, width), (2, 3, tokens, value_width)
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
-            inputs.append(torch.tensor([0.02, -0.05, 0.1]).view(3, 1, 1))
+            scales = torch.tensor([0.02, -0.05, 0.1])
+            if form == "fused":
+                scales = torch.tensor([0.3, -0.5, 15.0]) / tokens  # the last of them in steps
+            inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
         grad = grad.to(dtypes[-1])
@@ -298,7 +310,7 @@ def _agrees(
                 ((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()).item()
                 for a, b in [(actual, expected), *zip(*grads, strict=True)]
             ]
-            most = PHI1_TOLERANCE if method == "phi1" else max(TOLERANCE[x] for x in dtypes)
+            most = {"phi1": PHI1_TOLERANCE, "fused": FUSED_TOLERANCE}.get(form, max(TOLERANCE[x] for x in dtypes))
             reason = None if max(errors) < most else f"its error is {max(errors):.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -64,7 +64,7 @@ def machine(tiny: bool) -> Rows:
 
 FORMS = (  # method, batch, heads, tokens, width, type
     ("exact", 2, 160, 197, 64, HALF),  # heads enough to fill a device, and few
-    ("exact", 1, 3, 1024, 64, HALF),
+    ("exact", 1, 3, 8192, 64, HALF),
     ("exact", 2, 3, 50, 16, SINGLE),
     ("qr", 2, 3, 50, 16, SINGLE),
     ("newton_schulz", 2, 3, 50, 16, SINGLE),
@@ -72,7 +72,7 @@ FORMS = (  # method, batch, heads, tokens, width, type
     ("exact", 1, 3, 1024, 64, SINGLE),
     ("newton_schulz", 1, 3, 1024, 64, HALF),
 )
-TINY_FORMS = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF))
+TINY_FORMS = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF), ("exact", 1, 1, 37, 64, HALF))
 ERRORS = ("output", "query", "key", "value")  # of the output, and of the gradients
 
 

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from osa.functional import ITERATIONS
-from osa.kernels import launch, operators, sequences
+from osa.kernels import heads, launch, operators, sequences
 from pipeline.core import files
 from pipeline.core.errors import command_parser, entry_point
 from pipeline.core.files import ROOT
@@ -35,7 +35,7 @@ RESERVED = 1024  # bytes of shared memory that each program takes besides its ow
 WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
-METHODS = (*operators.METHODS, *(f"long {method}" for method in operators.LONG_METHODS), "phi1")
+METHODS = (*operators.METHODS, *(f"long {method}" for method in operators.LONG_METHODS), "fused exact", "phi1")
 MOST_ROWS = {"exact": 64}  # that a program has a basis for
 MANY = 4096  # tokens that stand for any number of a long sequence
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
@@ -81,11 +81,15 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
                 launch.phi1_forward(z, y, y)
                 launch.phi1_backward(z, y, y, z, y)
             return found
-        *long, method = method.split()
-        if long or width <= operators.MAX_WIDTH:
-            kernels = sequences if long else launch
-            tokens = MANY if long else MOST_ROWS.get(method, operators.MAX_TOKENS)
-            query = torch.empty(2, 3, tokens, width, dtype=dtype, device="meta")
+        *form, method = method.split()
+        tokens = MANY if form else MOST_ROWS.get(method, operators.MAX_TOKENS)
+        query = torch.empty(2, 3, tokens, width, dtype=dtype, device="meta")
+        kernels, is_there = {
+            "": (launch, width <= operators.MAX_WIDTH),
+            "long": (sequences, True),
+            "fused": (heads, heads.may_fuse(method, query, query, query)),
+        }["".join(form)]
+        if is_there:
             shapes = (2, 3, 1, 1), kernels.saved_shape(method, query, query)
             scale, saved = (torch.empty(shape, device="meta") for shape in shapes)
             iterations = ITERATIONS.get(method, 0), 1e-7

@@ -24,11 +24,15 @@ def rows_of(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "methods, widths, architectures",
-    [(["exact", "newton_schulz"], ["16"], ["90"]), (["phi1", "long exact"], ["64"], ["80", "90"])],
-    ids=["short", "long"],
+    [
+        (["exact", "newton_schulz"], ["16"], ["90"]),
+        (["phi1", "long exact"], ["64"], ["80", "90"]),
+        (["fused exact"], ["64"], ["90"]),
+    ],
+    ids=["short", "long", "fused"],
 )
 def test_the_compiler_finds_no_kernel_worse_than_it_did(methods, widths, architectures, tmp_path):
-    """And where φ₁ is not by tensor cores no register spills; in a process without the interpreter."""
+    """In a process without the interpreter."""
     output, names = tmp_path / "new.csv", ("methods", "widths", "architectures")
     chosen = ["--output", output]
     for name, values in zip(names, (methods, widths, architectures), strict=True):
@@ -38,7 +42,7 @@ def test_the_compiler_finds_no_kernel_worse_than_it_did(methods, widths, archite
     before, now = (rows_of(path) for path in (ROOT / TABLE, output))
     assert now and now.keys() <= before.keys()
     assert not [(row, before[key]) for key, row in now.items() if is_worse(row, before[key])]
-    others = [row for row in now.values() if row["method"] != "phi1"]
+    others = [row for row in now.values() if row["method"] not in ("phi1", "fused exact")]
     assert all((row["spilled_bytes"], row["warnings"]) == ("0", "") for row in others)
     by_memory = {row["shared_bytes"] for row in now.values() if row["method"] == "phi1" and row["width"] == "64"}
     assert by_memory <= {str(launch.PHI1_BYTES[128])}
@@ -51,6 +55,18 @@ def test_the_table_has_what_the_compiler_warns_of():
     assert warned == {("phi1", "32", True), ("phi1", "64", True)}
     assert {row["warnings"] for row in rows} == {"", "C7510"}
     assert all(row["hgmma"] == "0" for row in rows if row["architecture"] == "sm_80")
+
+
+def test_a_program_a_head_is_what_the_design_asks_of_it():
+    """No warning; a wait for at least four products; few bytes spilled; two programs share a multiprocessor."""
+    rows = rows_of(ROOT / TABLE)
+    forward, backward = (rows["fused exact", name, "64", "bfloat16", "sm_90"] for name in ("forward", "backward"))
+    for row, spilled in ((forward, 300), (backward, 1000)):
+        assert row["warnings"] == "" and int(row["spilled_bytes"]) <= spilled and int(row["programs"]) == 2
+        assert int(row["hgmma"]) >= 4 * int(row["waits"]) > 0
+    assert forward["spilled_bytes"] == "0"  # so that no loop reloads anything
+    own = [row for (method, *_), row in rows.items() if method == "fused exact"]
+    assert {row["width"] for row in own} == {"16", "32", "64"} and all(row["warnings"] == "" for row in own)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 
 from triton.runtime import interpreter
 
-from osa.kernels import launch, operators, sequences
+from osa.kernels import heads, launch, operators, sequences
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
 from tests.osa.test_launch import traffic
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 def long(monkeypatch):
     """Every sequence counts as long, in parts of 64 rows; few steps for the interpreter. As on CUDA, no value is read."""
     monkeypatch.setattr(operators, "MAX_TOKENS", 0)
+    monkeypatch.setattr(heads, "may_fuse", lambda *x: False)
     monkeypatch.setattr(linalg, "is_readable", lambda x: False)
     monkeypatch.setitem(linalg.KERNELS, "split_phi1_times", [(operators.fits_split_phi1, operators.phi1_times)])
     if DEVICE.type == "cuda":

@@ -1,0 +1,219 @@
+"""Orthogonal attention by "exact" in bfloat16 on CUDA, a program a head, for any number of tokens: one launch each way.
+
+With M = [Q, K], G = MᵀM, Z = c J G and Y = J MᵀV, the output is V + c M T with T = Σ Zᵏ Y / (k + 1)!. A first loop over the
+tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay there, each the left operand of its product with Zᵀ in shared
+memory, so that no product waits for memory, and the sum ends with the first term that no longer matters: each head has a
+degree of its own. A second loop reads the tokens again and writes the output.
+
+One product of bfloat16 a term leaves an error near the rounding of the output, up to a ‖Z‖_F. A head that asks for more has
+a `state` of 0, others of 1: osa/kernels/stepped.py takes it. Matrices of WIDTH columns are padded to D in registers.
+"""
+
+import triton
+import triton.language as tl
+
+D = tl.constexpr(64)  # columns of query, key and value in registers
+SIZE = tl.constexpr(128)  # columns of M
+ENTRIES = tl.constexpr(8192)  # of a term, (D, SIZE)
+MOST = tl.constexpr(12)  # terms
+MOST_NORM = tl.constexpr(16.0)  # ‖Z‖_F up to which one product a term leaves the output within the rounding of bfloat16
+SCRATCH = tl.constexpr(25 * 8192)  # entries of a backward program's: s_k and t_k of MOST terms, and Y
+EPS = tl.constexpr(2.0**-6)  # of the output, below which a term ends the sum: a quarter of what its own rounding leaves
+
+
+@triton.jit
+def halves(x):
+    """The left and the right half of the columns."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def joined(left, right):
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
+
+
+@triton.jit
+def times_jt(x):
+    """X Jᵀ = [X₂, −X₁]."""
+    left, right = halves(x)
+    return joined(right, -left)
+
+
+@triton.jit
+def rows_of_m(query, key, row_stride, rows, tokens, WIDTH: tl.constexpr):
+    """Rows of M = [Q, K], by copies of 16 bytes: the pointers of both halves are those of one matrix with a gap."""
+    columns = tl.arange(0, SIZE)
+    gap = (key.to(tl.int64) - query.to(tl.int64)) // 2 - D  # entries
+    at = query + tl.where(columns < D, columns, columns + gap)[None, :] + rows[:, None] * row_stride
+    at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 8))
+    mask = (rows < tokens)[:, None]
+    if WIDTH < D:
+        mask = mask & (columns % D < WIDTH)[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def rows_at(pointer, row_stride, rows):
+    return pointer + tl.arange(0, D)[None, :] + rows[:, None] * row_stride
+
+
+@triton.jit
+def inside(rows, tokens, WIDTH: tl.constexpr):
+    mask = (rows < tokens)[:, None]
+    if WIDTH < D:
+        mask = mask & (tl.arange(0, D) < WIDTH)[None, :]
+    return mask
+
+
+@triton.jit
+def rows_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
+    return tl.load(rows_at(pointer, row_stride, rows), mask=inside(rows, tokens, WIDTH), other=0.0)
+
+
+@triton.jit
+def scale_of(scale, strides, batch, head):
+    """c of a head. 0 is a tiny number, with the same output, as the gradient of c is divided by it."""
+    c = tl.load(scale + batch * strides[0] + head * strides[1]).to(tl.float32)
+    return tl.where(c == 0, 1e-30, c)
+
+
+@triton.jit
+def gram_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """G, (SIZE, SIZE), and (MᵀV)ᵀ, (D, SIZE)."""
+    gram, sums = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((D, SIZE), tl.float32)
+    for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        m, value = rows_of_m(q, k, row_stride, rows, tokens, WIDTH), rows_of(v, row_stride, rows, tokens, WIDTH)
+        gram = tl.dot(tl.trans(m), m, gram)
+        sums = tl.dot(tl.trans(value), m, sums)
+    return gram, sums
+
+
+@triton.jit(do_not_specialize=["heads", "tokens"])
+def forward_kernel(
+    query, key, value, output, scale, state, strides, out_strides, scale_strides, heads, tokens,
+    WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The output of each head that one product a term suffices for, and its `state`.
+
+    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂; ‖G‖_F stands for
+    ‖M‖₂². Query, key and value have the same strides, multiples of 8, and columns side by side.
+    """
+    i = tl.program_id(0)
+    batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
+    first = batch * strides[0] + own * strides[1]
+    query += first
+    key += first
+    value += first
+    output += batch * out_strides[0] + own * out_strides[1]
+    c = scale_of(scale, scale_strides, batch, own)
+    gram, sums = gram_and_sums(query, key, value, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
+    gram *= c
+    total = c * times_jt(sums)
+    norm = tl.sqrt(tl.sum(gram * gram))
+    factor = EPS / tl.maximum(norm, 1e-9)
+    factor, least, size = factor * factor, tl.full([], 0.0, tl.float32), tl.where(norm <= MOST_NORM, 1.0, 0.0)
+    term, z = total, times_jt(gram).to(tl.bfloat16)
+    for k in range(MOST):
+        if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
+            size = tl.sum(term * term)
+            least = tl.where(k == 0, factor * size, least)
+            if size > least:
+                term = tl.dot(term.to(tl.bfloat16), z) * (1.0 / (k + 2))
+                total += term
+    suffices = (norm <= MOST_NORM) & (size <= least)  # not where anything is NaN
+    tl.store(state + i, tl.where(suffices, 1.0, 0.0))
+    if suffices:
+        t = tl.trans(total.to(tl.bfloat16))
+        t_low = tl.trans((total - total.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16))
+        for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
+            rows = start + tl.arange(0, ROWS)
+            m = rows_of_m(query, key, strides[2], rows, tokens, WIDTH)
+            out = tl.dot(m, t_low, tl.dot(m, t))
+            out += rows_of(value, strides[2], rows, tokens, WIDTH).to(tl.float32)
+            tl.store(rows_at(output, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
+
+
+@triton.jit(do_not_specialize=["count", "heads", "tokens"])
+def backward_kernel(
+    query, key, value, grad, grad_query, grad_key, grad_value, scale, grad_scale, state, scratch,
+    strides, e_strides, grad_strides, scale_strides, count, heads, tokens,
+    WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of Q, K, V and c of each head whose `state` is 1, from that of the output, E.
+
+    With t_0 = Y, t_{k+1} = Z t_k / (k + 2), T = Σ t_k and F = MᵀE, u = c Fᵀ J and then for k downwards s_k = u / (k + 2) and
+    u ← c Fᵀ J − s_k Zᵀ. So A₂ = grad X = uᵀ, grad G = c Σ s_kᵀ t_kᵀ and A₃ = grad G + (grad G)ᵀ, and
+
+        grad V = E + M A₂,        grad M = c E Tᵀ + V A₂ᵀ + M A₃,        grad c = ⟨F, e^Z Y⟩ = ⟨F, Y + Z T⟩.
+
+    A program takes one head after another. All gradients have the same strides. `scratch` holds a program's t_k,
+    s_k and Y, (D, SIZE) each, which stay in the caches.
+    """
+    base = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
+    columns = tl.arange(0, SIZE)
+    terms = base + tl.arange(0, D)[:, None] * SIZE + columns[None, :]
+    factors = terms + MOST * ENTRIES
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        if tl.load(state + i) == 1.0:
+            batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
+            first, place = batch * strides[0] + own * strides[1], batch * grad_strides[0] + own * grad_strides[1]
+            q, k_own, v = query + first, key + first, value + first
+            e = grad + batch * e_strides[0] + own * e_strides[1]
+            c = scale_of(scale, scale_strides, batch, own)
+            gram, sums = gram_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
+            gram *= c
+            total = c * times_jt(sums)
+            factor = EPS / tl.maximum(tl.sqrt(tl.sum(gram * gram)), 1e-9)
+            factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
+            term, z = total, times_jt(gram).to(tl.bfloat16)
+            tl.store(terms + 2 * MOST * ENTRIES, term.to(tl.bfloat16))
+            for k in range(MOST):
+                if size > least:
+                    size = tl.sum(term * term)
+                    least = tl.where(k == 0, factor * size, least)
+                    if size > least:
+                        degree += 1
+                        rounded = term.to(tl.bfloat16)
+                        tl.store(terms + k * ENTRIES, rounded)
+                        term = tl.dot(rounded, z) * (1.0 / (k + 2))
+                        total += term
+            t = total.to(tl.bfloat16)
+            f = tl.zeros((D, SIZE), tl.float32)
+            for start in tl.range(0, tokens, GRAM_ROWS, num_stages=2):
+                rows = start + tl.arange(0, GRAM_ROWS)
+                e_rows = rows_of(e, e_strides[2], rows, tokens, WIDTH)
+                f = tl.dot(tl.trans(e_rows), rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH), f)
+            tl.debug_barrier()  # the terms are those of other threads
+            gradient = tl.sum(f * (tl.dot(t, z) + tl.load(terms + 2 * MOST * ENTRIES).to(tl.float32))) / c
+            tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
+            f = -c * times_jt(f)
+            u = f
+            for j in range(degree):
+                k = degree - 1 - j
+                s = (u * (1.0 / (k + 2))).to(tl.bfloat16)
+                tl.store(factors + k * ENTRIES, s)
+                u = f - tl.dot(s, z)
+            a2 = u.to(tl.bfloat16)
+            tl.debug_barrier()
+            product = tl.zeros((SIZE, SIZE), tl.float32)
+            for k in tl.range(0, degree, num_stages=2):
+                product = tl.dot(tl.trans(tl.load(factors + k * ENTRIES)), tl.load(terms + k * ENTRIES), product)
+            half = product.to(tl.bfloat16)
+            a3 = (half.to(tl.float32) + tl.trans(half).to(tl.float32)).to(tl.bfloat16)
+            gq, gk, gv = grad_query + place, grad_key + place, grad_value + place
+            for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
+                rows = start + tl.arange(0, ROWS)
+                m = rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH)
+                v_rows, e_rows = rows_of(v, strides[2], rows, tokens, WIDTH), rows_of(e, e_strides[2], rows, tokens, WIDTH)
+                grad_m = tl.dot(e_rows, t)
+                grad_m = tl.dot(v_rows, a2, grad_m)
+                grad_m = tl.dot(m, a3, grad_m)
+                grad_q, grad_k = halves(grad_m)
+                at = tl.arange(0, D)[None, :] + rows[:, None] * grad_strides[2]
+                mask = inside(rows, tokens, WIDTH)
+                tl.store(gq + at, grad_q.to(tl.bfloat16), mask=mask)
+                tl.store(gk + at, grad_k.to(tl.bfloat16), mask=mask)
+                grad_v = tl.dot(m, tl.trans(a2)) + e_rows.to(tl.float32)
+                tl.store(gv + at, grad_v.to(tl.bfloat16), mask=mask)
+            tl.debug_barrier()  # before the terms of the next head

@@ -1,0 +1,197 @@
+"""Attention by a program a head: its numbers, its launches, and the order of what its threads do."""
+
+import warnings
+
+import pytest
+import torch
+
+from osa import linalg, reference
+from osa.functional import orthogonal_attention
+from tests.osa.helpers import relative_error
+
+pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
+
+from triton.language import core
+from triton.runtime import interpreter
+
+from osa.kernels import fused, heads, launch, operators, stepped
+from tests.osa.interpreter import DEVICE, Races, quick, random
+from tests.osa.test_kernels import attend, attend_and_warn, errors, symmetric_multiple
+from tests.osa.test_launch import traffic
+
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter stands in for the device")
+HALF = torch.bfloat16
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Every sequence counts as long."""
+    monkeypatch.setattr(operators, "MAX_TOKENS", 0)
+    if DEVICE.type == "cuda":
+        yield
+        return
+    with quick():
+        yield
+
+
+def inputs_of(tokens, width, norm, *, mean=0.0, decay=0.0, heads=1, seed=0):
+    """Tokens that share `mean` times a vector, columns of size k^−decay, and the scale for this ‖S‖₂ of the first head."""
+    tensors = random(tokens, width, width, (1, heads), seed)
+    shared = random(1, width, width, (1, heads), seed + 1)
+    query, key, value = (x + mean * vector for x, vector in zip(tensors, shared, strict=True))
+    sizes = torch.arange(1, width + 1, device=DEVICE) ** -decay
+    query, key, value = (x.to(HALF) for x in (query * sizes, key * sizes, value))
+    scale = norm / torch.linalg.matrix_norm(reference.skew(query[:, :1].double(), key[:, :1].double(), 1.0), 2)
+    return query, key, value, scale.float().view(1, 1, 1, 1)
+
+
+def state(query, key, value, scale):
+    """1 of each head for which one product a term suffices, and 0."""
+    scale = scale.expand(*query.shape[:2], 1, 1)
+    return operators._fused_operator(query, key, value, scale, 0, linalg.EPSILON)[1].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "tokens, width, norm, more, is_one",
+    [
+        (7, 64, 1.0, {}, True),  # N < 2d, and less than a tile
+        (197, 64, 2.0, {}, True),
+        (130, 48, 0.3, {"mean": 1.0}, True),
+        (67, 32, 1.0, {"decay": 1.0}, True),
+        (67, 8, 1.0, {}, True),
+        (67, 64, 2.0, {"mean": 1.0}, False),
+        (130, 40, 10.0, {"decay": 1.0}, False),
+        (67, 64, 40.0, {}, False),
+        (67, 64, 1.0, {"mean": 20.0}, False),
+    ],
+)
+def test_output_and_gradients_match_the_reference(tokens, width, norm, more, is_one):
+    """Within the rounding of inputs, output and gradients to bfloat16, with one product a term and in steps."""
+    query, key, value, scale = inputs_of(tokens, width, norm, **more)
+    assert state(query, key, value, scale) == [float(is_one)]
+    assert max(errors("exact", query, key, value, scale)) < (5e-3 if is_one else 3e-3)
+
+
+@pytest.mark.parametrize("norm, most", [(0.1, 2e-3), (1.0, 2e-3), (4.0, 2e-3), (20.0, 2e-3), (200.0, 3e-3)])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_the_output_over_all_norms(norm, mean, most):
+    """Up to 200, beyond which the 16 bits of products show: an error of 10⁻⁵ ‖S‖."""
+    query, key, value, scale = inputs_of(66, 64, norm, mean=mean)
+    expected = reference.orthogonal_attention(*(x.double().cpu() for x in (query, key, value)), scale.double().cpu())
+    assert relative_error(attend(query, key, value, scale, "exact").cpu(), expected) < most
+
+
+@pytest.mark.parametrize("norm", [0.5, 20.0])
+def test_heads_have_a_scale_and_strides_of_their_own(norm):
+    """In one tensor, and in three of unequal strides. The second head's c is 0, with its gradient."""
+    *tensors, scale = inputs_of(37, 16, norm, heads=2)
+    scale = torch.cat([scale, 0 * scale], 1)
+    together = torch.stack(tensors, 2).permute(0, 3, 2, 1, 4)  # (batch, tokens, 3, heads, width)
+    projected = [x.transpose(1, 2) for x in together.contiguous().unbind(2)]
+    apart = [projected[0], tensors[1], tensors[2].mT.contiguous().mT]
+    for query, key, value in (projected, apart):
+        assert max(errors("exact", query, key, value, scale)) < 5e-3
+        assert torch.equal(attend(query, key, value, scale, "exact")[:, 1], value[:, 1])
+
+
+def test_what_has_no_digit_is_nan_and_leaves_the_others_alone():
+    query, key, value, scale = inputs_of(70, 16, 1.0, heads=2)
+    expected = attend(query, key, value, scale, "exact")
+    broken = query.clone()
+    broken[0, 0, 2, 1] = torch.nan
+    symmetric = query.clone()
+    near, other, _ = symmetric_multiple(1e6, 70, 16)
+    keys = torch.cat([other.to(HALF), key[:, 1:]], 1)
+    symmetric[:, :1] = near
+    for tensors, factor, warns in (
+        ((broken, key), 1.0, False),
+        ((query, key), torch.nan, False),
+        ((query, key), 1e9, False),
+        ((symmetric, keys), 1e3, True),
+    ):
+        own = torch.cat([factor * scale, scale], 1)
+        actual, warned = attend_and_warn(*tensors, value, own, "exact")
+        assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1]) and warned == warns, (factor, warned)
+        inputs = [x.requires_grad_() for x in (*tensors, value, own)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            grads = torch.autograd.grad(attend(*inputs, "exact")[0].float().sum(), inputs)
+        assert all(x[0, 0].isnan().all() and not x[0, 1].isnan().any() for x in grads)
+        query, key, value = (x.detach() for x in (query, key, value))
+
+
+@INTERPRETED
+@pytest.mark.parametrize("mean", [0.0, 6.0])
+def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, mean):
+    """One program takes two heads in turn; with a shared mean in steps. Without barriers kernels race."""
+    inputs = [x.requires_grad_() for x in inputs_of(9, 8, 0.3 + mean / 2, mean=mean, heads=2)]
+    assert state(*inputs)[0] == float(mean == 0)
+    start = launch.launch
+    for ignores_barriers in (False, True) if mean == 0 else (False,):  # steps without barriers take minutes
+        with Races(ignores_barriers=ignores_barriers).watch() as races:
+            monkeypatch.setattr(launch, "launch", lambda *x, races=races: (races.forget(), start(*x)))
+            output = attend(*inputs, "exact")
+            torch.autograd.grad(output.float().sum(), inputs)
+        assert races.barriers > 5 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
+
+
+@INTERPRETED
+def test_under_a_compiler_without_a_break(monkeypatch):
+    monkeypatch.setitem(linalg.KERNELS, "attend", [(operators.fits, operators.attend)])
+    *inputs, scale = (x.requires_grad_() for x in inputs_of(9, 8, 1.0))
+    compiled = torch.compile(orthogonal_attention, backend="aot_eager", fullgraph=True)
+    actual, expected = (f(*inputs, scale=scale) for f in (compiled, orthogonal_attention))
+    assert torch.equal(actual, expected) and actual.grad_fn is not None
+    both = (torch.autograd.grad(each.float().sum(), (*inputs, scale)) for each in (actual, expected))
+    assert all(map(torch.equal, *both))
+
+
+@INTERPRETED
+def test_launches_and_operators(monkeypatch):
+    """Two launches each way, and nothing else but the question whether a digit was lost."""
+    query, key, value, scale = inputs_of(9, 64, 1.0)
+    launched, saved = [], torch.ones(1, 1, 1, 1)
+    monkeypatch.setattr(launch, "launch", lambda kernel, *others: launched.append(kernel.fn.__name__))
+    inputs = query, key, value, scale
+    forward = traffic(lambda: operators._fused_operator(*inputs, 0, linalg.EPSILON)).names
+    assert launched == ["forward_kernel", "stepped_forward_kernel"] and len(forward) <= 10, forward
+    launched.clear()
+    backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, linalg.EPSILON)).names
+    assert launched == ["backward_kernel", "stepped_backward_kernel"] and len(backward) <= 10, backward
+
+
+@INTERPRETED
+def test_the_first_use_would_notice_a_product_too_few(monkeypatch):
+    monkeypatch.setattr(operators, "TRIED_TOKENS", 128)  # few for the interpreter
+    form = "fused", DEVICE, (HALF,) * 3, 128, 16, 16  # type, rows and widths
+    assert operators._agrees(*form)
+
+    def without_the_lower_half(x):
+        high = x.to(core.bfloat16)
+        return high, high * 0.0
+
+    monkeypatch.setattr(stepped, "split", interpreter.InterpretedFunction(without_the_lower_half))
+    with pytest.warns(UserWarning, match="its error is"):
+        assert not operators._agrees(*form)
+
+
+def test_the_form_is_chosen_by_type_width_heads_and_device(monkeypatch):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "capability", lambda device: 9)
+
+    def is_fused(count, tokens, width=64, dtype=HALF, method="exact"):
+        return heads.is_fused(method, *torch.empty(3, 1, count, tokens, width, dtype=dtype, device="meta"))
+
+    assert is_fused(1536, 197) and is_fused(1, 4096) and is_fused(66, 65536) and is_fused(1, 300, 8)
+    assert not any((is_fused(8, 65536), is_fused(99, 197, 72), is_fused(99, 197, 60)))
+    assert not is_fused(99, 197, dtype=torch.float16) and not is_fused(99, 197, method="newton_schulz")
+    for capability in (8, 10):
+        monkeypatch.setattr(launch, "capability", lambda device, capability=capability: capability)
+        assert not is_fused(1536, 197)
+
+
+def test_constants_agree():
+    assert fused.ENTRIES.value == fused.D.value * fused.SIZE.value and fused.SIZE.value == 2 * fused.D.value
+    assert fused.SCRATCH.value == (2 * fused.MOST.value + 1) * fused.ENTRIES.value
+    assert stepped.SCRATCH.value == (5 + stepped.MOST_TERMS.value) * fused.ENTRIES.value

@@ -9,6 +9,7 @@ from osa.kernels import fused, launch, stepped
 from osa.kernels.launch import Inputs
 
 FEW_TOKENS = 4096  # of which one program a head is estimated to be the faster, however few heads there are
+MOST_ENTRIES = 2**31  # from a head's first row to the last, which 32 bits count
 # By the compiler's figures for sm_90 two programs share a multiprocessor: paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2, "num_warps": 4, "maxnreg": 255}
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1, "num_warps": 4, "maxnreg": 255}
@@ -25,7 +26,7 @@ def may_fuse(method: str, *tensors: Tensor) -> bool:
 
 def is_fused(method: str, *tensors: Tensor) -> bool:
     """Whether that is the form to take: not of few heads of long sequences, which leave most of a device idle."""
-    if not may_fuse(method, *tensors):
+    if not may_fuse(method, *tensors) or tensors[0].shape[-3:].numel() >= MOST_ENTRIES:
         return False
     count = math.prod(torch.broadcast_shapes(*(x.shape[:-2] for x in tensors)))
     return tensors[0].shape[-2] <= FEW_TOKENS or 2 * count >= _device(tensors[0].device)[1]
@@ -86,10 +87,11 @@ def _scratch(count: int, size: int, share: float, dtype: torch.dtype, device: to
 
 
 def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As they are where they have the same strides, columns side by side and rows at multiples of 16 bytes; else copies."""
+    """As they are if they have the same strides, columns side by side and rows at multiples of 16 bytes; else copies."""
 
     def is_aligned(x: Tensor) -> bool:
-        return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
+        is_near = x.shape[-2] * x.stride(-2) < MOST_ENTRIES
+        return x.stride(-1) == 1 and is_near and x.data_ptr() % 16 == 0 and all(each % 8 == 0 for each in x.stride()[:-1])
 
     if all(is_aligned(x) and x.stride() == tensors[0].stride() for x in tensors):
         return tensors

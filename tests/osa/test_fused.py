@@ -95,6 +95,14 @@ def test_heads_have_a_scale_and_strides_of_their_own(norm):
         assert torch.equal(attend(query, key, value, scale, "exact")[:, 1], value[:, 1])
 
 
+@INTERPRETED
+def test_rows_may_lie_2_to_the_31_entries_apart():
+    """In memory of which next to nothing is touched."""
+    query, key, value, scale = inputs_of(3, 8, 1.0)
+    far = torch.empty(2**31 + 8, dtype=HALF).as_strided(query.shape, (8, 8, 2**30, 1)).copy_(query)
+    assert torch.equal(*(attend(x, key, value, scale, "exact") for x in (far, query)))
+
+
 def test_what_has_no_digit_is_nan_and_leaves_the_others_alone():
     query, key, value, scale = inputs_of(70, 16, 1.0, heads=2)
     expected = attend(query, key, value, scale, "exact")

@@ -57,7 +57,7 @@ def test_attention_stays_orthogonal_through_real_steps(method):
         (OrthogonalSelfAttention, (15, 1), {}, "2 ?d_v|num_heads"),  # query and key of a head are 2d_v columns of d
         (OrthogonalSelfAttention, (15, 4), {}, "num_heads"),
         (SoftmaxSelfAttention, (15, 4), {}, "num_heads"),
-        (OrthogonalSelfAttention, (15, 3), {"method": "cayley"}, "cayley.*exact"),
+        (OrthogonalSelfAttention, (15, 3), {"method": "givens"}, "givens.*exact"),
         (OrthogonalSelfAttention, (15, 3), {"method": "qr", "num_iterations": 6}, "num_iterations"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from osa import functional, linalg, reference
-from osa.constrained.orthogonal import exponential, exponential_frame, retract
+from osa.constrained.orthogonal import exponential, retract
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import orthogonality_error
 
@@ -176,7 +176,6 @@ def test_newton_schulz_equals_its_equations_or_is_nan(dtype, route):
 
 MAPS = {  # onto matrices with orthonormal columns, of a generator of the norm
     "exponential": lambda x, base: exponential(x),
-    "frame": exponential_frame,
     "retraction": lambda x, base: retract(base, x),
 }
 

@@ -23,8 +23,14 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
 
     A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
     """
-    is_traced = torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal"
-    return is_traced and not linalg.is_transformed() and not torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
+
+
+def _goes_elsewhere() -> bool:
+    return linalg.is_transformed() or torch.compiler.is_exporting()
+
+
+_goes_elsewhere._dynamo_marked_constant = True  # as `is_transformed`: a trace takes is_exporting() for true
 
 
 def attend(

@@ -34,6 +34,7 @@ FILES = {  # SHA-256; those of the other data sets are torchvision's MD5
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 VARIABLE = "OSA_{}_MIRROR"
+MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # of the downloads
 TIMEOUT_SECONDS = 20  # without a byte
 LARGEST_BYTES = 2**28  # of a file; CIFAR-10 has 2**27.3
 TRAIN_PER_CLASS = 400  # of the 500 digits of each class in the sample

@@ -1,14 +1,18 @@
 """The runs that are there, and tables of them: for Table 2, and for every study that compares runs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from pipeline.core import files, params
 from pipeline.core.params import Params, RunConfig
 from pipeline.training.loop import COLUMNS
 from pipeline.training.run import FOLDER, Run, is_of, same_config
+
+if TYPE_CHECKING:
+    import pandas as pd  # slow to import, and a list of runs needs none
 
 IDENTITY = ["name", "run", "variant", "seed"]
 FINALS = ["train_loss", "test_loss", "test_accuracy"]
@@ -47,6 +51,8 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, dict]
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
     """`runs`: a row for each run, under the name that is given with it. `histories`: the points of those that are there.
     `watched`: what their study saw of them, if it watches."""
+    import pandas as pd
+
     rows, histories, watched = [], [], []
     for name, run, config in runs:
         identity = {"name": name, "run": run.name, "variant": run.variant, "seed": run.seed}

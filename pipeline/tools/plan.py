@@ -1,4 +1,4 @@
-"""What `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs neither data nor weights.
+"""Tells what `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs no data or weights.
 
 DVC's own status says what has changed, with the meaning of `dvc repro --allow-missing`; its graph says what follows.
 """
@@ -14,10 +14,12 @@ from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import Stage
 
+from pipeline import fetch
 from pipeline.core import params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.results import recorded
 from pipeline.tools import fan_out, locks, times
+from pipeline.training import data
 
 SHOWN = 4  # names and reasons in a line
 
@@ -28,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, records = params.load(), [made for _, made in recorded()]
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
-        changed, following, others = plan(Repo())
+        changed, following, count = plan(Repo())
     except LockError as error:
         raise UserError(f"another process works with DVC here ({' '.join(str(error).split())}): wait for it.") from None
     except DvcException as error:
@@ -36,13 +38,19 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"DVC cannot say what has changed ({str(error).splitlines()[0]}): {remedy}.") from None
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
+    source = settings.data.source
+    if not data.folder(source).exists():
+        size = fetch.MEGABYTES.get(source)
+        origin = f"comes from its mirrors, {size} MB" if size else "is made from what is on this machine"
+        changed.setdefault("fetch", []).append(f"{source} is not here, and {origin}")
     for group, stages in grouped(changed).items():
         reasons = list(dict.fromkeys(reason for stage in stages for reason in changed[stage]))
         print(f"{label(group, stages)}: {shortened(reasons, '; ')}{cost(stages, settings, records)}")
     if following:
         names = [label(group, stages) for group, stages in grouped(following).items()]
         print(f"If these come out differently: {', '.join(names)}{cost(following, settings, records)}")
-    print(f"{len(changed)} stages will run, up to {len(following)} more may follow, {others} are up to date.")
+    others = count - len(changed) - len(following)
+    print(f"{counted(len(changed))} will run, up to {len(following)} more may follow, {others} are up to date.")
     jobs = [(run, config) for run, config in fan_out.table_2_jobs(settings) if not run.weights.exists()]
     jobs = [(run, config) for run, config in jobs if run.is_current(config)]
     jobs = [job for job in jobs if f"train@{job[0].variant}-{job[0].seed}" not in changed]
@@ -54,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
-    """The stages that run, each with its reasons; those that may follow; and how many others there are."""
+    """The stages that run, each with its reasons; those that may follow; and how many stages there are."""
     status, graph = repo.status(), repo.index.graph
     changed, following = {}, []
     in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads to what a stage reads
@@ -62,9 +70,9 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
         name = stage.addressing
         if why := list(reasons(stage, status.get(name, []))):
             changed[name] = why
-        elif any(before.addressing in changed or before.addressing in following for before in graph.successors(stage)):
+        elif any(before.addressing in {*changed, *following} for before in graph.successors(stage)):
             following.append(name)
-    return changed, following, len(stages) - len(changed) - len(following)
+    return changed, following, len(stages)
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
@@ -114,18 +122,24 @@ def shortened(names: list[str], separator: str) -> str:
     return separator.join([*names[:SHOWN], *more])
 
 
+def counted(number: int) -> str:
+    return "1 stage" if number == 1 else f"{number} stages"
+
+
 def cost(stages: list[str], settings: params.Params, records: list[dict]) -> str:
-    """How long the trainings among these stages take."""
+    """How long these stages take, the trainings among them by the records."""
     jobs = {f"train@{run.variant}-{run.seed}": (run, config) for run, config in fan_out.table_2_jobs(settings)}
-    return total([jobs[stage] for stage in stages if stage in jobs], records)
+    others = sum(times.of_stage(stage) for stage in stages if stage not in jobs)
+    return total([jobs[stage] for stage in stages if stage in jobs], records, others)
 
 
-def total(jobs: list[fan_out.Job], records: list[dict]) -> str:
-    """How long these trainings take one after another, by the records."""
+def total(jobs: list[fan_out.Job], records: list[dict], others: float = 0) -> str:
+    """How long these trainings take one after another, and what else there is."""
     seconds = [times.estimate(run, config, records) for run, config in jobs]
     if None in seconds:
         return "; of unknown length"
-    return f"; about {times.duration(sum(seconds))} in all, by the records" if jobs else ""
+    whole = sum(seconds) + others
+    return f"; about {times.duration(whole)}" if whole >= 1 else ""
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core import files, params
+from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, locks, plan
 from pipeline.training.run import Run
 from tests.pipeline.trainings import trained, write_data, write_params
@@ -18,11 +19,12 @@ pytestmark = [
 ]
 GRAPH = """
 stages:
-  one: {cmd: mkdir one, deps: [code], outs: [one]}
+  fetch: {cmd: mkdir -p paper_outputs/data && echo 1 > paper_outputs/data/mnist.txt, deps: [code],
+          outs: [paper_outputs/data/mnist.txt: {cache: false}]}
   train:
     matrix: {variant: [vit], seed: [0]}
     cmd: "true"
-    deps: [data/mnist]
+    deps: [paper_outputs/data/mnist.txt]
     params: [train, model]
     outs:
       - paper_outputs/weights/table_2/${item.variant}/${item.seed}.safetensors
@@ -44,7 +46,7 @@ def made(tmp_path_factory):
         Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
         Path("code").write_text("A = 1", encoding="utf-8")
         files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
-        for command in ("commit --force train@vit-0", "repro --quiet"):
+        for command in ("repro --quiet fetch", "commit --force train@vit-0", "repro --quiet"):
             subprocess.run([sys.executable, "-m", "dvc", *command.split()], check=True)
         shutil.rmtree("data"), shutil.rmtree("paper_outputs/weights"), shutil.rmtree(".dvc/cache")
     return folder
@@ -61,6 +63,8 @@ def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
     plan.main([])
     text = capsys.readouterr().out
     assert "up to date" in text and "train (" not in text
+    assert "\nfetch: mnist is not here, and comes from its mirrors, 12 MB; about 10 s\n" in text
+    assert "\n1 stage will run, up to 0 more may follow, 2 are up to date.\n" in text
     assert "weights of 1 recorded run" in text and "1 h 0 min" in text
 
 
@@ -72,7 +76,27 @@ def test_an_edit_names_its_group_in_a_line_with_reasons_and_the_time_of_what_is_
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("train (vit-0): ") and "train.epochs is 1, was 4" in lines[0]
     assert "model.depth is 3, was 2" in lines[0] and "about 22 min" in lines[0]  # three eighths of the hour
-    assert "tables" in lines[1] and len(lines) == 3  # it would train again anyway, so no word of its weights
+    assert lines[1].startswith("fetch: ")
+    assert "tables; about 5 s" in lines[2] and len(lines) == 4  # it would train again anyway, so no word of its weights
+
+
+def test_what_follows_has_its_time_too(project, capsys):
+    Path("data/mnist").mkdir(parents=True)
+    Path("code").write_text("A = 2", encoding="utf-8")
+    plan.main([])
+    first, second, last, _ = capsys.readouterr().out.splitlines()
+    assert first == "fetch: code is modified; about 10 s"
+    assert second.startswith("If these come out differently: train (vit-0), tables; about 1 h 0 min")
+    assert last == "1 stage will run, up to 2 more may follow, 0 are up to date."
+
+
+def test_it_imports_nothing_that_draws_or_tracks():
+    code = "import sys, pipeline.tools.plan; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    assert "dvc.repo" in modules
+    assert not {"pandas", "matplotlib", "scipy", "torchvision", "mlflow", "PIL", "pipeline.sources"} & modules
+    assert not [name for name in modules if name.startswith("pipeline.studies.")]
 
 
 def test_what_stops_dvc_is_one_sentence(project, capsys):

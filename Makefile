@@ -69,10 +69,7 @@ plan: setup  ## what `make reproduce` would run, why, and for how long
 	@$(RUN) python -m pipeline plan
 
 reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one a core or GPU), up to the README's result
-	$(RUN) dvc repro --single-item fetch
-	$(RUN) python -m pipeline fan_out $(if $(JOBS),--jobs $(JOBS))
-	$(RUN) dvc repro
-	$(RUN) python -m pipeline report readme
+	@$(RUN) python -m pipeline reproduce $(if $(JOBS),--jobs $(JOBS))
 
 restore: setup  ## back to the committed results; what was edited and trained since moves to .restored/
 	@$(RUN) python -m pipeline restore

@@ -12,7 +12,9 @@ from pathlib import Path
 
 COMMANDS = {name: name for name in ("check", "fetch", "train", "evaluate", "tables", "study")}
 COMMANDS |= {"report": "report.__main__", "try": "tools.tries"}
-COMMANDS |= {name: f"tools.{name}" for name in ("fan_out", "plan", "doctor", "quickstart", "restore", "same_bits")}
+COMMANDS |= {
+    name: f"tools.{name}" for name in ("fan_out", "plan", "reproduce", "restore", "doctor", "quickstart", "same_bits")
+}
 COMMANDS |= {"tracking": "tracking.__main__"}
 COMMANDS |= {name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "kernels"))}
 COMPLETION = """\

@@ -63,7 +63,11 @@ def main(arguments: list[str] | None = None) -> None:
     if locks.claims() is None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
     with alone(locks.FAN_OUT):
-        left = [job for job in list_jobs(params.load(), chosen.only) if not is_there(*job)]
+        jobs = list_jobs(params.load(), chosen.only)
+        left = [job for job in jobs if not is_there(*job)]
+        if not left:
+            print(f"Nothing to train: all {len(jobs)} runs are there.")
+            return
         trained = train(left, chosen.jobs, chosen.no_tracking, chosen.cluster)
         if uncommitted := [target(run) for run in trained if not commit(run)]:
             raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(uncommitted)}`.")
@@ -173,14 +177,16 @@ def follow(jobs: list[Job], finished: Iterator[Run | None], at_a_time: int) -> I
     where None comes."""
     records, left = [made for _, made in recorded()], {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
+    shown = 0.0  # epochs, which never fall
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for run in itertools.chain([None], finished):
             if run:
                 del left[str(run)]
                 records.append(run.record())
             standing = [progress(*job, records) for job in left.values()]
-            done, bar.n = epochs - sum(number for number, _ in standing), len(jobs) - len(standing)
-            bar.set_postfix_str(f"{done:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
+            shown = max(shown, epochs - sum(number for number, _ in standing))
+            bar.n = len(jobs) - len(standing)
+            bar.set_postfix_str(f"{shown:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
             if run:
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
@@ -207,6 +213,9 @@ def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, f
             if done > 0 and same_config(own["config"], config) and own["numerics"] == NUMERICS:
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own["seconds"] / done
+    with contextlib.suppress(UserError):
+        if is_there(run, config):  # it has ended, and its process is about to
+            return 0, 0
     return config.train.epochs, times.estimate(run, config, records)
 
 

@@ -1,0 +1,125 @@
+"""Reproduces the paper: `make reproduce`. Fetches the data, trains what is missing side by side, and lets DVC do the rest.
+
+It ends with the table, where page and figure lie, whether anything was trained, and how to train anew.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tqdm import tqdm
+
+from pipeline.core import params
+from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.results import recorded
+from pipeline.tools import fan_out, times
+
+LOCK, README, OUTPUTS = Path("dvc.lock"), Path("README.md"), Path("paper_outputs")
+BEGUN, PASSED = re.compile(r"Running stage '(.+)':"), re.compile(r"Stage '(.+)' (didn't change|is cached)")
+OF_DVC = re.compile(
+    r"> |(Updat|Generat)ing lock file|Use `dvc push`|Data and pipelines|To (track|enable)|\s*(git add|dvc config) |\s*$"
+)
+
+
+@entry_point
+def main(arguments: list[str] | None = None) -> None:
+    chosen = fan_out.add_options(command_parser("reproduce", __doc__)).parse_args(arguments)
+    settings = params.load()
+    trained = bring_up_to_date(
+        settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
+    )
+    subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True)
+    table = [
+        line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
+    ]
+    print("", *table, "", sep="\n")
+    print(f"The page:   {(OUTPUTS / 'report.html').resolve()}")
+    print(f"The figure: {(OUTPUTS / 'figure_1.svg').resolve()}")
+    print(f"{said_of(trained)} {how_to_train(settings)}")
+
+
+def bring_up_to_date(settings: params.Params, *options: str) -> int:
+    """Makes data, runs and all that follows from them current. Returns how many runs were trained."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    repro("fetch")
+    left = [job for job in fan_out.table_2_jobs(settings) if not fan_out.is_there(*job)]
+    if left:
+        fan_out.main([*options])
+    repro()
+    return len(left)
+
+
+def repro(*options: str) -> None:
+    """`dvc repro` behind one line that moves. Shows what its stages print, and nothing of DVC's but its errors.
+
+    Raises:
+        UserError: a stage fails.
+    """
+    num_stages = len(re.findall(r"^  \S.*:$", LOCK.read_text(encoding="utf-8"), re.MULTILINE)) if LOCK.exists() else 0
+    line, ended = "{n_fmt}/{total_fmt} stages{postfix} [{elapsed}]", threading.Event()
+    command = [sys.executable, "-m", "dvc", "repro", *options]
+    with (
+        tqdm(total=num_stages or None, bar_format=line, leave=False, disable=None) as bar,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process,
+    ):
+        threading.Thread(target=tick, args=(bar, ended), daemon=True).start()
+        try:
+            for text in process.stdout:
+                show(text.rstrip(), bar)
+        except BaseException:
+            process.terminate()
+            raise
+        finally:
+            ended.set()
+    if process.returncode:
+        raise UserError("`dvc repro` failed, as it says above: with that mended, the same command goes on from there.")
+
+
+def tick(bar: tqdm, ended: threading.Event) -> None:
+    """Redraws the line every second, so that a long stage shows its time."""
+    while not ended.wait(1):
+        bar.refresh()
+
+
+def show(text: str, bar: tqdm) -> None:
+    """Takes a line of DVC's output as progress, or shows it where a stage has printed it."""
+    if begun := BEGUN.match(text):
+        bar.set_postfix_str(begun[1])
+        bar.update()
+        if bar.disable:
+            print(begun[1], flush=True)
+    elif PASSED.match(text):
+        bar.update()
+    elif not OF_DVC.match(text):
+        tqdm.write(text)
+
+
+def said_of(trained: int) -> str:
+    """Whether results are as committed."""
+    if trained:
+        runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
+        return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", OUTPUTS], capture_output=True, text=True, check=False
+    ).stdout
+    also = (
+        ", but some results differ from the committed ones: `git status` lists them"
+        if changed
+        else ": results are as committed"
+    )
+    return f"Nothing was trained{also}."
+
+
+def how_to_train(settings: params.Params) -> str:
+    """The command that trains one model anew, and its time by the records."""
+    (run, config), *_ = fan_out.table_2_jobs(settings)
+    seconds = times.estimate(run, config, [made for _, made in recorded()])
+    time = f" (about {times.duration(seconds)})" if seconds else ""
+    return f"To train {settings.label(run.variant)} anew{time}: `. .venv/bin/activate`, then `{run.command}`."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""`make reproduce` says what came out, whether anything was trained, and shows nothing of DVC's chatter."""
+
+import io
+import subprocess
+
+import pytest
+from tqdm import tqdm
+
+from pipeline.core import params
+from pipeline.core.errors import UserError
+from pipeline.core.files import ROOT
+from pipeline.tools import fan_out, reproduce
+from tests.pipeline.trainings import write_params
+
+GRAPH = """\
+stages:
+  quick: {cmd: echo from the stage, outs: [quick]}
+  slow: {cmd: sleep 3; touch slow, deps: [quick], outs: [slow]}
+  last: {cmd: "touch last; exit ${status}", deps: [slow], outs: [last]}
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / ".dvc/config").write_text("[core]\n    no_scm = true\n    analytics = false\n", encoding="utf-8")
+    (tmp_path / "dvc.yaml").write_text(
+        GRAPH.replace("echo from the stage", "echo from the stage; touch quick"), encoding="utf-8"
+    )
+    (tmp_path / "params.yaml").write_text("status: 0\n", encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_long_stage_shows_its_time_and_only_stages_speak(workspace, monkeypatch, capfd):
+    screen = io.StringIO()
+
+    def bar(**options):
+        return tqdm(**options | {"file": screen, "disable": False})
+
+    bar.write = tqdm.write
+    monkeypatch.setattr(reproduce, "tqdm", bar)
+    reproduce.repro()
+    frames = [frame.strip() for frame in screen.getvalue().split("\r")]
+    assert len([frame for frame in frames if ", slow [" in frame]) >= 3  # it moves while nothing happens
+    assert capfd.readouterr().out == "from the stage\n"
+    reproduce.repro()
+    assert capfd.readouterr().out == ""
+    assert "0/3 stages" in screen.getvalue()
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_is_told(workspace, capfd, tmp_path):
+    (tmp_path / "params.yaml").write_text("status: 1\n", encoding="utf-8")
+    with pytest.raises(UserError, match="`dvc repro` failed"):
+        reproduce.repro()
+    out, err = capfd.readouterr()
+    assert out == "quick\nfrom the stage\nslow\nlast\n" and "failed to reproduce 'last'" in err
+
+
+def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_params(run={"variants": ["osa_qr", "vit"], "seeds": [5]})
+    (tmp_path / "README.md").write_text("<!-- answer -->\n| a | b |\n| 1 | 2 |\n<!-- /answer -->\n| c |\n", encoding="utf-8")
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    monkeypatch.setattr(reproduce, "repro", lambda *options: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, run=subprocess.run, **options: run(["true"], **options))
+    monkeypatch.setattr(fan_out, "is_there", lambda run, config: True)
+    monkeypatch.setattr(fan_out, "main", lambda arguments: trained.append(arguments))
+    monkeypatch.setattr(reproduce.times, "estimate", lambda *_: 1500.0)
+    trained = []
+    reproduce.main(["--jobs", "3"])
+    text = capsys.readouterr().out
+    assert "\n| a | b |\n| 1 | 2 |\n\n" in text and "| c |" not in text and "report.html" in text and "figure_1.svg" in text
+    assert "Nothing was trained: results are as committed." in text
+    assert text.endswith("OSA (QR) anew (about 25 min): `. .venv/bin/activate`, then `dvc repro -f train@osa_qr-5`.\n")
+    monkeypatch.setattr(fan_out, "is_there", lambda run, config: run.variant == "vit")
+    reproduce.main(["--jobs", "3"])
+    assert trained == [["--jobs=3"]] and "1 run was trained" in capsys.readouterr().out
+
+
+def test_readme_has_the_table_that_is_shown():
+    answer = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- /answer -->")[0]
+    assert all(params.load(ROOT / "params.yaml").label(name) in answer for name in ("osa_qr", "vit"))

@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """That of `python -m pipeline.COMMAND`, with the first line of its docstring, of which `python -OO` has none."""
+    """The parser of `python -m pipeline COMMAND`, with the first line of its docstring, of which `python -OO` has none."""
     return argparse.ArgumentParser(prog=f"python -m pipeline {command}", description=(about or "").partition("\n")[0])
 
 

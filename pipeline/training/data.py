@@ -140,4 +140,4 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
 
 
 def _unusable(path: Path, problem: str) -> UserError:
-    return UserError(f"{path} {problem}; fetch the data again with `python -m pipeline.fetch {path.parent.name}`.")
+    return UserError(f"{path} {problem}; fetch the data again with `python -m pipeline fetch {path.parent.name}`.")

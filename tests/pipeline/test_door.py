@@ -1,5 +1,6 @@
 """`python -m pipeline` lists every stage and tool, runs them, and names what was meant."""
 
+import re
 import subprocess
 import sys
 
@@ -56,3 +57,12 @@ def test_it_lists_and_helps_without_docstrings():
     for arguments, shown in (([], "Trains one variant"), (["train", "--help"], "--eager")):
         command = [sys.executable, "-OO", "-m", "pipeline", *arguments]
         assert shown in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def test_every_text_spells_commands_as_one_types_them():
+    texts = [*(ROOT / "pipeline").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    spelt = set()
+    for path in texts:
+        spelt |= set(re.findall(r"python3? -m pipeline([. ][\w.]*\w)", path.read_text(encoding="utf-8")))
+    assert " fetch" in spelt
+    assert spelt - {" COMMAND", " benchmarks", " completion", ".train"} <= {f" {name}" for name in door.COMMANDS}

@@ -65,8 +65,9 @@ def test_locks_and_stores(monkeypatch):
         assert locks.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"`rm {locks.RWLOCK}`"
         with FileLock(".dvc/tmp/lock"):
             assert remedies(doctor.dvc).keys() == {"dvc.lock", "locks"}  # a process that writes it now
-    Path("mlflow.db").write_bytes(b"no database" * 100)
-    assert "move it away" in remedies(doctor.mlflow)["MLflow"]
+    assert "make ui" in remedies(doctor.mlflow)["MLflow"]
+    Path("mlflow.db").touch()
+    assert not remedies(doctor.mlflow)["MLflow"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass/wo@rd@host/x")
     ((_, found, _, _),) = doctor.guarded(doctor.mlflow)
     assert "host" in found and "wo" not in found

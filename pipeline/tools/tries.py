@@ -2,24 +2,22 @@
 
 Every combination of the values is trained with every seed, side by side; given again, what is missing. A table shows test
 accuracies with intervals, and paper_outputs/runs/tries/index.html the losses too. Records stay there, which neither git nor
-DVC looks at; weights go. `--of` trains nothing: it compares the runs of an experiment of DVC, of a revision or of a folder.
+DVC looks at; weights go. `--of NAME` trains nothing: it compares the runs of an experiment of DVC, or of a revision.
 """
 
 import argparse
 import io
 import itertools
-import json
 import math
 import re
+import subprocess
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from dvc.api import DVCFileSystem
-from dvc.exceptions import DvcException
-from fsspec.implementations.local import LocalFileSystem
 from markupsafe import Markup
-from ruamel.yaml import YAML, YAMLError
 
 from pipeline.core import files, params
 from pipeline.core.errors import UserError, command_parser, entry_point
@@ -30,8 +28,8 @@ from pipeline.tools import fan_out, locks
 from pipeline.training.run import CURVES, FOLDER, TABLE_2, TRIES, Run
 
 PAGE = FOLDER / TRIES / "index.html"
+HEADS = ["Model", "committed", "tried", "Difference", f"{CONFIDENCE:.0%} interval", "Reading"]
 Seeds = dict[int, dict[str, Any]]  # of each: record, accuracy in per cent or None, and points
-NOTHING = {"difference": "", "interval": "", "reading": "", "changes": ""}
 
 
 @entry_point
@@ -41,37 +39,26 @@ def main(arguments: list[str] | None = None) -> None:
     set_help = "values to try, as in model.depth=2,3; with more than one --set, every combination"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUES", help=set_help)
     parser.add_argument("--seeds", type=seeds, default=[0], metavar="0,1", help="default: 0")
-    parser.add_argument("--of", metavar="NAME", help="train nothing: compare an experiment, a revision or a folder")
-    parser.add_argument(
-        "--beside", default="HEAD", metavar="NAME", help="what to compare with, named likewise; default: HEAD"
-    )
+    parser.add_argument("--of", metavar="NAME", help="train nothing: compare an experiment of DVC, or a revision")
     chosen = fan_out.add_options(parser).parse_args(arguments)
     if bool(chosen.models) == bool(chosen.of):
         parser.error("name a MODEL to train, or with --of the runs to compare")
-    settings, before = params.load(), read(chosen.beside)
+    settings, before = params.load(), committed("HEAD")
+    after = committed(chosen.of) if chosen.of else tried(chosen, settings)
+    bases = {name: name if name in before else next(iter(runs.values()))["variant"] for name, runs in after.items()}
+    rows = [row(name, before.get(bases[name], {}), runs) for name, runs in after.items()]
     if chosen.of:
-        after = read(chosen.of)
-        left_out = [row(name, runs, {}) for name, runs in before.items() if name not in after]
-    else:
-        jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
-        train(jobs, chosen)
-        after, left_out = {}, []
-        there, options = read(FOLDER / TRIES), {run.name: params.as_options(run.overrides)[1::2] for run, _ in jobs}
-        common = set.intersection(*map(set, options.values())) if len(options) > 1 else set()
-        for run, _ in jobs:
-            name = " ".join([run.variant, *(each for each in options[run.name] if each not in common)])
-            after.setdefault(name, {})[run.seed] = there[run.name][run.seed]
-    bases = {name: name if name in before else first(runs)["variant"] for name, runs in after.items()}
-    rows = [row(name, before.get(bases[name], {}), runs) for name, runs in after.items()] + left_out
-    heads = ["Model", chosen.beside, chosen.of or "tried", "Difference", f"{CONFIDENCE:.0%} interval", "Reading"]
+        rows += [row(name, runs, {}) for name, runs in before.items() if name not in after]
     for each in rows:
-        print(f"{each['model']}: {each['changes']}\n" * bool(each["changes"]), end="")
-    lines = [heads, *([value for key, value in each.items() if key != "changes"] for each in rows)]
+        if each["changes"]:
+            print(f"{each['model']}: {each['changes']}")
+    lines = [HEADS, *([value for key, value in each.items() if key != "changes"] for each in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print("Test accuracy in per cent: mean ± standard deviation (seeds); the interval is Welch's, of that model alone.")
-    print(*("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines), sep="\n")
-    curves = {f"{name}, {chosen.beside}": before[name] for name in bases.values() if name in before} | after
-    write_page(heads, rows, curves, settings)
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip())
+    curves = {f"{name}, committed": before[name] for name in bases.values() if name in before}
+    write_page(rows, curves | after, settings)
     print(f"The page, with losses, is {PAGE.resolve()}")
 
 
@@ -82,7 +69,8 @@ def seeds(text: str) -> list[int]:
 def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[fan_out.Job]:
     """A run for each combination of model, values and seed. Raises UserError if one of them is impossible."""
     axes = []
-    for key, equals, values in (option.partition("=") for option in options):
+    for option in options:
+        key, equals, values = option.partition("=")
         axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # not inside a list
     jobs = {}
     for model, *values, seed in itertools.product(models, *axes, seeds):
@@ -91,8 +79,14 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
     return list(jobs.values())
 
 
-def train(jobs: list[fan_out.Job], chosen: argparse.Namespace) -> None:
-    """Trains what is missing, and leaves no weights of it."""
+def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
+    """The runs of the grid, by model and the values in which they differ. Trains what is missing, without its weights.
+
+    Raises:
+        UserError: a combination is impossible, the data are not there, or a training fails.
+    """
+    jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
+    fan_out.digest(settings.data.source)  # before any process waits for it
     with fan_out.alone(locks.TRY):
         left = [job for job in jobs if not fan_out.is_there(*job)]
         try:
@@ -100,49 +94,45 @@ def train(jobs: list[fan_out.Job], chosen: argparse.Namespace) -> None:
         finally:
             for run, _ in left:
                 run.weights.unlink(missing_ok=True)
+    options = {run.name: params.as_options(run.overrides)[1::2] for run, _ in jobs}
+    common = set.intersection(*map(set, options.values())) if len(options) > 1 else set()
+    found: dict[str, Seeds] = {}
+    for run, _ in jobs:
+        name = " ".join([run.variant, *(each for each in options[run.name] if each not in common)])
+        found.setdefault(name, {})[run.seed] = read(run.folder)
+    return found
 
 
-def read(name: str | Path) -> dict[str, Seeds]:
-    """The runs that a name stands for: those of Table 2 that its params.yaml lists, or all in a folder of others.
+def read(folder: Path) -> dict[str, Any]:
+    """A run's record, its accuracy in per cent, None where it diverged, and the points of its curves."""
+    record, metrics = (files.read_json(folder / f"{name}.json") for name in ("record", "metrics"))
+    points = files.read_csv(folder / "history.csv")[["step", "epoch", *CURVES]]
+    return record | {"accuracy": None if metrics["diverged"] else 100 * metrics["test_accuracy"], "points": points}
+
+
+def committed(name: str) -> dict[str, Seeds]:
+    """The runs of Table 2 that params.yaml lists in a revision, or in an experiment of DVC, which is a commit of git's too.
 
     Raises:
-        UserError: it stands for none, or one of them is not whole.
+        UserError: there is no such revision or experiment, or it has no runs.
     """
-    is_folder = Path(name).is_dir()
-    try:
-        system, base = (LocalFileSystem(), Path(name).absolute()) if is_folder else (DVCFileSystem(".", rev=name), Path())
-        is_table_2 = not is_folder or (base / FOLDER / TABLE_2).is_dir()
-        root = base / FOLDER / TABLE_2 if is_table_2 else base
-        paths = sorted(path for path in system.find(root.as_posix()) if path.endswith("/record.json"))
-    except DvcException as error:
-        why = str(error).splitlines()[0]
-        raise UserError(f"{name} is neither a folder nor a revision nor an experiment of `dvc exp list` ({why}).") from None
-    runs, path = {}, (base / "params.yaml").as_posix()
-    try:
-        listed = YAML(typ="safe").load(system.read_text(path))["run"] if is_table_2 and paths else None
-        for path in paths:
-            record, metrics = (
-                json.loads(system.read_text(path.replace("record.", f"{each}."))) for each in ("record", "metrics")
-            )
-            points = pd.read_csv(io.StringIO(system.read_text(path.replace("record.json", "history.csv"))))
-            accuracy = None if metrics["diverged"] else 100 * metrics["test_accuracy"]
-            if not listed or record["variant"] in listed["variants"]:
-                run = record | {"accuracy": accuracy, "points": points[["step", "epoch", *CURVES]]}
-                runs.setdefault(record["name"], {})[record["seed"]] = run
-        if listed:
-            kept = {*listed["seeds"], *listed.get("recorded_seeds", [])}
-            for name, own in runs.items():
-                runs[name] = {seed: run for seed, run in own.items() if seed in kept}
-            runs = {name: own for name, own in runs.items() if own}
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, YAMLError) as error:
-        raise UserError(f"{name}: {path} or a file beside it is not whole ({error!r}): put it back as git has it.") from None
-    if not runs:
-        raise UserError(f"{name} has no runs: name an experiment, a revision or a folder that has {FOLDER}/{TABLE_2}.")
-    return runs
-
-
-def first(runs: Seeds) -> dict[str, Any]:
-    return next(iter(runs.values()))
+    refs = subprocess.run(
+        ["git", "for-each-ref", "--format=%(refname)", "refs/exps"], capture_output=True, text=True, check=False
+    )
+    revision = next((ref for ref in refs.stdout.split() if ref.endswith(f"/{name}")), name)
+    archive = ["git", "archive", "--format=zip", revision, "params.yaml", str(FOLDER / TABLE_2)]
+    packed = subprocess.run(archive, capture_output=True, check=False)
+    if packed.returncode:
+        why = packed.stderr.decode(errors="replace").strip().splitlines()[-1]
+        raise UserError(f"{name} has no runs of Table 2: name a revision, or an experiment of `dvc exp list` ({why}).")
+    with zipfile.ZipFile(io.BytesIO(packed.stdout)) as opened, tempfile.TemporaryDirectory() as folder:
+        opened.extractall(folder)
+        run, found = params.read(Path(folder, "params.yaml"))["run"], {}
+        for variant, seed in itertools.product(run["variants"], [*run["seeds"], *run.get("recorded_seeds", [])]):
+            path = Path(folder, FOLDER, TABLE_2, variant, str(seed))
+            if (path / "record.json").exists():
+                found.setdefault(variant, {})[seed] = read(path)
+    return found
 
 
 def parameters(record: dict[str, Any]) -> dict[str, str]:
@@ -155,13 +145,14 @@ def parameters(record: dict[str, Any]) -> dict[str, str]:
 def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     """Both accuracies, their difference with Welch's interval, what may be said of it, and which parameters differ."""
     finished = [[run["accuracy"] for run in side.values() if run["accuracy"] is not None] for side in (new, old)]
-    shown = {"model": name, "before": accuracy(old, finished[1]), "after": accuracy(new, finished[0])} | NOTHING
+    shown = {"model": name, "before": accuracy(old, finished[1]), "after": accuracy(new, finished[0])}
+    shown |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not (old and new):
         return shown
     trainings = [{(run["run_key"], run["started_at"]) for run in side.values()} for side in (old, new)]
     if trainings[0] == trainings[1]:
         return shown | {"reading": "the same runs"}
-    was, now = parameters(first(old)), parameters(first(new))
+    was, now = (parameters(next(iter(side.values()))) for side in (old, new))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
     shown["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
     if not all(finished):
@@ -176,19 +167,22 @@ def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
 
 def accuracy(runs: Seeds, finished: list[float]) -> str:
     """97.03 ± 0.15 (3), with the number of runs that diverged."""
-    found, num_diverged = summarise(finished), len(runs) - len(finished)
-    spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
-    parts = [f"{found.mean:.2f}{spread} ({found.n})"] * bool(finished) + [f"{num_diverged} diverged"] * bool(num_diverged)
+    found, num_diverged, parts = summarise(finished), len(runs) - len(finished), []
+    if finished:
+        spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
+        parts.append(f"{found.mean:.2f}{spread} ({found.n})")
+    if num_diverged:
+        parts.append(f"{num_diverged} diverged")
     return ", ".join(parts) or "not run"
 
 
-def write_page(heads: list[str], rows: list[dict[str, str]], sides: dict[str, Seeds], settings: Params) -> None:
-    """The table and the losses of all that was compared."""
+def write_page(rows: list[dict[str, str]], sides: dict[str, Seeds], settings: Params) -> None:
+    """Writes the table and the losses of all that was compared."""
     points = [run["points"].assign(variant=name, seed=seed) for name, runs in sides.items() for seed, run in runs.items()]
     drawn = settings.model_copy(update={"run": settings.run.model_copy(update={"variants": list(sides)})})
     drawing = figures.svg(figures.figure_1(pd.concat(points), drawn))
     environment, paper = page.environment(str), {"title": params.load_paper().title}
-    markdown = environment.get_template("try.md.j2").render(heads=heads, rows=rows, paper=paper)
+    markdown = environment.get_template("try.md.j2").render(heads=HEADS, rows=rows, paper=paper)
     body, sections = page.to_html(markdown, {"losses.svg": figures.inline(drawing, "losses")}, lambda path: "")
     frame = {"body": Markup(body), "sections": sections, "page": "try", "paper": paper}
     files.write_text(PAGE, environment.get_template("page.html.j2").render(frame))

@@ -1,6 +1,5 @@
 """A grid of values, trained beside the committed results, or an experiment read from git; honest about one seed."""
 
-import shutil
 import subprocess
 
 import pytest
@@ -98,20 +97,25 @@ def test_an_experiment_beside_the_committed_results(repository, capsys):
     assert git("status", "--porcelain") == ""
 
 
-def test_folders_and_the_working_directory(repository, tmp_path, capsys):
-    tries.main(["--of", "."])
-    assert capsys.readouterr().out.count("the same runs") == len(COMMITTED)
+def test_only_runs_that_params_yaml_lists_are_compared(repository, tmp_path):
     write(tmp_path, {"vit": [], "osa_new": []}, 0)
-    assert {name: sorted(runs) for name, runs in tries.read(".").items()} == {"vit": [0, 1, 2]}
-    write(tmp_path / "other", {"vit": [99.0, 99.1, 99.2]}, 1e-4)
-    shutil.copy("params.yaml", "other")
-    tries.main(["--of", "other", "--beside", "HEAD"])
-    assert rows(capsys.readouterr().out)["vit"][-1] == "higher"
+    git("add", "--all"), git("commit", "--quiet", "--message=fewer")
+    assert {name: sorted(runs) for name, runs in tries.committed("HEAD").items()} == {"vit": [0, 1, 2]}
+    assert tries.committed("HEAD~1").keys() == COMMITTED.keys()
+
+
+def test_its_data_are_looked_for_before_any_training(repository, monkeypatch, capsys):
+    monkeypatch.setattr(fan_out, "train", lambda *_: pytest.fail("a training began"))
+    fan_out.digest.cache_clear()
+    with pytest.raises(SystemExit):
+        tries.main(["vit", "--set", "model.depth=1,2"])
+    assert "`python -m pipeline fetch mnist`" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(repository, monkeypatch, capsys):
     write_data()
+    fan_out.digest.cache_clear()
     trainings = []
 
     def here(jobs, at_a_time, options):
@@ -147,12 +151,7 @@ def test_what_cannot_be_compared_is_one_sentence(repository, capsys):
         assert text.startswith("error: ") and text.count("\n") == 1
         return text
 
-    assert "slower" in error("--of", "slower") and "HEAD~1 has no runs" in error("--of", "HEAD~1")
+    assert "slower has no runs" in error("--of", "slower") and "HEAD~1 has no runs" in error("--of", "HEAD~1")
     assert "model.dept" in error("vit", "--set", "model.depth=1", "--set", "model.dept=2,3")
-    path = repository / "paper_outputs/runs/table_2/vit/1"
-    metrics = (path / "metrics.json").read_text(encoding="utf-8")
-    (path / "metrics.json").write_text("[]", encoding="utf-8")
-    assert "paper_outputs/runs/table_2/vit/1/" in error("--of", ".")
-    (path / "metrics.json").write_text(metrics, encoding="utf-8")
     (repository / "params.yaml").write_text("run: [", encoding="utf-8")
-    assert "params.yaml" in error("--of", ".")
+    assert "params.yaml" in error("--of", "faster")

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # of a training for MLflow, once at its end
+PATIENCE_SECONDS = 60  # of trainings for MLflow, once at their end
 
 
-def sync_quietly(run: object) -> None:
-    """Shows a run that has just been trained in MLflow: in a process of its own, whose failure is a warning."""
-    command = [sys.executable, "-m", "pipeline.tracking", "sync", "--only", str(run)]
+def sync_quietly(*runs: object) -> None:
+    """Shows runs that have just been trained in MLflow: in a process of its own, whose failure is a warning."""
+    names = [str(run) for run in runs]
+    command = [sys.executable, "-m", "pipeline.tracking", "sync", "--only", *names]
     try:
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, check=False)
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
@@ -18,4 +19,6 @@ def sync_quietly(run: object) -> None:
     except OSError as error:
         cause = f"{error}."
     if cause:
-        print(f"warning: {run} is not in MLflow ({cause}) `make ui` imports it later.", file=sys.stderr, flush=True)
+        print(
+            f"warning: {', '.join(names)}: not in MLflow ({cause}) `make ui` imports it later.", file=sys.stderr, flush=True
+        )

@@ -1,45 +1,62 @@
-"""The trained models of Table 2 as MLflow's models, and registered by name."""
+"""The trained models of Table 2 as MLflow's models, registered by name."""
 
-from typing import Any
+import tempfile
+from pathlib import Path
 
-import torch
-
-from pipeline.core import params
-from pipeline.core.params import RunConfig
+from pipeline.tracking.experiment import Entry, Experiment
 from pipeline.tracking.records import Training
-from pipeline.training.run import TABLE_2
 
 
-def log(training: Training, run: Any, client: Any) -> str:
-    """Logs a trained model with its MLflow run as torch.export has it: no pickle, and loaded without this code.
+def log(experiment: Experiment, entry: Entry, training: Training) -> str:
+    """Logs a trained model with its MLflow run, and registers it. Returns its address; nothing without weights.
 
-    Returns its address.
+    torch.export writes it: no pickle, and MLflow loads it without this code. That takes seconds and comes first, so that an
+    interruption hardly ever leaves a model whose files are to come.
+
+    Raises:
+        UserError: the weights are not the record's.
     """
-    import mlflow.pytorch
-    from mlflow.models import Model, infer_signature
+    if not training.run.weights.exists():
+        return ""
 
-    config = params.validate(RunConfig, params.written_config(training.record["config"]), str(training.path))
+    import mlflow.pytorch
+    import torch
+    from mlflow.entities import LoggedModelOutput, Metric
+    from mlflow.models import infer_signature
+
+    from pipeline.core import params
+
+    config = params.validate(params.RunConfig, params.written_config(training.record.config), str(training.path))
     model, data = training.run.load_model(config), config.data.images
     images = torch.zeros(2, data.channels, data.size, data.size)
     with torch.no_grad():
         signature = infer_signature(images.numpy(), model(images).numpy())
-    options = {"serialization_format": "pt2", "input_example": images.numpy(), "signature": signature}
-    options |= {"pip_requirements": [f"torch=={torch.__version__.partition('+')[0]}"]}
-    options |= {"validate_serving_input": False}  # which loads it again
-    made = client.create_logged_model(run.info.experiment_id, "model", run.info.run_id, params=run.data.params)
-    where = {"model_id": made.model_id, "run_id": run.info.run_id, "step": training.values()[-1][-1]}
-    Model.log(None, mlflow.pytorch, pytorch_model=model, **where, **options)
-    return f"models:/{made.model_id}"
-
-
-def register(client: Any, newest: list) -> None:
-    """Registers the models of these MLflow runs as osa_qr and so on, a version for each seed."""
-    names = {model.name for model in client.search_registered_models()}
-    known = {version.run_id for version in client.search_model_versions()}
-    for run in newest:
-        study, name, seed = run.data.params["run"].split("/")
-        if study == TABLE_2 and "model" in run.data.tags and run.info.run_id not in known:
-            if name not in names:
-                client.create_registered_model(name)
-            names.add(name)
-            client.create_model_version(name, run.data.tags["model"], run.info.run_id, {"seed": seed})
+    values = training.values()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model")
+        mlflow.pytorch.save_model(
+            model,
+            path,
+            serialization_format="pt2",
+            input_example=images.numpy(),
+            signature=signature,
+            pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}"],
+        )
+        client, name, seed = experiment.client, training.record.name, training.record.seed
+        for left in client.search_logged_models([experiment.id], f"source_run_id = '{entry.id}'"):
+            client.delete_logged_model(left.model_id)  # by an import that was killed
+        logged = client.create_logged_model(experiment.id, f"{name}-{seed}", entry.id, params=entry.parameters)
+        try:
+            client.log_model_artifacts(logged.model_id, str(path))
+            last = [Metric(*value, model_id=logged.model_id) for value in values if value[-1] == values[-1][-1]]
+            client.log_batch(entry.id, last)
+            client.log_outputs(entry.id, [LoggedModelOutput(logged.model_id, step=values[-1][-1])])
+            client.finalize_logged_model(logged.model_id, "READY")
+        except BaseException:
+            client.finalize_logged_model(logged.model_id, "FAILED")
+            raise
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    place = logged.artifact_location  # an address models:/ID would be looked up in the store that is open elsewhere
+    client.create_model_version(name, place, entry.id, {"seed": str(seed)}, model_id=logged.model_id)
+    return f"models:/{logged.model_id}"

@@ -1,5 +1,6 @@
 """Where MLflow keeps the runs, and what to do where it fails."""
 
+import gc
 import logging
 import os
 import re
@@ -40,8 +41,17 @@ def address() -> str:
     return os.environ.get(VARIABLE) or f"sqlite:///{path}"
 
 
-def artifacts() -> str:
-    return (root() / "mlartifacts").as_uri()
+def database() -> Path | None:
+    """The file of an SQLite store; None of another."""
+    uri = address()
+    return Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
+
+
+def artifacts() -> str | None:
+    """The place of the artifacts: beside the database, as several clones may share it. A server has a place of its own."""
+    if address().startswith("http"):
+        return None
+    return ((database() or root() / "mlflow.db").resolve().parent / "mlartifacts").as_uri()
 
 
 def connect() -> tuple[Any, FileLock]:
@@ -50,9 +60,8 @@ def connect() -> tuple[Any, FileLock]:
     Raises:
         UserError: MLflow is not installed, does not answer or cannot read its store.
     """
-    uri = address()
-    database = Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
-    lock = FileLock(f"{database or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
+    uri, path = address(), database()
+    lock = FileLock(f"{path or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
     os.environ.update(ENVIRONMENT | os.environ)
     try:
         import mlflow
@@ -60,20 +69,25 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if database and not database.parent.is_dir():
-        raise UserError(f"{VARIABLE} names {database}, but its folder does not exist: create it, or correct the path.")
+    mlflow.clear_active_model()  # a notebook leaves one, in the environment too, and metrics would be its
+    if path and not path.parent.is_dir():
+        raise UserError(f"{VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with explained(), lock:
-        if database and not (database.exists() and database.stat().st_size):
+        if path and not (path.exists() and path.stat().st_size):
             from sqlalchemy import Engine, event
 
-            partial = database.with_name(f"{database.name}.partial")  # a kill in between would leave half of the tables
+            partial = path.with_name(f"{path.name}.partial")  # a kill in between would leave half of the tables
             partial.unlink(missing_ok=True)
             event.listen(Engine, "connect", _hasten)  # a thousand waits for the disk
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
             event.remove(Engine, "connect", _hasten)
-            os.replace(partial, database)
-        mlflow.set_tracking_uri(uri)  # for models, which no client writes
-        return mlflow.MlflowClient(uri), lock
+            os.replace(partial, path)
+        try:
+            client = mlflow.MlflowClient(uri)
+        except ImportError as error:
+            raise UserError(f"{VARIABLE} needs a driver ({error}): install it, or correct {VARIABLE}.") from None
+    gc.freeze()  # a search makes thousands of objects, at which the collector would walk all modules again and again
+    return client, lock
 
 
 def _hasten(connection: Any, _: object) -> None:
@@ -83,16 +97,12 @@ def _hasten(connection: Any, _: object) -> None:
 @contextmanager
 def explained() -> Iterator[None]:
     """Turns a failure of MLflow or of its store inside into a UserError that says why and what to do."""
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
     try:
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
-
-        if not isinstance(error, MlflowException | SQLAlchemyError | ImportError | OSError):
-            raise
+    except (MlflowException, SQLAlchemyError, Timeout) as error:
         why = cause(error)
         raise UserError(f"MLflow at {without_password(address())} failed ({why}): {_remedy(error, why)}.") from None
 
@@ -104,8 +114,6 @@ def _remedy(error: Exception, why: str) -> str:
         return "another process writes to it, so wait for that and give the command again"
     if "schema" in why or "revision" in why:
         return f"copy it to a safe place, then `mlflow db upgrade {address() if is_ours else f'${VARIABLE}'}`"
-    if isinstance(error, ImportError):
-        return f"install that driver, or correct {VARIABLE}"
     return "move it away, and this command makes another from the runs" if is_ours else f"start it, or correct {VARIABLE}"
 
 

@@ -1,320 +1,304 @@
 """Brings MLflow up to date with the files: a parent run for each configuration, and under it a child for each seed.
 
-One search says what MLflow has. The name of a run stands in its parameter `run`, which nobody can edit; tags that somebody
-edited or deleted are written again. So it may be called at any time and by several processes, and doubles nothing.
+A family is what has one name, as table_2/osa_qr. One search says what MLflow has of it, so a sync may be called at any time,
+by several processes and after an interruption, and doubles nothing.
 """
 
-import getpass
-import os
+import math
 import platform
-import re
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from tqdm import tqdm
 
-from pipeline.core import files, params
+from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.core.params import plain
-from pipeline.drawing.looks import look
-from pipeline.tracking import models, notes, records, store
-from pipeline.tracking.records import CURVES, Training, Value, rounded
-from pipeline.tracking.views import views
-from pipeline.training import run as runs
-from pipeline.training.run import TABLE_2
+from pipeline.tracking import models, records, store
+from pipeline.tracking.experiment import Entry, Experiment
+from pipeline.tracking.records import CURVES, TABLE_2, Training, rounded
 
-VALUES_PER_BATCH = 1000  # as many as MLflow takes
-MOST_RUNS = 50_000  # as many as it finds in one search
-ENDED = ("FINISHED", "FAILED")  # in its words; the second has diverged
+ENDED = ("FINISHED", "FAILED")  # in MLflow's words; the second has diverged
 COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
-SHARED = ("configuration", "data_sha256", "numerics", "mlflow.source.name", "mlflow.source.type")  # of a parent too
-_start = attrgetter("info.start_time")
+SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
+GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
+REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
-REPORT = ("figure_1.svg", "figure_1.png", "report.html")  # artifacts of the newest parent
 
+def sync(
+    base: Path = Path(), *, only: str | tuple[str, ...] = "", with_models: bool = False, opened: tuple | None = None
+) -> tuple[int, int]:
+    """Imports what MLflow lacks of the runs under a folder, and of those that train here.
 
-def sync(base: Path = Path("."), *, only: str = "", register=False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports what MLflow lacks of the runs under `base`, and of those that train here, whose names begin with `only`.
+    Args:
+        base: A folder with paper_outputs/runs.
+        only: The beginning of names, or several: a sync of one run reads its own family alone.
+        with_models: Whether to log the trained models of Table 2 too.
+        opened: The client and the lock that `store.connect` gave.
 
-    Returns how many were new, of how many. `opened` is what `store.connect` gave before.
+    Returns:
+        How many runs were new, of how many.
 
     Raises:
         UserError: `base` holds no runs, or MLflow is not installed, does not answer or cannot read its store.
     """
-    if base != Path(".") and not (base / runs.FOLDER).is_dir():
-        raise UserError(f"--from {base} has no {runs.FOLDER}: name a folder that does.")
-    paths = records.find(base, only)
+    if base != Path() and not (base / records.FOLDER).is_dir():
+        raise UserError(f"--from {base} has no {records.FOLDER}: name a folder that does.")
+    trainings = records.find(base, only)
+    by_family: dict[str, list[Training]] = defaultdict(list)
+    for training in trainings:
+        by_family[training.family].append(training)
     client, lock = opened or store.connect()
-    with store.explained(), lock:
+    new = 0
+    with store.explained(), lock, _bar(len(trainings), "run") as bar:
         experiment = Experiment(client)
-        experiment.write_views(paths)
-        new = [path for path in _shown(paths, "run") if _attempt(path, experiment.bring, path, base)]
-        if not only:
-            experiment.end_lost_runs({records.name_of(path) for path in paths})
-        experiment.write_parents()
-        if base == Path("."):
-            experiment.attach_report()
-        for training, run in _shown(experiment.without_model(), "model"):
-            if address := _attempt(training.path, models.log, training, run, client):
-                experiment.tag(run, {"model": address})
-        if register:
-            models.register(client, [each[0] for _, each in sorted(experiment.children.items())])
-    return len(new), len(paths)
+        known = experiment.search(by_family if only else None)
+        for name in sorted({*by_family, *known}, key=lambda name: (not name.startswith(f"{TABLE_2}/"), name)):
+            family = Family(experiment, name, known.get(name, ()))
+            for training in by_family[name]:
+                new += bool(_attempt(training, family.bring, training))
+                bar.update()
+            if base == Path() and not only:
+                family.end_lost_runs()
+            family.settle()
+            if base == Path() and name.startswith(f"{TABLE_2}/"):
+                family.attach_report()
+    if with_models:
+        with store.explained(), lock:
+            _log_models(experiment, [training for training in trainings if training.name.startswith(f"{TABLE_2}/")])
+    return new, len(trainings)
 
 
-def _shown(items: list, unit: str) -> Iterable:
-    """The items, with a progress bar where they take longer than a moment."""
-    return tqdm(items, "MLflow", unit=unit, delay=2, mininterval=1 if sys.stderr.isatty() else 10)
+def _bar(total: int, unit: str) -> tqdm:
+    """A progress bar, where it takes longer than a moment."""
+    return tqdm(total=total, desc="MLflow", unit=unit, delay=2, mininterval=1 if sys.stderr.isatty() else 10)
 
 
-def _attempt(path: Path, function: Callable, *arguments: Any) -> Any:
-    """What `function` gives. A run that cannot be read or written is named, and does not stop the others."""
+def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
+    """Gives what `function` gives. A run that cannot be read, or that MLflow refuses, is named and stops no other."""
     from mlflow.exceptions import MlflowException
 
-    malformed = (AttributeError, FileNotFoundError, IndexError, KeyError, TypeError, UserError, ValueError)
     try:
         return function(*arguments)
-    except (*malformed, MlflowException) as error:
-        if isinstance(error, MlflowException) and error.error_code != "INVALID_PARAMETER_VALUE":
+    except FileNotFoundError:
+        if training.path.exists():
             raise
-        if path.exists():  # else its training has ended since
-            why = f"{type(error).__name__}: {store.cause(error)}".rstrip(".")
-            tqdm.write(f"warning: {path} is not imported ({why}): `git checkout` restores it and its run.", sys.stderr)
+        return None  # the training has ended since
+    except UserError as error:
+        why = str(error)
+    except MlflowException as error:
+        if error.error_code != "INVALID_PARAMETER_VALUE":
+            raise
+        why = store.cause(error)
+    if training.path.exists():
+        tqdm.write(f"warning: {training.path} is not imported ({why.rstrip('.')}): `git checkout` restores it.", sys.stderr)
+    return None
 
 
-class Experiment:
-    """The experiment in MLflow, and what it had when it was opened."""
+def _log_models(experiment: Experiment, trainings: list[Training]) -> None:
+    """Logs the trained models of the runs that have none."""
+    known = experiment.search({training.family for training in trainings})
+    entries = {entry.name: entry for family in known.values() for entry in reversed(family)}  # the newest
+    pairs = [(training, entries[training.name]) for training in trainings if training.name in entries]
+    pairs = [(training, entry) for training, entry in pairs if entry.status == "FINISHED" and "model" not in entry.tags]
+    with _bar(len(pairs), "model") as bar:
+        for training, entry in pairs:
+            if address := _attempt(training, models.log, experiment, entry, training):
+                experiment.write(entry, [], {}, {"model": address})
+            bar.update()
 
-    def __init__(self, client: Any) -> None:
-        self.client, self.paper = client, params.load_paper()
-        self.settings = {}
-        with suppress(UserError):  # an edit that is under way must not stop it
-            self.settings = params.load().model_dump()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.paper.title
-        if (present := client.get_experiment_by_name(name)) is None:
-            location = None if store.address().startswith("http") else store.artifacts()
-            tags = {"mlflow.note.content": notes.EXPERIMENT, "mlflow.experimentKind": "custom_model_development"}
-            present = client.get_experiment(client.create_experiment(name, location, tags))
-        elif present.lifecycle_stage == "deleted":
-            client.restore_experiment(present.experiment_id)
-        self.id, self.tags = present.experiment_id, present.tags
-        self.children: dict[str, list] = defaultdict(list)  # by the parameter `run`, the newest first
-        self.parents: dict[str, list] = defaultdict(list)  # by configuration
-        self.brought: list[Training] = []
-        for run in client.search_runs([self.id], max_results=MOST_RUNS, order_by=["attributes.start_time DESC"]):
-            if (slashes := _name(run).count("/")) == 2:  # none of a run that somebody else made
-                self.children[_name(run)].append(run)
-            elif slashes == 1:
-                self.parents[run.data.tags.get("configuration", "")].append(run)
 
-    def write_views(self, paths: Iterable[Path]) -> dict[str, str]:
-        """Saves the views of these records and of the runs that are there; the name of each by the end of its address."""
-        names = [*map(records.name_of, paths), *self.children]
-        studies = {name.split("/")[0] for name in names}
-        saved = views(study for study in studies if re.fullmatch(r"[\w.-]+", study))
-        for key, (_, view) in saved.items():
-            if self.tags.get(f"mlflow.sharedViewState.{key}") != view:
-                self.client.set_experiment_tag(self.id, f"mlflow.sharedViewState.{key}", view)
-        return {key: name for key, (name, _) in saved.items()}
+class Family:
+    """The runs in MLflow of one name: a parent for each configuration, and children by the names of their trainings."""
 
-    # children
+    def __init__(self, experiment: Experiment, name: str, entries: Iterable[Entry]) -> None:
+        self.experiment, self.name = experiment, name
+        self.parents: dict[str, Entry] = {}  # by configuration
+        self.children: dict[str, list[Entry]] = defaultdict(list)  # by name, the newest first
+        self.surplus: list[Entry] = []  # parents
+        self.told: set[str] = set()  # children that files tell of
+        for entry in entries:
+            configuration = entry.tags.get("configuration", "")
+            if not entry.is_parent:
+                self.children[entry.name].append(entry)
+            elif configuration in self.parents or "run" in entry.parameters:
+                self.surplus.append(entry)  # in older stores a parent has curves, which would hide its new means
+            else:
+                self.parents[configuration] = entry
 
-    def bring(self, path: Path, base: Path) -> bool:
-        """Brings the run of a training up to what its files say. Returns True if the run is new."""
-        training = Training.read(path, base)
-        tags, run = self._tags(training), self._child(training)
-        if run is None or run.info.status != training.status or not tags.items() <= run.data.tags.items():
-            others = [each for each in self.children[str(training.run)] if each is not run]
-            others += [self._write_child(training, run, tags)]
-            self.children[str(training.run)] = sorted(others, key=_start, reverse=True)
-        self.brought.append(training)
-        return run is None
-
-    def _child(self, training: Training) -> Any:
-        return next((run for run in self.children[str(training.run)] if run.info.start_time == training.started), None)
-
-    def _write_child(self, training: Training, run: Any, tags: dict[str, str]) -> Any:
-        record, name, values = training.record, str(training.run), training.values()
-        known = {metric.step for metric in self.client.get_metric_history(run.info.run_id, CURVES[-1])} if run else ()
-        values = [value for value in values if value[-1] not in known]  # a resumed training repeats some later
-        constants = {f"{section}.{key}": value for section, keys in record["config"].items() for key, value in keys.items()}
+    def bring(self, training: Training) -> bool:
+        """Brings a child up to what the files of its training say. Returns True if it is new."""
+        entries = self.children[training.name]
+        for entry in entries:
+            if entry.status in ENDED and entry.tags.get("checksum") == _checksum(training, entry.tags):
+                self.told.add(entry.id)
+                return False
+        tags, status = _tags(training), training.status
+        entry = next((entry for entry in entries if entry.start == training.started), None)
+        if entry and entry.parameters and entry.status == status and tags.items() <= entry.tags.items():  # no new point
+            self.told.add(entry.id)
+            return False
+        metrics, values = training.metrics(), training.values()  # before anything is written: malformed files leave no run
+        if is_new := entry is None:
+            parent = self._parent(tags, training.started)
+            own = tags | {"current": "true", "mlflow.parentRunId": parent.id}
+            entry = self.experiment.create(training.name, training.started, own, training.run.command)
+            entries.append(entry)
+            entries.sort(key=lambda each: each.start, reverse=True)
+        else:
+            history = self.experiment.client.get_metric_history(entry.id, "epoch")
+            known = {metric.step for metric in history}  # a resumed training repeats some
+            values = [value for value in values if value[3] not in known]
+        self.told.add(entry.id)
         if training.has_ended:
-            metrics = training.run.metrics()
-            once = {key: rounded(key, record[key]) for key in COSTS if record[key] is not None}
-            once |= {} if metrics["diverged"] else self._beside_paper(name, 100 * metrics["test_accuracy"])
+            self.experiment.client.log_artifacts(entry.id, str(training.path.parent))
+            once = {key: getattr(training.record, key) for key in COSTS}
+            once = {key: rounded(key, value) for key, value in once.items() if value is not None}
+            if not metrics["diverged"]:
+                once |= self.experiment.beside_paper(tags, 100 * metrics["test_accuracy"])
             values += [(key, value, training.ended, 0) for key, value in once.items()]
-            constants["num_parameters"] = metrics["num_parameters"]
-        constants = {key: value for key, value in constants.items() if value is not None}
-        constants |= {"run": name, "seed": training.run.seed}
-        title = f"{notes.title(record | tags, self.settings)}, seed {training.run.seed}"
-        note = f"{notes.note(record | tags, self.settings, self.paper)}\n\nTo make it again: `{training.run.command}`."
-        artifacts = training.files if training.has_ended else []
-        span = training.started, training.ended
-        return self._write(run, (title, note), span, values, constants, tags, artifacts, training.status)
+        self.experiment.write(entry, values, _parameters(training, metrics), tags)
+        if entry.status != status:
+            self.experiment.end(entry, status, training.ended)
+        return is_new
 
-    def _tags(self, training: Training) -> dict[str, str]:
-        """The tags of a child; `configuration` is what the seeds under one parent have in common."""
-        record, environment = training.record, training.record["environment"]
-        tags = {key: record[key] for key in OWN}
-        tags |= {key: environment[key] for key in ENVIRONMENT if environment.get(key) is not None}
-        family = [tags["study"], record["name"], record["data_sha256"], params.written_config(record["config"])]
-        tags |= {"level": "single", "configuration": files.digest(family)[:16], "files": training.digest}
-        tags |= {"mlflow.source.name": "pipeline/train.py", "mlflow.source.type": "LOCAL"}
-        tags |= {"mlflow.source.git.commit": tags["git_commit"]} if "git_commit" in tags else {}
-        tags |= {} if training.has_ended else {"host": platform.node()}
-        return {key: plain(value) for key, value in tags.items()}
+    def end_lost_runs(self) -> None:
+        """Marks as killed the runs of this machine that no files tell of."""
+        for entries in self.children.values():
+            for entry in entries:
+                is_ours = entry.tags.get("host") == platform.node()
+                if entry.status == "RUNNING" and is_ours and entry.id not in self.told:
+                    self.experiment.end(entry, "KILLED", _now())
 
-    def _beside_paper(self, name: str, accuracy: float) -> dict[str, float]:
-        """The paper's accuracy and the difference to it, of its models in Table 2."""
-        study, variant = name.split("/")[:2]
-        number = self.paper.table_2.get(variant) if study == TABLE_2 else None
-        return {} if number is None else {"difference_to_paper": round(accuracy - number, 2), "paper_test_accuracy": number}
+    def settle(self) -> None:
+        """Says which children are current, the newest finished of each seed, and brings the parents up to date."""
+        members: dict[str, list[Entry]] = defaultdict(list)
+        for entries in self.children.values():
+            newest = next((entry for entry in entries if entry.status in ENDED), None)
+            for entry in entries:
+                self._tag(entry, {"current": _word(entry.status == "RUNNING" or entry is newest)})
+                if {*SHARED} <= entry.tags.keys():  # else somebody has deleted one, which the files bring back
+                    members[entry.tags["configuration"]].append(entry)
+        for configuration in self.parents.keys() - members.keys():
+            self.surplus.append(self.parents.pop(configuration))
+        for parent in self.surplus:
+            self.experiment.client.delete_run(parent.id)
+        for children in members.values():
+            parent = self._parent(children[0].tags, min(child.start for child in children))
+            for child in children:
+                self._tag(child, {"mlflow.parentRunId": parent.id})
+            self._summarise(parent, children)
 
-    def end_lost_runs(self, present: set[str]) -> None:
-        """Marks as killed the runs of this machine whose training left no files."""
-        for name in self.children.keys() - present:
-            for place, run in enumerate(self.children[name]):
-                if run.info.status == "RUNNING" and run.data.tags.get("host") == platform.node():
-                    self.client.set_terminated(run.info.run_id, "KILLED")
-                    self.children[name][place] = self.client.get_run(run.info.run_id)
+    def _parent(self, tags: dict[str, str], start: int) -> Entry:
+        """The parent of the children with these tags. Those of Table 2 are as new as the import, so that MLflow lists them
+        first where no view is open."""
+        configuration = tags["configuration"]
+        if configuration not in self.parents:
+            shared = {key: tags[key] for key in SHARED} | {"level": "mean"}
+            start = _now() if tags["study"] == TABLE_2 else start
+            self.parents[configuration] = self.experiment.create(self.name, start, shared)
+        return self.parents[configuration]
 
-    def without_model(self) -> list[tuple[Training, Any]]:
-        """The finished trainings of Table 2 whose weights are here and whose run has no model."""
-        finished = [each for each in self.brought if each.run.study == TABLE_2 and each.record["status"] == "finished"]
-        pairs = [(each, self._child(each)) for each in finished if each.run.weights.exists()]
-        return [(training, run) for training, run in pairs if "model" not in run.data.tags]
+    def _summarise(self, parent: Entry, children: list[Entry]) -> None:
+        """Writes a parent's statistics over the newest finished run of each seed, where these have changed.
 
-    # parents
-
-    def write_parents(self) -> None:
-        """Says which children are current, the newest finished of each seed, and replaces the parents that changed."""
-        families: dict[str, list] = defaultdict(list)
-        for each in self.children.values():
-            newest = next((run for run in each if run.info.status in ENDED), None)
-            for run in each:
-                self.tag(run, {"current": run.info.status == "RUNNING" or run is newest})
-                families[run.data.tags.get("configuration", "")].append(run)
-        families.pop("", None)  # without the tag, which their files bring back
-        for configuration in self.parents.keys() - families.keys():
-            for parent in self.parents.pop(configuration):
-                self.client.delete_run(parent.info.run_id)
-        for configuration, family in sorted(families.items(), key=lambda item: _name(item[1][0]), reverse=True):
-            parent = self._parent(self.parents[configuration], family)
-            self.parents[configuration] = [parent]
-            for run in family:
-                self.tag(run, {"mlflow.parentRunId": parent.info.run_id})
-
-    def _parent(self, present: list, family: list) -> Any:
-        """The parent run of one configuration, with statistics over the newest finished run of each seed.
-
-        MLflow appends to a metric and never replaces it, so new statistics take a new parent, and the old one goes.
+        MLflow appends to a metric and shows the last value. It would draw the means of curves in a zigzag, one for each seed
+        that came, so a parent has none.
         """
-        newest = {_seed(run): run for run in sorted(family, key=_start) if run.info.status in ENDED}
+        newest = {_seed(child): child for child in sorted(children, key=lambda child: child.start) if child.status in ENDED}
         finished = [newest[seed] for seed in sorted(newest)]
-        members = finished or family
-        study, name = members[0].data.tags["study"], _name(members[0]).split("/")[1]
-        tags = {key: value for key, value in members[0].data.tags.items() if key in SHARED}
-        tags |= {"study": study, "name": name, "variant": name.partition("+")[0], "level": "mean"}
-        tags |= {"seed": ",".join(str(_seed(run)) for run in members)}
-        tags |= {"current": plain(any(run.data.tags["current"] == "true" for run in family))}
-        tags |= {"children": files.digest([[run.info.run_id, run.data.tags.get("files")] for run in finished])[:16]}
-        if len(present) == 1 and tags.items() <= present[0].data.tags.items():
-            return present[0]
-        constants = members[0].data.params | {"run": f"{study}/{name}"}
-        constants.pop("seed", None)
-        texts = notes.title(tags, self.settings), notes.note(tags, self.settings, self.paper)
-        times = [at for run in members for at in (run.info.start_time, run.info.end_time) if at]
-        times = [time.time_ns() // 1_000_000] if study == TABLE_2 else times  # now, so newer than the others
-        values = self._statistics(constants["run"], finished) if finished else []
-        parent = self._write(None, texts, (min(times), max(times)), values, constants, tags)
-        for old in present:
-            self.client.delete_run(old.info.run_id)
-        return parent
+        known = {_seed(child) for child in finished or children}
+        tags = {key: children[0].tags[key] for key in SHARED} | {"run": self.name, "level": "mean"}
+        tags |= {"seed": ",".join(map(str, sorted(known)))}
+        tags |= {"current": _word(any(child.tags["current"] == "true" for child in children))}
+        tags |= {"children": files.digest([[child.id, child.tags.get("checksum")] for child in finished])[:16]}
+        if tags.items() <= parent.tags.items():
+            return
+        constants = {key: value for key, value in children[0].parameters.items() if key not in ("seed", "run")}
+        values = self._statistics(finished) if finished else {}
+        gone = {key: math.nan for key, value in parent.metrics.items() if key not in values and not math.isnan(value)}
+        self.experiment.write(parent, [(key, value, _now(), 0) for key, value in (values | gone).items()], constants, tags)
+        if finished:
+            self.experiment.end(parent, "FINISHED", parent.start + round(1000 * values.get("seconds", 0)))
 
-    def _statistics(self, name: str, finished: list) -> list[Value]:
-        """The values of a parent: curves where all runs that did not diverge have a point, and at step 0 the rest."""
-        counted = [run for run in finished if run.info.status == "FINISHED"]
-        groups, last = defaultdict(list), defaultdict(list)
-        for run in counted:
-            for key in CURVES:
-                for metric in self.client.get_metric_history(run.info.run_id, key):
-                    groups[key, metric.step].append(metric)
-            for key, value in run.data.metrics.items():
-                last[key].append(value)
-        curves = [
-            (key, rounded(key, mean(metric.value for metric in group)), max(metric.timestamp for metric in group), step)
-            for (key, step), group in groups.items()
-            if len(group) == len(counted)
-        ]
-        once = {key: rounded(key, mean(last[key])) for key in COSTS if last[key]}
-        once |= {f"{key}_std": rounded(key, stdev(last[key])) for key in CURVES[:-1] if len(last[key]) > 1}
-        once |= self._beside_paper(name, mean(last["test_accuracy"])) if counted else {}
-        once |= {"num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
-        return curves + [(key, value, max(run.info.end_time for run in finished), 0) for key, value in once.items()]
+    def _statistics(self, finished: list[Entry]) -> dict[str, float]:
+        """The means of the last values of the runs that did not diverge, and their standard deviations."""
+        counted = [child for child in finished if child.status == "FINISHED"]
+        values, deviations = {}, {}
+        for key in (*CURVES, *COSTS):
+            last = [child.metrics[key] for child in counted if key in child.metrics]
+            if last:
+                values[key] = rounded(key, mean(last))
+            if len(last) > 1 and key in CURVES[:-1]:
+                deviations[f"{key}_std"] = rounded(key, stdev(last))
+        if counted:
+            values |= self.experiment.beside_paper(
+                counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
+            )
+        return values | deviations | {"num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
 
     def attach_report(self) -> None:
-        """Figure 1 and the report, as artifacts of the newest parent of a model."""
-        parents = [run for each in self.parents.values() for run in each if _name(run).startswith(f"{TABLE_2}/")]
+        """Attaches Figure 1 and the report to the parents, as artifacts."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
-        if parents and paths:
-            newest, digest = max(parents, key=_start), files.digest([files.sha256(path) for path in paths])[:16]
-            if newest.data.tags.get("report") != digest:
+        digest = files.digest([files.sha256(path) for path in paths])[:16]
+        for parent in self.parents.values():
+            if paths and parent.tags.get("report") != digest:
                 for path in paths:
-                    self.client.log_artifact(newest.info.run_id, str(path), "report")
-                self.tag(newest, {"report": digest})
+                    self.experiment.client.log_artifact(parent.id, str(path), "report")
+                self._tag(parent, {"report": digest})
 
-    # writing
-
-    def _write(self, run, texts, span, values, constants, tags, artifacts=(), status="FINISHED") -> Any:
-        """Writes a run, or what is new of it, the tags and the status last: what is cut short is written again.
-
-        The title, the note and the colour, which is that of Figure 1, stay as somebody edits them.
-        """
-        from mlflow.entities import Metric, Param, RunTag
-
-        run_id = run.info.run_id if run else self._create(texts, span[0], constants["run"], tags["variant"])
-        for path in artifacts:
-            self.client.log_artifact(run_id, str(path))
-        metrics = [Metric(*value) for value in values]
-        while len(metrics) > VALUES_PER_BATCH:
-            self.client.log_batch(run_id, metrics[:VALUES_PER_BATCH])
-            del metrics[:VALUES_PER_BATCH]
-        constants = [Param(key, plain(value)) for key, value in constants.items()]
-        self.client.log_batch(run_id, metrics, constants, [RunTag(key, value) for key, value in tags.items()])
-        if status != "RUNNING":
-            self.client.set_terminated(run_id, status, span[1])
-        elif run and run.info.status != "RUNNING":
-            self.client.update_run(run_id, "RUNNING")
-        return self.client.get_run(run_id)
-
-    def _create(self, texts: tuple[str, str], start: int, name: str, variant: str) -> str:
-        colour = look(variant, among=self.settings.get("variants", ())).colour
-        tags = {"run": name, "mlflow.note.content": texts[1], "mlflow.runColor": colour}
-        with suppress(KeyError, OSError):  # of a user without a name, as in a container
-            tags["mlflow.user"] = getpass.getuser()
-        return self.client.create_run(self.id, start, tags, texts[0]).info.run_id
-
-    def tag(self, run: Any, tags: dict[str, object]) -> None:
-        """Sets the tags that differ, in MLflow and in `run`."""
-        for key, value in tags.items():
-            if run.data.tags.get(key) != plain(value):
-                self.client.set_tag(run.info.run_id, key, plain(value))
-                run.data.tags[key] = plain(value)
+    def _tag(self, entry: Entry, tags: dict[str, str]) -> None:
+        if not tags.items() <= entry.tags.items():
+            self.experiment.write(entry, [], {}, tags)
 
 
-def _name(run: Any) -> str:
-    """table_2/osa_qr/0, or table_2/osa_qr of a parent; of a run cut short at its start the tag says it."""
-    return run.data.params.get("run") or run.data.tags.get("run", "")
+def _tags(training: Training) -> dict[str, str]:
+    """The tags of a child; `configuration` is what the seeds under one parent have in common."""
+    from pipeline.core import params
+
+    record = training.record
+    tags = {key: getattr(record, key) for key in OWN}
+    tags |= {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
+    configuration = [record.study, record.name, record.data_sha256, params.written_config(record.config)]
+    tags |= {"run": training.name, "level": "single", "configuration": files.digest(configuration)[:16]}
+    tags |= {"mlflow.source.name": "pipeline/train.py", "mlflow.source.type": "LOCAL"}
+    if "git_commit" in tags:
+        tags["mlflow.source.git.commit"] = tags["git_commit"]
+    if not training.has_ended:
+        tags["host"] = platform.node()
+    tags = {key: params.plain(value) for key, value in tags.items()}
+    return tags | {"checksum": _checksum(training, tags)}
 
 
-def _seed(run: Any) -> int:
-    return int(_name(run).split("/")[2])
+def _checksum(training: Training, tags: dict[str, str]) -> str:
+    """The digest of a training's files and of the tags that a sync guards."""
+    return files.digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
+
+
+def _parameters(training: Training, metrics: dict[str, Any]) -> dict[str, str]:
+    from pipeline.core.params import plain
+
+    parameters = {"seed": str(training.record.seed)}
+    for section, values in training.record.config.items():
+        parameters |= {f"{section}.{key}": plain(value) for key, value in values.items() if value is not None}
+    if metrics:
+        parameters["num_parameters"] = str(metrics["num_parameters"])
+    return parameters
+
+
+def _seed(child: Entry) -> int:
+    return int(child.name.split("/")[2])
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _word(flag: bool) -> str:
+    return "true" if flag else "false"

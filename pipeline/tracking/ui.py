@@ -24,8 +24,6 @@ def ui() -> None:
         if not site.startswith("http"):
             port = os.environ.get("PORT") or "5000"
             server, site = start_server(port), f"http://127.0.0.1:{port}"
-            wait_for(server, int(port))
-        print(f"{'MLflow':<28}{site}", flush=True)
         follow(server, site)
     except KeyboardInterrupt:
         pass
@@ -37,7 +35,7 @@ def ui() -> None:
 
 
 def start_server(port: str) -> subprocess.Popen:
-    """`mlflow server`, after the store is there. Raises UserError if the port cannot be used."""
+    """Starts `mlflow server`. Raises UserError if the port cannot be used."""
     try:
         socket.create_server(("127.0.0.1", int(port))).close()
     except (OSError, ValueError, OverflowError) as error:
@@ -49,42 +47,42 @@ def start_server(port: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet)
 
 
-def wait_for(server: subprocess.Popen, port: int) -> None:
-    """Until the server answers. Raises UserError if it ends before."""
-    while server.poll() is None:
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    with store.explained():
-        store.connect()[0].search_experiments()  # which says what is wrong with the store
-    raise UserError(f"MLflow's server does not start on port {port}: `mlflow server` says why.")
-
-
 def follow(server: subprocess.Popen | None, site: str) -> None:
-    """Prints the address of each view, then syncs again and again."""
-    from pipeline.tracking import records  # seconds to import, in which the server starts
-    from pipeline.tracking.sync import Experiment, sync
+    """Prints the addresses of the two views once the server answers, then syncs again and again."""
+    from pipeline.tracking import records, sync  # seconds to import, in which the server starts
 
-    opened, seen = store.connect(), None
+    opened = store.connect()
     with store.explained():
-        experiment = Experiment(opened[0])
-        menu = experiment.write_views(records.find(Path(".")))
+        experiment = sync.Experiment(opened[0])
+    if server:
+        _wait_for(server, site)
     page = f"{site}/#/experiments/{experiment.id}/runs?workflowType=machine_learning&viewStateShareKey="
-    for key, name in menu.items():
-        print(f"{name:<28}{page}{key}")
-    print(f"{'Curves of the models':<28}{page}models&compareRunsMode=CHART", flush=True)
+    print(f"{'Models':<16}{page}models")
+    print(f"{'Their curves':<16}{page}seeds&compareRunsMode=CHART", flush=True)
+    seen = None
     while server is None or server.poll() is None:
         # Also now and then with no new point: a training that was killed writes none.
-        state = int(time.time() / records.LOST_SECONDS), *((path, _age(path)) for path in records.find(Path(".")))
+        trainings = [(training.path, _age(training.path)) for training in records.find(Path())]
+        state = int(time.time() / records.LOST_SECONDS), trainings
         if state != seen:
             try:
-                sync(opened=opened)
+                sync.sync(opened=opened)
             except UserError as error:
                 print(f"warning: {error}", file=sys.stderr, flush=True)
             seen = state
         time.sleep(POLL_SECONDS)
     raise UserError("MLflow's server has ended: `make ui` starts it again.")
+
+
+def _wait_for(server: subprocess.Popen, site: str) -> None:
+    """Waits until the server answers. Raises UserError if it ends before."""
+    port = int(site.rpartition(":")[2])
+    while server.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise UserError(f"MLflow's server does not start on port {port}: `mlflow server` says why.")
 
 
 def _age(path: Path) -> int:

@@ -1,58 +1,52 @@
-"""What MLflow's menu Views offers: the models first, then their seeds, then each study that trains, beside the models."""
+"""The two views that MLflow's menu Views offers: the models of Table 2, and their seeds with their curves."""
 
 import json
-from collections.abc import Iterable
 
-from pipeline.tracking.records import CURVES
-from pipeline.training.run import TABLE_2, TRIES
+from pipeline.tracking.records import CURVES, TABLE_2
 
-RESULT = ("test_accuracy", "test_accuracy_std", "difference_to_paper", "paper_test_accuracy", "num_seeds", "num_diverged")
-SEED = ("test_accuracy", "difference_to_paper", "test_loss", "train_accuracy", "train_loss", "seconds")
-STUDY = ("test_accuracy", "test_accuracy_std", "test_loss", "train_loss", "num_seeds", "num_diverged")
-
-
-def views(studies: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """By the end of its address, the name of each view, and itself as MLflow saves views."""
-    newest, table_2 = "tags.current = 'true' and tags.level = ", f" and tags.study = '{TABLE_2}'"
-    menu = {
-        "models": ("Models", _state(f"{newest}'mean'{table_2}", RESULT, "metrics.`test_accuracy`", ascending=False)),
-        "seeds": ("Models, seed by seed", _state(f"{newest}'single'{table_2}", SEED)),
-    }
-    trained = sorted({*studies} - {TABLE_2}, key=lambda study: (study == TRIES, study))
-    for study in trained:
-        others = "".join(f" and tags.study != '{other}'" for other in trained if other != study)
-        menu[study] = (study.replace("_", " ").capitalize(), _state(f"{newest}'mean'{others}", STUDY))
-    return {  # the menu sorts by age
-        key: (name, json.dumps({"name": name, "createdAt": -age, "state": json.dumps(state)}))
-        for age, (key, (name, state)) in enumerate(menu.items())
-    }
+# Columns and their widths: 823 pixels with the box to tick, as many as a window of 1440 leaves beside MLflow's own panels.
+MODEL = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
+SEED = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
+OTHER = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second is when a run was made
 
 
-def _state(runs: str, metrics: Iterable[str], order: str = "tags.`mlflow.runName`", *, ascending: bool = True) -> dict:
-    """In MLflow's own format; a version that does not read it shows its default."""
-    columns = [f"metrics.`{metric}`" for metric in metrics]
+def views() -> dict[str, str]:
+    """The views by the ends of their addresses, in MLflow's own format; a version that cannot read it shows its default."""
+    newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
+    models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL, [_chart("test_accuracy", "BAR")])
+    lines = [_line(metric) for metric in CURVES if metric != "epoch"]
+    seeds = _state(f"{newest}'single'", "tags.`mlflow.runName`", True, SEED, lines)
+    menu = {"models": ("Models", models), "seeds": ("Models, seed by seed", seeds)}
+    saved = {}
+    for age, (key, (name, state)) in enumerate(menu.items()):  # the menu sorts by age
+        saved[key] = json.dumps({"name": name, "createdAt": -age, "state": json.dumps(state)})
+    return saved
+
+
+def _state(query: str, order: str, is_ascending: bool, widths: dict[str, int], charts: list[dict]) -> dict:
+    columns = {f"metrics.`{metric}`": width for metric, width in widths.items()}
+    placed = OTHER | columns
     return {
-        "searchFilter": runs,
+        "searchFilter": query,
         "orderByKey": order,
-        "orderByAsc": ascending,
-        "selectedColumns": columns,
-        "columnOrder": ["attributes.`Run Name`", *columns],
-        "columnWidths": {"attributes.`Run Name`": 300} | dict.fromkeys(columns, 150),
-        "runsHiddenMode": "SHOW_ALL",  # its default draws the ten newest
-        "chartsSearchFilter": "^(test|train)_(loss|accuracy)$",
+        "orderByAsc": is_ascending,
+        "selectedColumns": [*columns],
+        "columnOrder": [*placed],
+        "columnWidths": placed,
+        "runsHiddenMode": "SHOW_ALL",  # by default MLflow draws the ten newest
+        "chartsSearchFilter": f"^({'|'.join(chart['metricKey'] for chart in charts)})$",
         "compareRunSections": [{"uuid": "curves", "name": "Model metrics", "display": True, "isReordered": False}],
-        "compareRunCharts": [_chart(metric) for metric in CURVES if metric != "epoch"],
+        "compareRunCharts": charts,
         "globalLineChartConfig": {"xAxisKey": "metric", "selectedXAxisMetricKey": "epoch", "lineSmoothness": 0},
     }
 
 
-def _chart(metric: str) -> dict:
+def _chart(metric: str, kind: str) -> dict:
+    return {"type": kind, "uuid": metric, "metricSectionId": "curves", "metricKey": metric, "displayName": metric}
+
+
+def _line(metric: str) -> dict:
     """One metric over the epochs, a loss on a logarithmic axis."""
-    axes = {
-        "scaleType": "log" if "loss" in metric else "linear",
-        "xAxisScaleType": "linear",
-        "yAxisKey": "metric",
-        "range": {},
-    }
-    chart = {"type": "LINE", "uuid": metric, "metricSectionId": "curves", "metricKey": metric, "displayName": metric}
-    return chart | axes | {"useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}
+    scale = "log" if "loss" in metric else "linear"
+    axes = {"scaleType": scale, "xAxisScaleType": "linear", "yAxisKey": "metric", "range": {}}
+    return _chart(metric, "LINE") | axes | {"useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}

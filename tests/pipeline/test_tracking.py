@@ -1,6 +1,7 @@
 """MLflow as a view of the run files: nothing doubled, nothing lost, and no training stopped."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from pipeline.core import files, params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 from pipeline.drawing.looks import look
-from pipeline.tracking import records, store, ui
+from pipeline.tracking import experiment, records, store, ui
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views
 from pipeline.training import run as runs
@@ -49,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     folder = tmp_path / "a project"
     folder.mkdir()
     shutil.copy(ROOT / "params.yaml", folder)
-    for key in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "DVC_ROOT", "PORT"):
+    for key in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_ACTIVE_MODEL_ID", "DVC_ROOT", "PORT"):
         monkeypatch.delenv(key, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(folder)
@@ -75,7 +76,8 @@ class Run:
     def __init__(self, variant, seed, accuracies, *, minutes=0, diverged=False, study="table_2", **head):
         self.accuracies, self.diverged, self.last = accuracies, diverged, len(accuracies) - 1
         self.run = runs.Run(variant, seed, study, {"init": head} if head else {})
-        self.config = {"init": {"head": "xavier"} | head, "train": {"epochs": self.last, "points_per_epoch": 1}}
+        self.config = {"data": {"source": "mnist"}, "init": {"head": "xavier"} | head}
+        self.config |= {"train": {"epochs": self.last, "points_per_epoch": 1}}
         self.start = START + timedelta(minutes=minutes, seconds=seed)
         self.scratch = self.run.scratch.with_name(f"{seed}-0123456789ab")
 
@@ -135,6 +137,10 @@ def artifacts(run, folder=None):
     return [file.path for file in client().list_artifacts(run.info.run_id, folder)]
 
 
+def logged_models():
+    return client().search_logged_models([each.experiment_id for each in client().search_experiments()])
+
+
 def contents():
     """Everything in the store that a second import could double."""
     tables = ("runs", "metrics", "params", "tags", "experiments", "logged_models", "model_versions")
@@ -150,13 +156,11 @@ def until(condition, seconds=600):
 
 
 def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monkeypatch):
-    monkeypatch.setattr("pipeline.tracking.sync.VALUES_PER_BATCH", 7)
     accuracies = {0: [0.1, 0.5, 0.7], 1: [0.2, 0.3, 0.9], 2: [0.1, 0.8, 0.75]}
     for seed, values in accuracies.items():
         Run("osa_qr", seed, values).finish()
     Run("osa_qr", 3, [0.1, 0.3, 0.098], diverged=True).finish()
     Run("vit_noskip", 0, [0.1, 0.2], diverged=True).finish()
-    files.write_text("paper_outputs/report.html", "the report"), files.write_text("paper_outputs/figure_1.svg", "<svg/>")
 
     assert sync() == (5, 5)
     before, searches = contents(), []
@@ -167,56 +171,95 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
 
     shown = by_name()
     parent, child, diverged = (shown[name] for name in ("OSA (QR)", "OSA (QR), seed 1", "ViT (no skip), seed 0"))
-    columns, steps = [list(column) for column in zip(*accuracies.values(), strict=True)], [0, 117, 234]
-    assert curve(child, "test_accuracy") == [(step, 100 * a) for step, a in zip(steps, accuracies[1], strict=True)]
-    means = [round(100 * sum(column) / 3, 2) for column in columns]
-    assert curve(parent, "test_accuracy") == list(zip(steps, means, strict=True))  # without seed 3
-    paper, std = PAPER.table_2["osa_qr"], round(100 * statistics.stdev(columns[-1]), 2)
-    expected = {"test_accuracy": means[-1], "test_accuracy_std": std, "num_seeds": 3, "num_diverged": 1, "epoch": 2}
-    expected |= {"paper_test_accuracy": paper, "difference_to_paper": round(means[-1] - paper, 2), "seconds": 301}
+    last = [values[-1] for values in accuracies.values()]
+    assert curve(child, "test_accuracy") == [(117 * i, 100 * accuracy) for i, accuracy in enumerate(accuracies[1])]
+    average, std = round(100 * statistics.mean(last), 2), round(100 * statistics.stdev(last), 2)  # without seed 3
+    assert curve(parent, "test_accuracy") == [(0, average)]
+    paper = PAPER.table_2["osa_qr"]
+    expected = {"test_accuracy": average, "test_accuracy_std": std, "num_seeds": 3, "num_diverged": 1, "epoch": 2}
+    expected |= {"paper": paper, "difference_to_paper": round(average - paper, 2), "seconds": 301}
     assert parent.data.metrics.items() >= expected.items()
     assert child.data.metrics["difference_to_paper"] == round(90 - paper, 2)
     for run in (parent, child):  # in this order MLflow shows them, and Compare opens on the first
         assert list(run.data.metrics)[:2] == ["test_accuracy", "test_loss"]
         assert run.data.tags["mlflow.runColor"] == look("osa_qr").colour
         assert str(paper) in run.data.tags["mlflow.note.content"] and run.data.tags["mlflow.user"] != "unknown"
-    assert child.data.params.items() >= {"init.head": "xavier", "seed": "1", "run": "table_2/osa_qr/1"}.items()
+        (data,) = run.inputs.dataset_inputs
+        assert (data.dataset.name, data.dataset.digest) == ("mnist", ("da7a" * 16)[:36])
+        assert "run" not in run.data.params and run.data.params["init.head"] == "xavier"
+    assert child.data.params["seed"] == "1" and "seed" not in parent.data.params
     tags = {"mlflow.parentRunId": parent.info.run_id, "mlflow.source.git.commit": "c0ffee", "mlflow.source.type": "LOCAL"}
-    tags |= {"variant": "osa_qr", "seed": "1", "current": "true", "mlflow.source.name": "pipeline/train.py"}
-    assert (
-        child.data.tags.items() >= tags.items()
-        and f"`{runs.Run('osa_qr', 1).command}`" in child.data.tags["mlflow.note.content"]
-    )
+    tags |= {"run": "table_2/osa_qr/1", "variant": "osa_qr", "seed": "1", "current": "true"}
+    assert child.data.tags.items() >= tags.items()
+    assert f"`{runs.Run('osa_qr', 1).command}`" in child.data.tags["mlflow.note.content"]
     assert (child.info.status, child.info.end_time - child.info.start_time) == ("FINISHED", 300_000)
+    assert (parent.info.status, parent.info.end_time - parent.info.start_time) == ("FINISHED", 301_000)
     assert artifacts(child) == ["history.csv", "metrics.json", "record.json"]
     none = shown["ViT (no skip)"].data.metrics
     assert diverged.info.status == "FAILED" and (none["num_seeds"], none["num_diverged"]) == (0, 1)
     assert not {"test_accuracy", "test_accuracy_std", "difference_to_paper"} & none.keys()
     assert curve(diverged, "test_loss") == [(0, 2.4)] and "difference_to_paper" not in diverged.data.metrics
-    newest = max((shown["OSA (QR)"], shown["ViT (no skip)"]), key=lambda run: run.info.start_time)
-    assert artifacts(newest, "report") == ["report/figure_1.svg", "report/report.html"]
 
 
-def test_the_models_of_table_2_are_mlflows_where_weights_are_there(folder, database):
+def test_every_model_of_table_2_has_figure_1_and_the_report_as_they_are_now(database):
+    files.write_text("paper_outputs/report.html", "the report"), files.write_text("paper_outputs/figure_1.svg", "<svg/>")
+    (
+        Run("osa_qr", 0, [0.1, 0.5]).finish(),
+        Run("vit", 0, [0.1, 0.5]).finish(),
+        Run("vit", 0, [0.1, 0.5], study="depth").finish(),
+    )
+    sync()
+    files.write_text("paper_outputs/report.html", "another")
+    sync()
+    for run in (by_name()["OSA (QR)"], by_name()["ViT"]):
+        assert artifacts(run, "report") == ["report/figure_1.svg", "report/report.html"]
+        assert Path(client().download_artifacts(run.info.run_id, "report/report.html")).read_bytes() == b"another"
+    assert artifacts(by_name()["ViT, depth"]) == artifacts(by_name()["ViT, seed 0"], "report") == []
+
+
+@pytest.fixture
+def trained(folder, database):
+    """Real weights of OSA (QR) and ViT with seed 0, of which the second has diverged."""
     synthetic.write_project(
         folder, lambda raw: raw["run"].update(variants=["osa_qr", "vit"]), seeds=[0], diverged=[("vit", 0)]
     )
     for path in folder.glob("paper_outputs/runs/*/*/*/record.json"):
         count = len((path.parent / "history.csv").read_text().splitlines()) - 1
         files.write_json(path, files.read_json(path) | {"timestamps": list(range(count))})
-    for register in (False, True, True):
-        sync(register=register)
-        before = contents()
-    sync(register=True)
+
+
+def test_models_are_logged_on_demand_under_the_names_of_their_runs(folder, trained):
+    sync()
+    assert not logged_models()
+    sync(with_models=True)
+    before = contents()
+    sync(with_models=True)
     assert contents() == before
     run, images = by_name()["OSA (QR), seed 0"], torch.rand(5, 1, 28, 28)
     expected = runs.Run("osa_qr", 0).load_model(params.resolve(params.load(), "osa_qr"))(images)
-    for address in (f"runs:/{run.info.run_id}/model", "models:/osa_qr/1", run.data.tags["model"]):
+    mlflow.set_tracking_uri(store.address())
+    for address in (f"runs:/{run.info.run_id}/osa_qr-0", "models:/osa_qr/1", run.data.tags["model"]):
         torch.testing.assert_close(mlflow.pytorch.load_model(address)(images), expected)
-    (model,) = client().search_logged_models([run.info.experiment_id])
+    (model,) = logged_models()
+    assert (model.name, model.status, model.source_run_id) == ("osa_qr-0", "READY", run.info.run_id)
     assert {metric.key: metric.value for metric in model.metrics}["test_loss"] == run.data.metrics["test_loss"]
     assert [each.name for each in client().search_registered_models()] == ["osa_qr"]  # the other diverged
     assert not list(folder.glob("mlartifacts/**/*.pth")) and "model" not in by_name()["ViT, seed 0"].data.tags
+
+
+@pytest.mark.parametrize("call", ["log_model_artifacts", "log_outputs", "create_model_version"])
+def test_a_model_whose_import_was_cut_short_is_logged_again_and_none_stays_pending(trained, monkeypatch, call):
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, call, lambda *a, **b: sys.exit("killed"))
+        with pytest.raises(SystemExit, match="killed"):
+            sync(with_models=True)
+    assert "PENDING" not in [model.status for model in logged_models()]
+    if call == "log_outputs":  # as if it had been killed
+        client().create_logged_model("1", "osa_qr-0", by_name()["OSA (QR), seed 0"].info.run_id)
+    sync(with_models=True)
+    assert [(model.name, model.status) for model in logged_models()] == [("osa_qr-0", "READY")]
+    (version,) = client().search_model_versions()
+    assert logged_models()[0].model_id in version.source
 
 
 def test_the_newest_measurement_of_each_seed_counts(database):
@@ -225,7 +268,7 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     sync()
     Run("vit", 0, [0.1, 0.6], minutes=10).finish()  # `dvc repro -f`
     assert sync() == (1, 2)
-    files.write_json(runs.Run("vit", 0).evaluated, {})  # files that come later are added
+    files.write_text(runs.Run("vit", 0).folder / "watched.csv", "epoch\n")  # files that come later are added
     assert sync() == (0, 2)
     assert sync(Run("vit", 0, [0.1, 0.2], minutes=-10).finish(Path("older"))) == (1, 1)
     explored = Run("vit", 0, [0.1, 0.9], minutes=20)
@@ -237,40 +280,96 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     assert sorted((run.data.metrics["test_accuracy"], run.data.tags["current"]) for run in single) == [
         (20, "false"), (50, "false"), (60, "false"), (70, "true"), (90, "true"),
     ]  # fmt: skip
-    (evaluated,) = (run for run in single if run.data.metrics["test_accuracy"] == 60)
-    assert "evaluation.json" in artifacts(evaluated)
+    (watched,) = (run for run in single if run.data.metrics["test_accuracy"] == 60)
+    assert "watched.csv" in artifacts(watched)
     parents = client().search_runs(["1"], "tags.level = 'mean'")
-    assert {run.data.params.get("train.learning_rate"): curve(run, "test_accuracy") for run in parents} == {
-        None: [(0, 10), (1 * 117, 65)], "0.01": [(0, 10), (117, 90)],
+    assert {run.data.params.get("train.learning_rate"): run.data.metrics["test_accuracy"] for run in parents} == {
+        None: 65, "0.01": 90,
     }  # fmt: skip
 
 
-def test_views_show_the_models_first_and_each_study_beside_them(database):
-    Run("vit", 0, [0.1, 0.5]).finish()
+def test_a_parent_stays_the_same_run_as_its_seeds_come(database):
+    Run("vit", 0, [0.1, 0.5]).finish(), sync()
+    parent = by_name()["ViT"].info.run_id
+    client().set_tag(parent, "mlflow.note.content", "mine"), client().update_run(parent, name="my ViT")
+    Run("vit", 1, [0.1, 0.7]).finish(), sync()
+    assert (
+        by_name()["my ViT"].data.metrics.items() >= {"test_accuracy": 60, "num_seeds": 2, "test_accuracy_std": 14.14}.items()
+    )
+    for seed in (0, 1):
+        Run("vit", seed, [0.1, 0.1], minutes=10, diverged=True).finish()
+    sync()
+    last = by_name()["my ViT"]
+    assert (last.info.run_id, last.data.tags["mlflow.note.content"]) == (parent, "mine")
+    assert math.isnan(last.data.metrics["test_accuracy"]) and last.data.metrics["num_diverged"] == 2
+    before = contents()
+    assert sync() == (0, 2) and contents() == before
+
+
+def test_a_sync_of_one_run_reads_its_own_family_alone(database, monkeypatch):
+    for variant in ("vit", "vit_noskip", "osa_qr"):
+        Run(variant, 0, [0.1, 0.5]).finish()
+    Run("vit", 0, [0.1, 0.5], study="it's").finish(), sync()
+    Run("vit", 1, [0.1, 0.7]).finish(), Run("vit", 1, [0.1, 0.7], study="it's").finish()
+    read, search = [], mlflow.MlflowClient.search_runs
+    monkeypatch.setattr(mlflow.MlflowClient, "search_runs", lambda *a, **b: read.append(search(*a, **b)) or read[-1])
+    assert sync(only="table_2/vit/1") == (1, 1)
+    assert [[run.info.run_name for run in found] for found in read] == [["ViT", "ViT, seed 0"]]
+    assert sync(only=("it's/vit/1", "table_2/vit/1")) == (1, 2)
+    assert by_name()["ViT"].data.metrics["num_seeds"] == by_name()["ViT, it's"].data.metrics["num_seeds"] == 2
+
+
+def test_a_sync_with_nothing_new_does_without_torch(database):
+    Run("vit", 0, [0.1, 0.5]).finish(), sync()
+    code = "import sys; from pipeline.tracking.sync import sync; print(sync(), 'torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "(0, 1) False\n"
+    assert (records.FOLDER, records.TABLE_2) == (runs.FOLDER, runs.TABLE_2)  # written twice for that reason
+    assert records.UNDER_WAY == runs.Run("vit", 0).scratch.parents[2] and experiment.NAME == PAPER.title
+
+
+def test_a_store_whose_runs_have_their_name_as_a_parameter_is_read_as_before(database):
+    """Such stores have the name in tags too, curves in the parents, and no checksum."""
+    Run("vit", 0, [0.1, 0.5]).finish(), sync()
+    for name, run in by_name().items():
+        client().log_param(run.info.run_id, "run", run.data.tags["run"])
+        client().delete_tag(run.info.run_id, "checksum" if "seed" in name else "children")
+        client().delete_tag(run.info.run_id, "run")
+    child, parent = by_name()["ViT, seed 0"].info.run_id, by_name()["ViT"].info.run_id
+    client().log_metric(parent, "test_accuracy", 40, step=117)
+    assert sync() == (0, 1)
+    assert by_name()["ViT, seed 0"].info.run_id == child and set(by_name()) == {"ViT", "ViT, seed 0"}
+    assert by_name()["ViT"].data.metrics["test_accuracy"] == 50
+    before = contents()
+    assert sync(only="table_2/vit/0") == sync() == (0, 1) and contents() == before
+
+
+def test_views_show_the_models_and_their_seeds(database):
+    Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.6]).finish()
     Run("osa_qr", 0, [0.1, 0.6]).finish()
     Run("vit", 0, [0.1, 0.7], study="left_open", head="zeros").finish()
     Run("vit", 0, [0.1, 0.8], minutes=10, study="depth").finish()
     sync()
     saved, shown, ages = client().get_experiment("1").tags, {}, {}
-    for key, (name, view) in views(["table_2", "left_open", "depth"]).items():
+    for key, view in views().items():
         assert saved[f"mlflow.sharedViewState.{key}"] == view
-        state, ages[name] = json.loads(json.loads(view)["state"]), json.loads(view)["createdAt"]
+        state, name = json.loads(json.loads(view)["state"]), json.loads(view)["name"]
+        ages[name] = json.loads(view)["createdAt"]
         order = [f"{state['orderByKey']} {'ASC' if state['orderByAsc'] else 'DESC'}"]
         listed = client().search_runs(["1"], state["searchFilter"], order_by=order)
         shown[name] = [run.info.run_name for run in listed]
         columns = {column.split("`")[1] for column in state["selectedColumns"]}
-        assert columns - {key for run in listed for key in run.data.metrics} <= {"test_accuracy_std"}  # one seed has none
-        scales = {chart["metricKey"]: chart["scaleType"] for chart in state["compareRunCharts"]}
-        assert scales["train_loss"] == scales["test_loss"] == "log" and scales["test_accuracy"] == "linear"
+        assert columns <= {key for run in listed for key in run.data.metrics}
+        assert {*state["selectedColumns"]} < {*state["columnOrder"]} == state["columnWidths"].keys()
+        assert sum(state["columnWidths"].values()) <= 740
+    scales = {chart["metricKey"]: chart["scaleType"] for chart in state["compareRunCharts"]}
+    assert scales["train_loss"] == scales["test_loss"] == "log" and scales["test_accuracy"] == "linear"
     assert shown == {
         "Models": ["OSA (QR)", "ViT"],
-        "Models, seed by seed": ["OSA (QR), seed 0", "ViT, seed 0"],
-        "Depth": ["OSA (QR)", "ViT", "ViT, depth"],
-        "Left open": ["OSA (QR)", "ViT", "ViT, init.head=zeros"],
+        "Models, seed by seed": ["OSA (QR), seed 0", "ViT, seed 0", "ViT, seed 1"],
     }
     assert "leaves this open" in by_name()["ViT, init.head=zeros"].data.tags["mlflow.note.content"]
     assert sorted(ages, key=ages.get, reverse=True) == list(shown)  # as MLflow's menu sorts them
-    assert list(by_name(level="mean"))[:2] == ["OSA (QR)", "ViT"]  # the newest first, as without any view
+    assert list(by_name(level="mean"))[:2] == ["ViT", "OSA (QR)"]  # the newest first, as without any view
 
 
 def test_a_running_training_moves_survives_a_kill_and_ends(database):
@@ -296,10 +395,20 @@ def test_a_running_training_moves_survives_a_kill_and_ends(database):
         assert by_name()[f"ViT, seed {seed}"].info.status == "FINISHED"
         points = [(117 * i, 100 * a) for i, a in enumerate(training.accuracies)]
         assert curve(by_name()[f"ViT, seed {seed}"], "test_accuracy") == points
-    assert curve(by_name()["ViT"], "test_accuracy")[-1] == (351, 55)
+    assert by_name()["ViT"].data.metrics["test_accuracy"] == 55
 
 
-@pytest.mark.parametrize("call", ["log_batch", "log_artifact", "set_terminated"])
+def test_runs_that_train_here_are_not_lost_while_those_of_another_folder_are_imported(database):
+    training = Run("vit", 0, [0.1, 0.4, 0.5]).train(2)
+    sync(), sync(Run("osa_qr", 0, [0.1, 0.6]).finish(Path("other")))
+    assert by_name()["ViT, seed 0"].info.status == "RUNNING"
+    training.start += timedelta(minutes=1)
+    training.train(1), sync()  # begun anew, of which nothing tells any longer
+    single = client().search_runs(["1"], "tags.variant = 'vit' and tags.level = 'single'")
+    assert sorted(run.info.status for run in single) == ["KILLED", "RUNNING"]
+
+
+@pytest.mark.parametrize("call", ["create_run", "log_inputs", "log_batch", "log_artifacts", "set_terminated"])
 def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish()
     with monkeypatch.context() as patch:
@@ -308,14 +417,17 @@ def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
             sync()
     sync()
     assert set(by_name()) == {"ViT", "ViT, seed 0", "ViT, seed 1"}
-    assert curve(by_name()["ViT"], "test_accuracy") == [(0, 10), (117, 60)]
+    assert by_name()["ViT"].data.metrics["test_accuracy"] == 60
+    for run in by_name().values():
+        assert run.info.status == "FINISHED" and run.data.params["init.head"] == "xavier" and run.inputs.dataset_inputs
+    assert curve(by_name()["ViT, seed 0"], "test_accuracy") == [(0, 10), (117, 50)]
 
 
 def test_what_somebody_edited_in_mlflow_is_written_again(database):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish(), sync()
     before = {name: run.data for name, run in by_name().items()}
     ids = {name: run.info.run_id for name, run in by_name().items()}
-    for key in ("study", "name", "seed", "configuration", "files", "variant", "mlflow.source.name"):
+    for key in ("study", "name", "seed", "configuration", "checksum", "variant"):
         client().delete_tag(ids["ViT, seed 0"], key)
     client().set_tag(ids["ViT, seed 1"], "seed", "word"), client().set_tag(ids["ViT, seed 1"], "mlflow.note.content", "mine")
     client().delete_tag(ids["ViT"], "level"), client().set_tag(ids["ViT"], "seed", "word")
@@ -392,6 +504,8 @@ def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(fo
         Run("vit", seed, [0.1, 0.5]).finish()
     tracking.sync_quietly("table_2/vit/0")
     assert set(by_name()) == {"ViT", "ViT, seed 0"} and capfd.readouterr() == ("", "")
+    tracking.sync_quietly(*map("table_2/vit/{}".format, (0, 1)))
+    assert by_name()["ViT"].data.metrics["num_seeds"] == 2
     with monkeypatch.context() as patch:
         patch.setattr(tracking, "PATIENCE_SECONDS", 0.01)
         tracking.sync_quietly("table_2/vit/0")
@@ -432,6 +546,35 @@ def test_the_store_is_at_the_root_of_the_repository_unless_the_user_says_otherwi
     assert store.address() == "http://127.0.0.1:9"
 
 
+def test_artifacts_lie_beside_the_database_that_several_clones_share(folder, monkeypatch):
+    shared = folder.parent / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{shared}/mlflow.db")
+    for name, seed in (("first", 0), ("second", 1)):
+        clone = folder.parent / name
+        clone.mkdir(), monkeypatch.chdir(clone)
+        Run("vit", seed, [0.1, 0.5]).finish(), sync()
+    shutil.rmtree(folder.parent / "first")
+    singles = client().search_runs(["1"], "tags.level = 'single'")
+    assert len(singles) == 2 and all("history.csv" in artifacts(run) for run in singles)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    assert store.artifacts() == (folder.parent / "second/mlartifacts").as_uri()
+
+
+def test_a_model_that_a_notebook_left_active_takes_no_metrics(folder, monkeypatch):
+    Run("vit", 0, [0.1, 0.5]).finish()
+    mlflow.tracking.fluent._set_active_model_id("m-0123456789abcdef0123456789abcdef")  # as load_model does
+    assert sync() == (1, 1)
+    Path("mlflow.db").unlink()
+    for variable in ("MLFLOW_ACTIVE_MODEL_ID", "_MLFLOW_ACTIVE_MODEL_ID"):
+        monkeypatch.setenv(variable, "m-0123456789abcdef0123456789abcdef")
+    done = subprocess.run([sys.executable, "-m", "pipeline.tracking", "sync"], capture_output=True, text=True)
+    assert done.returncode == 0 and "1 of 1" in done.stdout, done.stderr
+    Path("mlflow.db").write_bytes(b"no database" * 100)
+    sync_again = subprocess.run([sys.executable, "-m", "pipeline.tracking", "sync"], capture_output=True, text=True)
+    assert "move it away" in sync_again.stderr and "MLFLOW_TRACKING_URI" not in sync_again.stderr
+
+
 def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, monkeypatch):
     Run("vit", 0, [0.1, 0.2]).finish()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -442,10 +585,10 @@ def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, mo
     command = [sys.executable, "-m", "pipeline.tracking", "ui"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with process.stdout:
-        printed = [re.split(r"  +", process.stdout.readline().strip()) for _ in range(4)]
-        assert [name for name, _ in printed] == ["MLflow", "Models", "Models, seed by seed", "Curves of the models"]
+        printed = [re.split(r"  +", process.stdout.readline().strip()) for _ in range(2)]
+        assert [name for name, _ in printed] == ["Models", "Their curves"]
         site = f"http://127.0.0.1:{port}"
-        assert printed[0][1] == site and printed[1][1].startswith(f"{site}/#/experiments/1/")
+        assert all(address.startswith(f"{site}/#/experiments/1/runs?") for _, address in printed)
         until(lambda: set(by_name()) == {"ViT", "ViT, seed 0"} and "record.json" in artifacts(by_name()["ViT, seed 0"]))
         with urllib.request.urlopen(site) as answer:
             assert b"static-files/" in answer.read()

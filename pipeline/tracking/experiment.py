@@ -1,0 +1,142 @@
+"""The experiment in MLflow, and its runs as one search finds them."""
+
+import getpass
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pipeline.core.errors import UserError
+from pipeline.drawing.looks import look
+from pipeline.tracking import notes, store
+from pipeline.tracking.records import TABLE_2, Value
+from pipeline.tracking.views import views
+
+NAME = "Orthogonal Self-Attention"
+MOST_RUNS = 50_000  # as many as MLflow finds in one search
+
+
+@dataclass
+class Entry:
+    """A run in MLflow: a child carries the name of its training, table_2/osa_qr/0, and a parent that of its family."""
+
+    id: str
+    name: str
+    start: int  # in milliseconds since 1970
+    status: str
+    tags: dict[str, str]
+    parameters: dict[str, str]
+    metrics: dict[str, float]  # the last values
+
+    @classmethod
+    def of(cls, run: Any) -> "Entry":
+        """A run of MLflow's; one of somebody's own has no name. In older stores the name is a parameter too."""
+        tags, parameters = run.data.tags, run.data.params
+        name = tags.get("run") or parameters.get("run", "")
+        return cls(run.info.run_id, name, run.info.start_time, run.info.status, tags, parameters, run.data.metrics)
+
+    @property
+    def family(self) -> str:
+        return "/".join(self.name.split("/")[:2])
+
+    @property
+    def is_parent(self) -> bool:
+        return self.name == self.family
+
+
+class Experiment:
+    """The experiment, which it makes if there is none, with its views."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or NAME
+        if (present := client.get_experiment_by_name(name)) is None:
+            tags = {"mlflow.note.content": notes.EXPERIMENT, "mlflow.experimentKind": "custom_model_development"}
+            present = client.get_experiment(client.create_experiment(name, store.artifacts(), tags))
+        elif present.lifecycle_stage == "deleted":
+            client.restore_experiment(present.experiment_id)
+        self.id = present.experiment_id
+        for key, view in views().items():
+            if present.tags.get(f"mlflow.sharedViewState.{key}") != view:
+                client.set_experiment_tag(self.id, f"mlflow.sharedViewState.{key}", view)
+
+    @cached_property
+    def paper(self) -> Any:
+        from pipeline.core import params  # imports torch, which takes seconds
+
+        return params.load_paper()
+
+    @cached_property
+    def settings(self) -> dict:
+        """The content of params.yaml; an edit that is under way stops no import."""
+        from pipeline.core import params
+
+        with suppress(UserError):
+            return params.load().model_dump()
+        return {}
+
+    def search(self, families: Iterable[str] | None = None) -> dict[str, list[Entry]]:
+        """Finds the runs of these families, or of all: by family, the newest first."""
+        queries = [""]
+        if families is not None and not any('"' in family for family in families):
+            pairs = [family.split("/") for family in families]
+            queries = [f'tags.study = "{study}" and tags.name = "{name}"' for study, name in pairs]
+        found = defaultdict(list)
+        for query in queries:
+            for run in self.client.search_runs([self.id], query, 1, MOST_RUNS, ["attributes.start_time DESC"]):
+                entry = Entry.of(run)
+                if entry.name.count("/") in (1, 2):
+                    found[entry.family].append(entry)
+        return found
+
+    def create(self, name: str, start: int, tags: dict[str, str], command: str = "") -> Entry:
+        """Makes a run. Its title, note and colour, which is that of Figure 1, stay as somebody edits them."""
+        title, note = notes.title(tags, self.settings), notes.note(tags, self.settings, self.paper)
+        if command:
+            title += f", seed {tags['seed']}"
+            note += f"\n\nTo make it again: `{command}`."
+        colour = look(tags["variant"], among=self.settings.get("variants", ())).colour
+        tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": colour}
+        with suppress(KeyError, OSError):  # of a user without a name, as in a container
+            tags["mlflow.user"] = getpass.getuser()
+        run_id = self.client.create_run(self.id, start, tags, title).info.run_id
+        return Entry(run_id, name, start, "RUNNING", tags, {}, {})
+
+    def write(self, entry: Entry, values: list[Value], parameters: dict[str, str], tags: dict[str, str]) -> None:
+        """Writes metrics, parameters, and last the tags that differ: what is cut short is written again."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        if parameters and not entry.parameters:
+            self._log_data(entry, parameters["data.source"])
+        new = {key: value for key, value in tags.items() if entry.tags.get(key) != value}
+        metrics = [Metric(*value) for value in values]
+        listed = [Param(key, value) for key, value in parameters.items() if entry.parameters.get(key) != value]
+        self.client.log_batch(entry.id, metrics, listed, [RunTag(key, value) for key, value in new.items()])
+        entry.tags |= new
+        entry.parameters |= parameters
+        entry.metrics |= {key: value for key, value, *_ in sorted(values, key=lambda value: value[3])}
+
+    def end(self, entry: Entry, status: str, at: int) -> None:
+        """Sets the status, and when the run ended."""
+        if status == "RUNNING":
+            self.client.update_run(entry.id, status)
+        else:
+            self.client.set_terminated(entry.id, status, at)
+        entry.status = status
+
+    def _log_data(self, entry: Entry, source: str) -> None:
+        """Names the data that the run was trained on, which fills MLflow's column Dataset."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        data = Dataset(source, entry.tags["data_sha256"][:36], "local", source)  # MLflow takes 36 characters
+        self.client.log_inputs(entry.id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
+
+    def beside_paper(self, tags: dict[str, str], accuracy: float) -> dict[str, float]:
+        """The paper's accuracy and the difference to it, of its models in Table 2."""
+        number = self.paper.table_2.get(tags["variant"]) if tags["study"] == TABLE_2 else None
+        if number is None:
+            return {}
+        return {"paper": number, "difference_to_paper": round(accuracy - number, 2)}

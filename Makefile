@@ -85,7 +85,7 @@ gpu:  ## ten minutes of a GPU, where torch and Triton alone will do, into gpu.ta
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
-	$(RUN) exec python -m pipeline tracking ui
+	@$(RUN) exec python -m pipeline tracking ui
 
 .PHONY: tour
 tour: $(VENV)/.dev  ## run the notebook in place, and write it as notebooks/tour.html

@@ -84,7 +84,7 @@ def test_dvc_takes_its_commands():
     stages = content["stages"].keys() | {"{}"}  # what xargs fills in
     stages |= {f"train@{variant}-{seed}" for variant in run.variants for seed in run.seeds}
     stages |= {f"evaluate@{variant}" for variant in run.variants}
-    stages |= {f"{group}@{study}" for group, names in content["vars"][0].items() for study in names}
+    stages |= {f"{group}@{study}" for group in ("analytic", "on_images") for study in content["stages"][group]["foreach"]}
     for words in (words[words.index("dvc") + 1 :] for words in commands() if "dvc" in words[:-1]):
         arguments = parser.parse_args(words)
         if arguments.cmd in ("repro", "commit"):

@@ -174,14 +174,14 @@ def test_each_training_has_a_gpu_to_itself_of_those_that_are_given(monkeypatch, 
 
 
 def test_dvc_is_told_of_each_run_that_was_trained_here_and_of_no_other(monkeypatch, capsys):
-    committed = []
+    committed, commit = [], fan_out.commit
     trained("vit")
     monkeypatch.setattr(fan_out, "commit", committed.append)
     monkeypatch.setattr(fan_out, "here", lambda jobs, *_: (trained(run.variant) for run, _ in jobs))
     with pytest.raises(SystemExit):
         fan_out.main([])
     assert committed == [Run("osa_exact", 0)] and "`dvc commit -f train@osa_exact-0`" in capsys.readouterr().err
-    assert fan_out.commit(Run("vit", 0, "depth"))  # of which DVC knows nothing
+    assert commit(Run("vit", 0, "depth"))  # of which DVC knows nothing
 
 
 def test_who_else_works_here_is_named(monkeypatch, capsys):

@@ -26,11 +26,9 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 
 
+@linalg.constant_to_a_trace  # which takes is_exporting() for true
 def _goes_elsewhere() -> bool:
     return linalg.is_transformed() or torch.compiler.is_exporting()
-
-
-_goes_elsewhere._dynamo_marked_constant = True  # as `is_transformed`: a trace takes is_exporting() for true
 
 
 def attend(
@@ -54,8 +52,9 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     if method == "qr":
         key = key.clone()  # like the next two kept by autograd, though the compiled program may write to their memory again
     inputs, output = _recorded(query, key, value.clone(), scale.clone(), *options)
-    KEPT[number.item()] = inputs, output
-    weakref.finalize(number, KEPT.pop, number.item(), None)
+    entry = int(number)
+    KEPT[entry] = inputs, output
+    weakref.finalize(number, lambda: KEPT.pop(entry, None))
     return output.detach().contiguous(), number
 
 
@@ -72,8 +71,8 @@ def _gradients(query, key, value, scale, number, grad, *options):
 
 def _recorded(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *options) -> tuple[list[Tensor], Tensor]:
     with _autograd_in_an_operator(), torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (query, key, value, scale)]
-        return inputs, functional.plain_attention(*inputs, *options)
+        query, key, value, scale = (x.detach().requires_grad_() for x in (query, key, value, scale))
+        return [query, key, value, scale], functional.plain_attention(query, key, value, scale, *options)
 
 
 def _autograd_in_an_operator() -> AbstractContextManager:

@@ -18,6 +18,7 @@ from osa.linalg import (
     Scale,
     apply_j,
     balanced,
+    constant_to_a_trace,
     flat,
     full_precision,
     imbalance,
@@ -200,11 +201,9 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
         raise ValueError(f"epsilon must be a finite number of 0 or more, not {epsilon!r}")
 
 
+@constant_to_a_trace  # in which torch says no if asked directly
 def _goes_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
-
-
-_goes_to_onnx._dynamo_marked_constant = True  # which is false to a trace if asked directly
 
 
 def _checked(
@@ -282,7 +281,7 @@ def _by_any_gram(function: Function, query: Tensor, key: Tensor, value: Tensor, 
     if not is_readable(m):
         wide = _wide(m)
         limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
-        return _without_reading(function, *(x.to(wide) for x in (m, value, scale)), limit)
+        return _without_reading(function, m.to(wide), value.to(wide), scale.to(wide), limit)
     gram = _gram(m)
     if not is_balanced(gram, scale):
         m = balanced(m)
@@ -356,7 +355,7 @@ def _square_size(m: Tensor, scale: Tensor) -> Tensor:
     return scale.detach().abs() * torch.linalg.vector_norm(m.detach(), dim=(-2, -1), keepdim=True).square()
 
 
-_ROUTES = {
+_ROUTES: dict[str, Callable[..., Tensor]] = {
     "qr_literal": _qr_literal,
     "qr": partial(_by_basis, phi1_times),
     "exact": partial(_by_any_gram, phi1_times),
@@ -402,7 +401,7 @@ class _ByGram(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         m, v, scale = ctx.saved_tensors
         if torch.is_grad_enabled():
-            grads = recorded_grad(lambda *x: _by_differentiable_gram(*x, ctx.mixing), (m, v, scale), grad)
+            grads = recorded_grad(partial(_by_differentiable_gram, mixing=ctx.mixing), (m, v, scale), grad)
             return *grads, None, None
         with full_precision(m.device):
             grad_mixed = torch.bmm(m.mT, grad)

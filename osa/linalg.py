@@ -134,7 +134,7 @@ class _NewtonSchulzGram(torch.autograd.Function):
 
     @staticmethod
     @in_own_types
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grams = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *recorded_grad(lambda gram: _newton_schulz_gram(gram, len(grams))[-1], grams[:1], grad), None
@@ -382,12 +382,16 @@ def is_eager(x: Tensor, *but: torch._C._functorch.TransformType) -> bool:
     )
 
 
+def constant_to_a_trace(function: Callable[[], bool]) -> Callable[[], bool]:
+    """`torch.compiler.assume_constant_result`, which takes seconds to import."""
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant_to_a_trace
 def is_transformed() -> bool:
     """Whether a function transform or a forward-mode derivative is under way, in what a compiler traces too."""
     return bool(torch._C._functorch.peek_interpreter_stack()) or forward_ad._current_level >= 0
-
-
-is_transformed._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which takes seconds to import
 
 
 def is_captured(x: Tensor) -> bool:
@@ -484,7 +488,7 @@ class _Phi1Times(torch.autograd.Function):
 
 def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of function(*inputs) as autograd finds it, for a backward pass that is itself to be differentiated."""
-    inputs = [x.view_as(x) for x in inputs]  # where one input was made from another, the gradients stay apart
-    needed = [x for x in inputs if x.requires_grad]
-    grads = iter(torch.autograd.grad(function(*inputs), needed, grad, create_graph=True))
-    return tuple(next(grads) if x.requires_grad else None for x in inputs)
+    views = [x.view_as(x) for x in inputs]  # where one input was made from another, the gradients stay apart
+    needed = [x for x in views if x.requires_grad]
+    grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
+    return tuple(next(grads) if x.requires_grad else None for x in views)

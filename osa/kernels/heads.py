@@ -53,9 +53,8 @@ def backward(
     method: str, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
 ) -> None:
     """Fills the gradients of query, key, value, and of the scale of each matrix, given that of the output."""
-    *tensors, scale = inputs
-    query, key, value = _alike(*tensors)
-    (grad,) = _alike(grad)
+    query, key, value = _alike(*inputs[:3])
+    scale, (grad,) = inputs[3], _alike(grad)
     tensors = query, key, value, grad, *grads[:3], scale, grads[3], saved
     strides = [query.stride(), grad.stride(), grads[0].stride(), scale.stride()]
     count, sizes = saved.numel(), _sizes(grad) | {"count": saved.numel()}

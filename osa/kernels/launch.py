@@ -128,7 +128,7 @@ def holds_phi1(size: int, device: torch.device) -> bool:
     """Whether a program has room for φ₁ of so many rows by tensor cores. Registers, if operands lay there, would spill."""
     needed, room = PHI1_BYTES.get(padded(size), math.inf), max(PHI1_BYTES.values())
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stub
     return has_wgmma(device) and size > SIZE.value and needed <= room
 
 

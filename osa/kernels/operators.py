@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,8 +153,8 @@ class _Gradients(torch.autograd.Function):
         def gradients(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
             return torch.func.vjp(plain, query, key, value, scale)[1](grad)
 
-        def plain(*tensors: Tensor) -> Tensor:
-            return functional.plain_attention(*tensors, *ctx.options)
+        def plain(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+            return functional.plain_attention(query, key, value, scale, *ctx.options)
 
         *tensors, grad = torch.func.vjp(gradients, *ctx.saved_tensors)[1](grads)
         return None, *tensors, None, grad, None, None
@@ -163,7 +164,7 @@ class _Gradients(torch.autograd.Function):
         return _mapped(_Gradients, info.batch_size, in_dims, arguments)
 
 
-def _mapped(function: type, size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
+def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
     """A function mapped over a dimension of so many entries, which joins the batch, and where its outputs have it."""
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
@@ -235,7 +236,7 @@ def _phi1_gradients_operator(z: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor
 
 
 @linalg.in_own_types
-def _phi1_autograd(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+def _phi1_autograd(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return linalg.recorded_grad(linalg.plain_phi1_times, ctx.saved_tensors, grad)
     return _phi1_gradients_operator(*ctx.saved_tensors, grad.contiguous())
@@ -284,6 +285,7 @@ def _agrees(
         linalg.without_autocast(device),
     ):
         generator = torch.Generator().manual_seed(0)
+        shapes: tuple[tuple[int, ...], ...]
         if method == "phi1":
             shapes = (6, width, width), (6, width, value_width), (6, width, value_width)
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -298,7 +300,7 @@ def _agrees(
             if form == "fused":
                 scales = torch.tensor([0.3, -0.5, 15.0]) / tokens  # the last of them in steps
             inputs.append(scales.view(3, 1, 1))
-            options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
+            options: dict[str, Any] = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
         grad = grad.to(dtypes[-1])
         exact = [x.double().requires_grad_() for x in inputs]

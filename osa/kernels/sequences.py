@@ -124,8 +124,8 @@ def _gram_and_products(
 ) -> tuple[Tensor, Tensor]:
     """G = MᵀM and X = MᵀV; given γ, of the columns that it shears, where these are lost: elsewhere the sums stay."""
     query, key, value, _ = inputs
-    is_sheared, none = shear is not None, sums.new_empty(0)
-    others = (sums, shear, is_lost.float()) if is_sheared else (sums, none, none)
+    is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
+    others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
     tile = sheared_tile(query, value) if is_sheared else gram_tile(query, value)
     _launch_parts(long.gram_kernel, (query, key, value), others, tile, SHEARED=is_sheared)
     width, total = query.shape[-1], sums.sum(1)

@@ -52,7 +52,7 @@ def stages() -> list[str]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            is_here = os.path.samefile(path / "cwd", ".")
+            is_here = "python" in words[0] and os.path.samefile(path / "cwd", ".")
             command = re.search(r" -m pipeline[ .](?:tools\.)?((\w+).*)", " ".join(words).rstrip())
             if is_here and command and command[2] in WRITERS:
                 found.append(f"`{command[1]}` (process {path.name})")

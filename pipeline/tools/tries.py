@@ -128,10 +128,13 @@ def committed(name: str) -> dict[str, Seeds]:
     with zipfile.ZipFile(io.BytesIO(packed.stdout)) as opened, tempfile.TemporaryDirectory() as folder:
         opened.extractall(folder)
         run, found = params.read(Path(folder, "params.yaml"))["run"], {}
-        for variant, seed in itertools.product(run["variants"], [*run["seeds"], *run.get("recorded_seeds", [])]):
-            path = Path(folder, FOLDER, TABLE_2, variant, str(seed))
-            if (path / "record.json").exists():
-                found.setdefault(variant, {})[seed] = read(path)
+        seeds = [*run["seeds"], *run.get("recorded_seeds", [])]
+        for variant in run["variants"]:
+            paths = {seed: Path(folder, FOLDER, TABLE_2, variant, str(seed)) for seed in seeds}
+            own = {seed: read(path) for seed, path in paths.items() if (path / "record.json").exists()}
+            current = [parameters(own[seed]) for seed in run["seeds"] if seed in own]
+            if current:  # recorded seeds are of the model as it was then
+                found[variant] = {seed: each for seed, each in own.items() if parameters(each) in current}
     return found
 
 

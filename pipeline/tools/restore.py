@@ -80,7 +80,7 @@ def git(*arguments: str, paths: list[str] | None = None) -> str:
 def refuse_while_others_work() -> None:
     """Raises UserError while a stage, a training or DVC works here, which would write into what is restored."""
     if others := [*locks.held(), *locks.stages()]:
-        raise UserError(f"{' and '.join(others)} works here: wait for it, or end it.")
+        raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
 

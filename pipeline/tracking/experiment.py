@@ -10,12 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from pipeline.core.errors import UserError
-from pipeline.drawing.looks import look
+from pipeline.drawing.looks import INK, look
 from pipeline.tracking import notes, store
 from pipeline.tracking.records import TABLE_2, Value
 from pipeline.tracking.views import views
 
 NAME = "Orthogonal Self-Attention"
+GREY = "#808080"  # for Figure 1's ink, which MLflow's dark scheme would hide
 MOST_RUNS = 50_000  # as many as MLflow finds in one search
 
 
@@ -99,7 +100,7 @@ class Experiment:
             title += f", seed {tags['seed']}"
             note += f"\n\nTo make it again: `{command}`."
         colour = look(tags["variant"], among=self.settings.get("variants", ())).colour
-        tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": colour}
+        tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # of a user without a name, as in a container
             tags["mlflow.user"] = getpass.getuser()
         run_id = self.client.create_run(self.id, start, tags, title).info.run_id

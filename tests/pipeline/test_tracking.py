@@ -367,6 +367,7 @@ def test_views_show_the_models_and_their_seeds(database):
         "Models": ["OSA (QR)", "ViT"],
         "Models, seed by seed": ["OSA (QR), seed 0", "ViT, seed 0", "ViT, seed 1"],
     }
+    assert by_name()["ViT"].data.tags["mlflow.runColor"] == experiment.GREY  # Figure 1's ink is hidden on a dark page
     assert "leaves this open" in by_name()["ViT, init.head=zeros"].data.tags["mlflow.note.content"]
     assert sorted(ages, key=ages.get, reverse=True) == list(shown)  # as MLflow's menu sorts them
     assert list(by_name(level="mean"))[:2] == ["ViT", "OSA (QR)"]  # the newest first, as without any view

@@ -302,7 +302,7 @@ def test_an_observer_is_told_of_everything_and_changes_nothing():
         ({"train": {"warmup_steps": 8}}, ["vit"], ["train.warmup_steps 8", "8 steps"]),
         ({}, ["vti"], ["variants.vti", "'vit'"]),
         ({}, ["vit", "--set", "train.epoch=1"], ["train.epoch ", "'epochs'"]),
-        ({}, ["vit", "--set", "data.source=kmnist"], ["data/kmnist", "missing", "pipeline.fetch kmnist"]),
+        ({}, ["vit", "--set", "data.source=kmnist"], ["data/kmnist", "missing", "pipeline fetch kmnist"]),
         ({}, ["vit", "--study", "dept"], ["dept", "'depth'"]),
         ({}, ["osa_shaped", "--set", "model.depth=4"], ["GELU"]),
     ],

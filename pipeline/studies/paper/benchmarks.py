@@ -17,6 +17,7 @@ from pipeline.studies import Study, Tables
 PAPER = {"tokens": 50, "width": 16}  # of one head of its models
 LONG = 16384  # tokens
 PASS = "forward and backward"
+WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # of a processor's name, where a column is narrow
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
@@ -68,7 +69,15 @@ def on_gpu(path: Path) -> dict[str, Any]:
 
 
 def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
-    return {"environment": environment, "rows": [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]}
+    rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
+    return {"environment": environment, "label": short(environment), "rows": rows}
+
+
+def short(environment: dict) -> str:
+    """A machine as the head of a column: EPYC, 1 thread."""
+    threads = environment["num_threads"]
+    name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name
 
 
 STUDY = Study(summarise=summarise)

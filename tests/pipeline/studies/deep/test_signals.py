@@ -35,8 +35,8 @@ def drawn_per_head(attention, joint_value_output=False, **options):
     osa.init.init_orthogonal_attention_(attention, **options)
 
 
-def heads_drawn_alone(attention, generator):
-    osa.init.init_signal_preserving_attention_(attention, generator=generator)
+def heads_drawn_alone(attention, generator, **options):
+    osa.init.init_signal_preserving_attention_(attention, generator=generator, **options)
     width = attention.embed_dim // attention.num_heads
     for rows in attention.value.weight.data.split(width):
         rows.copy_(osa.init.stiefel_uniform(attention.embed_dim, width, generator=generator).mT)

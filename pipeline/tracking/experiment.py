@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pipeline.core.errors import UserError
@@ -31,13 +32,15 @@ class Entry:
     tags: dict[str, str]
     parameters: dict[str, str]
     metrics: dict[str, float]  # the last values
+    place: str  # of its artifacts
 
     @classmethod
     def of(cls, run: Any) -> "Entry":
         """A run of MLflow's; one of somebody's own has no name. In older stores the name is a parameter too."""
         tags, parameters = run.data.tags, run.data.params
         name = tags.get("run") or parameters.get("run", "")
-        return cls(run.info.run_id, name, run.info.start_time, run.info.status, tags, parameters, run.data.metrics)
+        info = run.info
+        return cls(info.run_id, name, info.start_time, info.status, tags, parameters, run.data.metrics, info.artifact_uri)
 
     @property
     def family(self) -> str:
@@ -103,8 +106,8 @@ class Experiment:
         tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # of a user without a name, as in a container
             tags["mlflow.user"] = getpass.getuser()
-        run_id = self.client.create_run(self.id, start, tags, title).info.run_id
-        return Entry(run_id, name, start, "RUNNING", tags, {}, {})
+        info = self.client.create_run(self.id, start, tags, title).info
+        return Entry(info.run_id, name, start, "RUNNING", tags, {}, {}, info.artifact_uri)
 
     def write(self, entry: Entry, values: list[Value], parameters: dict[str, str], tags: dict[str, str]) -> None:
         """Writes metrics, parameters, and last the tags that differ: what is cut short is written again."""
@@ -119,6 +122,12 @@ class Experiment:
         entry.tags |= new
         entry.parameters |= parameters
         entry.metrics |= {key: value for key, value, *_ in sorted(values, key=lambda value: value[3])}
+
+    def log_files(self, entry: Entry, folder: Path) -> None:
+        """Copies the files of a folder to the artifacts. The client would read the whole run to learn where these lie."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        get_artifact_repository(entry.place, tracking_uri=self.client.tracking_uri).log_artifacts(str(folder))
 
     def end(self, entry: Entry, status: str, at: int) -> None:
         """Sets the status, and when the run ended."""

@@ -157,7 +157,7 @@ class Family:
             values = [value for value in values if value[3] not in known]
         self.told.add(entry.id)
         if training.has_ended:
-            self.experiment.client.log_artifacts(entry.id, str(training.path.parent))
+            self.experiment.log_files(entry, training.path.parent)
             once = {key: getattr(training.record, key) for key in COSTS}
             once = {key: rounded(key, value) for key, value in once.items() if value is not None}
             if not metrics["diverged"]:

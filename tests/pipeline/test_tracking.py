@@ -409,7 +409,7 @@ def test_runs_that_train_here_are_not_lost_while_those_of_another_folder_are_imp
     assert sorted(run.info.status for run in single) == ["KILLED", "RUNNING"]
 
 
-@pytest.mark.parametrize("call", ["create_run", "log_inputs", "log_batch", "log_artifacts", "set_terminated"])
+@pytest.mark.parametrize("call", ["create_run", "log_inputs", "log_batch", "set_terminated"])
 def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish()
     with monkeypatch.context() as patch:

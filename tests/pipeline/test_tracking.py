@@ -268,7 +268,10 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     sync()
     Run("vit", 0, [0.1, 0.6], minutes=10).finish()  # `dvc repro -f`
     assert sync() == (1, 2)
-    files.write_text(runs.Run("vit", 0).folder / "watched.csv", "epoch\n")  # files that come later are added
+    folder = runs.Run("vit", 0).folder
+    files.write_text(folder / "watched.csv", "epoch\n")  # files that come later are added
+    digest = {"watched_sha256": files.sha256(folder / "watched.csv")}
+    files.write_json(folder / "record.json", files.read_json(folder / "record.json") | digest)
     assert sync() == (0, 2)
     assert sync(Run("vit", 0, [0.1, 0.2], minutes=-10).finish(Path("older"))) == (1, 1)
     explored = Run("vit", 0, [0.1, 0.9], minutes=20)

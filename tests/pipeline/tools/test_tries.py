@@ -131,7 +131,7 @@ def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(re
             yield run
 
     monkeypatch.setattr(fan_out, "here", here)
-    monkeypatch.setattr(fan_out.runs, "finished", list)  # the made-up ones are not whole
+    monkeypatch.setattr(fan_out, "recorded", list)  # the made-up ones are not whole
     arguments = ["vit", "osa_new", "--set", "model.depth=1,2", "--set", "train.betas=[0.9,0.95]", "--set", "train.epochs=1"]
     write_params(run={"variants": list(COMMITTED), "seeds": [0]}, variants={"osa_new": osa.models.MODELS["osa_exact"]})
     for _ in range(2):

@@ -278,6 +278,7 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     explored.config["train"]["learning_rate"] = 0.01
     older = Run("vit", 1, [0.1, 0.7])
     older.config["train"]["clip_grad_norm"] = None  # as if it had no such key
+    (folder / "watched.csv").unlink()  # as a training does that is not watched
     older.finish(), explored.finish(), sync()
     single = client().search_runs(["1"], "tags.level = 'single'")
     assert sorted((run.data.metrics["test_accuracy"], run.data.tags["current"]) for run in single) == [

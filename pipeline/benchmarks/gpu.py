@@ -483,7 +483,8 @@ def write(path: Path, rows: Rows, until: float) -> None:
 def first_look(folder: Path) -> Iterator[str]:
     """What decides: whether numbers are right, and how long a step takes with OSA, and a call."""
     forms_found = read(folder / "forms.csv")
-    wrong = [row for row in forms_found if row["failed"] or row["same_bits"] != "True"]
+    kept = [row for row in forms_found if row["output"] != "nan"]  # which says that digits are lost
+    wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):
         errors = [float(row[name] or "inf") for row in forms_found if row["dtype"] == dtype for name in ERRORS]

@@ -105,7 +105,7 @@ def launch_resident(
 
 
 def make_scratch(programs: int, size: int, device: torch.device) -> Tensor:
-    return torch.empty(programs, -(-size // 16) * 16, dtype=torch.float32, device=device)
+    return torch.empty(programs, ratio_up(size, 16) * 16, dtype=torch.float32, device=device)
 
 
 def resident_programs(device: torch.device, num_warps: int) -> int:
@@ -148,5 +148,10 @@ def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, 
     return constants | {"ALL_ROWS": rows}
 
 
+def ratio_up(size: int, part: int) -> int:
+    """How many parts hold a size."""
+    return -(-size // part)
+
+
 def padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, triton.next_power_of_2(size))  # pyright: ignore[reportReturnType]  # a number, outside of kernels

@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from osa import linalg
 from osa.kernels import launch, long
-from osa.kernels.launch import Inputs, padded
+from osa.kernels.launch import Inputs, padded, ratio_up
 from osa.kernels.mixing import LOST
 
 LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as the device has multiprocessors
@@ -177,7 +176,7 @@ def _launch(
     """`tensors` begin with query, key, and what is as wide as value; by default by a program for each tile of rows."""
     query, _, value, *_ = tensors
     batch, heads, tokens, width = query.shape
-    splits = splits or triton.cdiv(tokens, tile["TILE"][0])
+    splits = splits or ratio_up(tokens, tile["TILE"][0])
     constants |= {"WIDTH": width, "VALUE_WIDTH": value.shape[-1], "SPLIT": is_split(query, value)}
     numbers, strides = {"heads": heads, "tokens": tokens, "splits": splits}, [x.stride() for x in tensors]
     launch.launch(kernel, batch * heads * splits * blocks, (*tensors, *others), strides, numbers | constants | tile)
@@ -186,9 +185,9 @@ def _launch(
 def split(query: Tensor, value: Tensor) -> tuple[int, int]:
     """In how many parts a sequence is taken, and the rows of each."""
     batch, heads, tokens, _ = query.shape
-    parts = min(triton.cdiv(launch.multiprocessors(query.device), 2 * batch * heads), triton.cdiv(tokens, LEAST_ROWS))
-    rows = triton.cdiv(triton.cdiv(tokens, parts), 64) * 64
-    return triton.cdiv(tokens, rows), rows
+    parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, LEAST_ROWS))
+    rows = ratio_up(ratio_up(tokens, parts), 64) * 64
+    return ratio_up(tokens, rows), rows
 
 
 def is_split(*tensors: Tensor) -> bool:

@@ -18,7 +18,6 @@ from osa.linalg import (
     Scale,
     apply_j,
     balanced,
-    constant_to_a_trace,
     flat,
     full_precision,
     imbalance,
@@ -39,6 +38,7 @@ from osa.linalg import (
     without_autocast,
 )
 from osa.masking import check_neutral, check_tensors, repeated, without_padding
+from osa.runtime import constant_to_a_trace
 
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)

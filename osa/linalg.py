@@ -11,9 +11,8 @@ from functools import wraps
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from osa.runtime import has_values, is_eager
 
 Scale = float | Tensor  # of Q Kᵀ − K Qᵀ
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # by function: what fits, and the kernel
@@ -368,32 +367,6 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def is_eager(x: Tensor, *but: torch._C._functorch.TransformType) -> bool:
-    """Whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative.
-
-    `but` names function transforms that are allowed. One may be under way that does not wrap x itself.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or any(each.key() not in but for each in torch._C._functorch.get_interpreter_stack() or ())
-        or get_proxy_mode()
-        or forward_ad._current_level >= 0
-    )
-
-
-def constant_to_a_trace(function: Callable[[], bool]) -> Callable[[], bool]:
-    """`torch.compiler.assume_constant_result`, which takes seconds to import."""
-    function.__dict__["_dynamo_marked_constant"] = True
-    return function
-
-
-@constant_to_a_trace
-def is_transformed() -> bool:
-    """Whether a function transform or a forward-mode derivative is under way, in what a compiler traces too."""
-    return bool(torch._C._functorch.peek_interpreter_stack()) or forward_ad._current_level >= 0
-
-
 def is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph takes up what is done with x, for later."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -411,7 +384,7 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
 
 def is_readable(x: Tensor) -> bool:
     """Whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
-    return x.device.type == "cpu" and is_eager(x) and not is_fake(x)
+    return x.device.type == "cpu" and is_eager(x) and has_values(x)
 
 
 def _spectral_radius(square: Tensor) -> float:

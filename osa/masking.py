@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
-from osa.linalg import is_captured, is_eager
+from osa.linalg import is_captured
+from osa.runtime import assert_later, has_values, is_eager
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -76,8 +76,8 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
         is_padding = (mask == first).all()
         message = "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal"
         if not is_eager(mask) or is_captured(mask):
-            torch._assert_async(is_padding, message)
-        elif not is_fake(mask) and not is_padding:
+            assert_later(is_padding, message)
+        elif has_values(mask) and not is_padding:
             raise ValueError(message)
     left_out = ~first.mT  # (..., N, 1)
     return query.masked_fill(left_out, 0), key.masked_fill(left_out, 0)

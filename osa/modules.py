@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from osa.functional import Method, MethodOptions, check_method, orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.linalg import EPSILON
+from osa.runtime import has_hooks
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
@@ -133,7 +134,7 @@ def _is_plain(part: nn.Module) -> bool:
     """Whether it is a linear layer as torch makes it, parametrised or not: no subclass, no `forward` or hook of its own."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
-    return not (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks)
+    return not has_hooks(part)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from osa.init import init_xavier_mlp_, truncated_normal_, xavier_linear_
 from osa.modules import MLP, NORM_EPS, Block
+from osa.runtime import uncompiled
 
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # of blocks: patches, or these and [cls]
 
@@ -216,10 +217,10 @@ class VisionTransformer(nn.Module):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model that torch.compile, a data-parallel wrapper or an average of weights holds, or the model itself."""
-    parts = dict(model.named_children())
+    inner = uncompiled(model)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
-        return unwrapped(parts["module"])
-    return unwrapped(parts["_orig_mod"]) if "_orig_mod" in parts else model  # of torch.compile
+        inner = model.get_submodule("module")
+    return model if inner is model else unwrapped(inner)
 
 
 def blocks_of(model: nn.Module) -> list[Block]:

@@ -32,7 +32,7 @@ def is_fused(method: str, *tensors: Tensor) -> bool:
     return tensors[0].shape[-2] <= FEW_TOKENS or 2 * count >= _device(tensors[0].device)[1]
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _device(device: torch.device) -> tuple[bool, int]:
     """Whether it has the instructions, and how many multiprocessors."""
     return launch.has_wgmma(device), launch.multiprocessors(device)

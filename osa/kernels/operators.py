@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from osa import functional, linalg
 from osa.compiled import INPUTS
@@ -18,6 +15,7 @@ from osa.kernels import heads, launch, sequences
 from osa.kernels.launch import padded
 from osa.kernels.tiles import SIZE
 from osa.linalg import Scale
+from osa.runtime import VMAP_AND_GRAD, TransformType, is_eager, is_transformed, outside_of_modes
 
 METHODS = ("exact", "newton_schulz", "qr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,7 +24,6 @@ MAX_TOKENS, MAX_WIDTH = 256, 16  # of query and key, whose matrices one program 
 MAX_LONG_WIDTH = 128  # of query, key and value
 TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
 TRIED_LONG = 8192  # the same where a program a head takes fewer
-TRANSFORMS = TransformType.Vmap, TransformType.Grad  # of torch.func, which `_Attention` knows
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
 FUSED_TOLERANCE = 6e-3  # of what rounding leaves 1.7e-3 to 3e-3 apart, and a product too few 2e-2
 PHI1_TOLERANCE = 1e-5  # of which three products of TF32 need 4e-7, and two have 3e-4
@@ -49,7 +46,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     return (
         method in (METHODS if is_short else LONG_METHODS)
         and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH for x in tensors)
-        and all(_is_whole(x, *TRANSFORMS) for x in (*tensors, scale) if isinstance(x, Tensor))
+        and all(_is_whole(x, *VMAP_AND_GRAD) for x in (*tensors, scale) if isinstance(x, Tensor))
         and _is_right(form, query.device, dtypes, rows, width, value.shape[-1])
     )
 
@@ -182,6 +179,14 @@ def _register(method: str, name: str, kernels) -> Operator:
     forward = f"({INPUTS}, {options}) -> (Tensor, Tensor)"
     backward = f"({INPUTS}, Tensor saved, Tensor grad, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
+    def empty_output(query, key, value, *others):
+        batch, heads, tokens, width = value.shape
+        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # as the heads' concatenation wants it
+        return output, query.new_empty(kernels.saved_shape(method, query, value), dtype=torch.float32)
+
+    def empty_grads(query, key, value, scale, *others):
+        return tuple(x.new_empty(x.shape) for x in (query, key, value, scale))
+
     @torch.library.custom_op(f"osa::{name}", mutates_args=(), schema=forward)
     def attend_heads(query, key, value, scale, *options):
         output, saved = empty_output(query, key, value, scale, *options)
@@ -197,16 +202,6 @@ def _register(method: str, name: str, kernels) -> Operator:
         kernels.backward(method, (query, key, value, scale), saved, grad, grads, *options)
         return grads
 
-    @attend_heads.register_fake
-    def empty_output(query, key, value, *others):
-        batch, heads, tokens, width = value.shape
-        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # as the heads' concatenation wants it
-        return output, query.new_empty(kernels.saved_shape(method, query, value), dtype=torch.float32)
-
-    @gradients.register_fake
-    def empty_grads(query, key, value, scale, *others):
-        return tuple(x.new_empty(x.shape) for x in (query, key, value, scale))
-
     def save(ctx, inputs, output) -> None:
         *tensors, ctx.num_iterations, ctx.epsilon = inputs
         ctx.set_materialize_grads(False)  # what is saved has none
@@ -216,6 +211,8 @@ def _register(method: str, name: str, kernels) -> Operator:
     def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         return *gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
 
+    attend_heads.register_fake(empty_output)
+    gradients.register_fake(empty_grads)
     attend_heads.register_autograd(differentiate, setup_context=save)
     return Operator(method, attend_heads, gradients)
 
@@ -253,13 +250,13 @@ _fused_operator = _register("exact", "fused_exact", heads)
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
     """Whether nothing takes an operator on x apart: a trace, unless a compiler's, or a function transform but for some."""
-    return not linalg.is_transformed() if torch.compiler.is_compiling() else linalg.is_eager(x, *but)
+    return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
 _TRIED: dict[tuple, bool] = {}  # whether a kernel of these types, rows and widths agrees
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _is_right(*form) -> bool:
     """Whether `_agrees` for a form of a kernel: tried once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
@@ -278,8 +275,7 @@ def _agrees(
     """
     method = "exact" if form == "fused" else form
     with (
-        _disable_current_modes(),
-        temporarily_clear_interpreter_stack(),
+        outside_of_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
         linalg.without_autocast(device),

@@ -216,7 +216,7 @@ LOST = {  # what calls a function where no value of its inputs can be read
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("way", LOST)
 def test_digits_that_are_lost_in_a_transform_are_nan_with_a_warning_whose_remedy_works(way):
     query, key, value, _ = cancelling("Q ≈ K W", 1e9, 53, torch.float64)
@@ -277,7 +277,7 @@ def test_gradients_that_are_differentiated_again(method, norm, differentiable):
         assert (actual - expected).norm() < (1e-9 if norm in SYMMETRIC else 1e-10) * (1 + expected.norm())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # inside torch.func.jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # inside torch.func.jvp
 @pytest.mark.parametrize("norm", [1.0, 30.0])
 @pytest.mark.parametrize("method", METHODS)
 def test_function_transforms(method, norm):
@@ -302,7 +302,7 @@ def test_function_transforms(method, norm):
         assert relative_error(*gradients) < 1e-11
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning")  # where shapes are
 @pytest.mark.parametrize("trace", [torch.jit.trace, lambda function, inputs: make_fx(function)(*inputs)])
 @pytest.mark.parametrize("method", METHODS)

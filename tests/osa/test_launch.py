@@ -181,7 +181,7 @@ def test_gradients_of_each_image_take_the_kernels():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # inside torch.func.jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # inside torch.func.jvp
 @pytest.mark.parametrize("method", operators.METHODS)
 def test_derivatives_of_derivatives_and_forward_ones_are_the_plain_routes(as_on_cuda, method):
     *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from osa import MODELS, create_model
-from tests.osa.helpers import REPRESENTATIVES, assert_uniform
+from tests.osa.helpers import REPRESENTATIVES, assert_uniform, draws_fakes
 
 ORTHOGONAL = ["osa_qr", "osa_ns", "osa_exact", "osa_qr_literal"]  # the paper's two, and their function by other routes
 
@@ -156,6 +156,7 @@ def test_sizes():
     assert model.blocks[0].attention.num_heads == 3
 
 
+@draws_fakes
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_forward_pass_on_cuda_without_one(name):
     """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
@@ -164,7 +165,7 @@ def test_forward_pass_on_cuda_without_one(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the shapes' checks
 @pytest.mark.parametrize("name", ["vit", "osa_exact", "osa_ns", "espa"])
 def test_a_trace_or_an_export_takes_batches_of_another_size(name):

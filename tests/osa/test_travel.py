@@ -407,7 +407,7 @@ def test_gradients_of_each_image(name):
     assert_close([gradient.mean(0) for gradient in each.values()], gradients(name))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:FSDP2-wrapped module.*returned a view")  # torch's own
 def test_shards_have_the_gradients_of_the_whole(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:

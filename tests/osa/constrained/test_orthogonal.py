@@ -26,6 +26,7 @@ from osa.constrained.orthogonal import (
 )
 from osa.constrained.penalties import PENALTIES, with_penalty
 from osa.init import stiefel_uniform
+from tests.osa.helpers import draws_fakes
 
 SIZES = (1, 2, 3, 5, 7)
 FRAMES = [(7, 3), (5, 5), (3, 7), (7, 1)]
@@ -310,6 +311,7 @@ def test_whole_matrices_of_a_model_can_be_parametrised(name):
     assert model(torch.randn(2, 1, 4, 4)).shape == (2, 10)
 
 
+@draws_fakes
 def test_on_cuda_without_one():
     """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
     with FakeTensorMode(), torch.device("cuda"):

@@ -1,6 +1,6 @@
 """One door: `python -m pipeline` lists the commands, `python -m pipeline train --help` says what one takes.
 
-Each is the module of that name, which `python -m pipeline.train` runs too. In bash, this completes their names:
+Each is a module of its own. In bash, this completes their names:
 eval "$(python -m pipeline completion)"
 """
 
@@ -10,8 +10,16 @@ import importlib
 import sys
 from pathlib import Path
 
-COMMANDS = {name: name for name in ("check", "fetch", "train", "evaluate", "tables", "study")}
-COMMANDS |= {"report": "report.__main__", "try": "tools.tries"}
+COMMANDS = {
+    "check": "config.check",
+    "fetch": "data.fetch",
+    "train": "tools.train",
+    "evaluate": "results.evaluate",
+    "tables": "results.tables",
+    "study": "studies.study",
+    "report": "report.__main__",
+    "try": "tools.tries",
+}
 COMMANDS |= {
     name: f"tools.{name}" for name in ("fan_out", "plan", "reproduce", "restore", "doctor", "quickstart", "same_bits")
 }

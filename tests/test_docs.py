@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import tries
 from pipeline.training.loop import build_model
@@ -186,7 +187,7 @@ def test_files_in_the_text_and_in_the_layout_exist():
 @pytest.mark.slow
 def test_training_needs_no_other_package():
     (named,) = (set(words[2:]) for words in commands() if words[:3] == ["pip", "install", "torch"])
-    script = "import sys, pipeline.fetch, pipeline.train as t; t.params.load(); print(*sys.modules)"
+    script = "import sys, pipeline.data.fetch, pipeline.tools.train as t; t.params.load(); print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True).split()
     asked = re.search(r"for _package in (\(.*?\))", (ROOT / "pipeline/__init__.py").read_text(encoding="utf-8"))[1]
     needed = {PACKAGES.get(module, module) for module in [*modules, *ast.literal_eval(asked)]}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import osa
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.files import ROOT
-from pipeline.training import data
+from pipeline.data import idx
 from pipeline.training.loop import make_optimizers
 from tests.pipeline.mnist_files import write_mnist
 
@@ -67,7 +67,7 @@ def test_ten_steps_of_the_recipe_have_the_same_losses(models):
 def test_it_trains_and_says_what_to_expect(tmp_path, capsys):
     """On the images that the pipeline would read."""
     write_mnist(tmp_path, train=20, test=50)
-    loaded = data.load(tmp_path)
+    loaded = idx.load(tmp_path)
     for split, expected in (("train", loaded.train_images), ("t10k", loaded.test_images)):
         torch.testing.assert_close(minimal.load(split, tmp_path)[0], expected, rtol=1e-7, atol=0)
     assert minimal.main(epochs=1, folder=tmp_path) in range(101)

@@ -26,14 +26,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from osa.functional import ITERATIONS, METHODS, orthogonal_attention
-from pipeline import cost
-from pipeline.benchmarks import results, straightforward
+from pipeline.benchmarks import cost, results, straightforward
+from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import DECAY, NORM, SEED, Inputs, exponential_dense
 from pipeline.benchmarks.results import BEST, SDPA, with_best
-from pipeline.core import record
+from pipeline.core import provenance
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import rounded
-from pipeline.cost import BOTH, FORWARD, Call
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
@@ -74,7 +73,7 @@ def check(row: dict, peak: float) -> None:
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
         raise UserError(
             f"{what} is measured at {row['tflops']:.3g} TFLOP/s, above the machine's {limit:.3g}: the clock or the count "
-            "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/cost.py."
+            "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/benchmarks/cost.py."
         )
 
 
@@ -85,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
     parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
     parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
-    options, device = parser.parse_args(arguments), record.default_device()
+    options, device = parser.parse_args(arguments), provenance.default_device()
     table, peak = measure(options, device)
     results.write(
         file_name(options),

@@ -9,13 +9,12 @@ import random
 import pandas as pd
 from tqdm import tqdm
 
-from pipeline import cost
-from pipeline.benchmarks import results
+from pipeline.benchmarks import cost, results
 from pipeline.benchmarks.results import INITIALISED
 from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_whole_batches
-from pipeline.core import params, record
+from pipeline.config import params
+from pipeline.core import provenance
 from pipeline.core.errors import entry_point
-from pipeline.lab import Lab
 from pipeline.training.loop import make_deterministic
 
 MODELS = ("osa_shaped", "osa_iso", "espa", "espa_iso", "uspa", "vskipinit", "softmax_shaped", "softmax_iso")
@@ -30,13 +29,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=DEPTH, help="blocks of every model")
     options = parser.parse_args(arguments)
     make_deterministic()
-    device, lab = record.default_device(), Lab("depth", params.load(), params.load_paper())
+    device, settings, paper = provenance.default_device(), params.load(), params.load_paper()
     loaded, steps = {}, {}
     for model in tqdm(MODELS, desc="prepare", disable=None):
-        config = lab.config(model, {"model": {"depth": options.depth}})  # rate and α change nothing of the time
+        deep = {"model": {"depth": options.depth}}  # rate and α change nothing of the time
+        config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(load(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
-    facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": lab.paper.recipe.train.batch_size}
+    facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": paper.recipe.train.batch_size}
     results.write("depth", compared(samples), device, options, **facts)
 
 

@@ -375,7 +375,7 @@ def profile(tiny: bool) -> Rows:
 
 def seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
     """The median of up to 20 samples within half a second, of replays of a CUDA graph or of calls; on a CPU of one call."""
-    clock, times, samples = runpy.run_path(str(ROOT / "pipeline/cost.py"))["seconds"], 1, 1
+    clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
             work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)

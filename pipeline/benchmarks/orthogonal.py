@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from osa.constrained.orthogonal import MAPS, orthogonal_
 from osa.init import stiefel_uniform
-from pipeline import cost, measures
-from pipeline.benchmarks import post, results
-from pipeline.core import record
+from pipeline.benchmarks import cost, post, results
+from pipeline.benchmarks.cost import BOTH, FORWARD, Call
+from pipeline.core import provenance
 from pipeline.core.errors import entry_point
-from pipeline.cost import BOTH, FORWARD, Call
+from pipeline.results import measures
 
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
 LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = results.parser("orthogonal", __doc__)
     parser.set_defaults(repeats=5)
     parser.add_argument("--largest", type=int, default=1024, help="largest n, of 4, 8, 16, ...")
-    options, device = parser.parse_args(arguments), record.default_device()
+    options, device = parser.parse_args(arguments), provenance.default_device()
     results.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from pipeline.core import files, record
+from pipeline.core import files, provenance
 
 FOLDER = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
@@ -34,7 +34,7 @@ def parser(script: str, about: str | None) -> argparse.ArgumentParser:
 
 def slug(environment: dict) -> str:
     """The folder of a machine: its device and its number of threads, such as amd-epyc-2-threads."""
-    return re.sub(r"[^a-z0-9]+", "-", record.machine(environment).lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", provenance.machine(environment).lower()).strip("-")
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -46,7 +46,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Floating-point operations a second of the fastest product of matrices up to 2048×2048, of float32 or `dtype`.
 
     With TF32 on CUDA: torch's attention makes its float32 products on tensor cores, several for one, and may pass the
-    peak of plain ones. By the wall clock until the host has read a result, and not by `pipeline.cost`, whose clock it
+    peak of plain ones. By the wall clock until the host has read a result, and not by benchmarks/cost.py, whose clock it
     is to check.
     """
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # on CUDA the way to the host and back is a small part then
@@ -66,7 +66,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
 
 def write(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
     """name.csv with the table and name.json with the facts, in the folder of this machine."""
-    environment = record.describe_environment(device) | {"torchvision": version("torchvision")}
+    environment = provenance.describe_environment(device) | {"torchvision": version("torchvision")}
     path = FOLDER / slug(environment) / name
     files.write_csv(path.with_suffix(".csv"), table)
     files.write_json(path.with_suffix(".json"), facts | {"environment": environment, "options": vars(options)})

@@ -25,14 +25,14 @@ from torchvision import datasets, transforms
 from tqdm import tqdm
 
 import osa
-from pipeline import cost
-from pipeline.benchmarks import results, straightforward
+from pipeline.benchmarks import cost, results, straightforward
 from pipeline.benchmarks.results import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
-from pipeline.core import params, record
+from pipeline.config import params
+from pipeline.config.params import Params, RunConfig
+from pipeline.core import provenance
 from pipeline.core.errors import entry_point
 from pipeline.core.files import rounded
-from pipeline.core.params import Params, RunConfig
-from pipeline.training import data
+from pipeline.data import idx
 from pipeline.training.loop import Training, make_deterministic
 from pipeline.training.run import Run
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help=f"also {' and '.join(COMPILABLE)} under torch.compile")
     options = parser.parse_args(arguments)
     make_deterministic()
-    device, settings = record.default_device(), params.load()
+    device, settings = provenance.default_device(), params.load()
     with tempfile.TemporaryDirectory() as scratch:
         unpack(settings.data.source, Path(scratch))
         steps, compile_seconds = prepare(compared(settings), settings, Path(scratch), options.compile, device)
@@ -112,7 +112,7 @@ def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict
     return counted
 
 
-def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, data.Data], device: torch.device) -> Training:
+def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.Data], device: torch.device) -> Training:
     """A training at its start or with the weights of its end; all share one copy of the data, by pixel scaling."""
     training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
@@ -182,7 +182,7 @@ def unpack(source: str, folder: Path) -> None:
     """The files of the fetch stage where torchvision looks for those of MNIST."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
-    for path in data.folder(source).glob("*.gz"):
+    for path in idx.folder(source).glob("*.gz"):
         (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
 
 

@@ -12,7 +12,7 @@ from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 import osa
 from osa.reference import newton_schulz_basis
-from pipeline.core.params import RunConfig
+from pipeline.config.params import RunConfig
 
 RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
     "blocks.": "encoder.layers.encoder_layer_",

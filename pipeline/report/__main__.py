@@ -20,16 +20,18 @@ from typing import Any
 import matplotlib
 from markupsafe import Markup
 
-from pipeline import studies, study
-from pipeline.core import files, params
+from pipeline import studies
+from pipeline.config import params
+from pipeline.config.looks import STYLE, look
+from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded
-from pipeline.drawing.looks import STYLE, look
-from pipeline.lab import Lab
 from pipeline.report import figures, page, results
 from pipeline.report.results import FOLDER, TABLE_2
+from pipeline.statistics.verdicts import LEVEL
+from pipeline.studies import study
+from pipeline.studies.lab import Lab
 from pipeline.training.run import FOLDER as RUNS
-from pipeline.verdicts import LEVEL
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
@@ -109,7 +111,7 @@ def common(lab: Lab) -> dict[str, Any]:
     records = results.read(lab)
     content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
     content |= {
-        "provenance": results.provenance(records),
+        "provenance": results.made_with(records),
         "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),

@@ -9,8 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from pipeline.core.params import Params
-from pipeline.drawing.looks import STYLE, look, on_page
+from pipeline.config.looks import STYLE, look, on_page
+from pipeline.config.params import Params
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}

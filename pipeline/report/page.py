@@ -14,10 +14,10 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup, escape
 
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.files import rounded
 from pipeline.report import numbers
-from pipeline.verdicts import CONTRADICTED, REPRODUCED, Verdict
+from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
 MARKS = {  # before a badge: good, bad, open

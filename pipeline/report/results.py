@@ -10,12 +10,13 @@ from typing import Any
 import pandas as pd
 
 from pipeline import studies
-from pipeline.claims import Results
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
-from pipeline.lab import TABLES, Lab
-from pipeline.results import of_table_2, recorded
-from pipeline.statistics import LEAST_RUNS, one_more_run, summarise
+from pipeline.results.runs import of_table_2, recorded
+from pipeline.statistics.claims import Results
+from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summarise
+from pipeline.studies.lab import TABLES, Lab
 from pipeline.training.run import Run, same_config
 
 FOLDER = Path("paper_outputs")
@@ -79,7 +80,7 @@ def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
     """Of Table 2's models the parameters, least and most, and on each machine the minutes of a run, least and most."""
     parameters, minutes = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for made in records.values():
-        minutes[record.machine(made["environment"])].append(made["seconds"] / 60)
+        minutes[provenance.machine(made["environment"])].append(made["seconds"] / 60)
     return {
         "parameters": [int(parameters.min()), int(parameters.max())] if len(parameters) else None,
         "minutes": [{"machine": name, "least": min(own), "most": max(own)} for name, own in sorted(minutes.items())],
@@ -97,7 +98,7 @@ def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:
     }
 
 
-def provenance(records: dict[tuple[str, int], dict]) -> dict[str, Any]:
+def made_with(records: dict[tuple[str, int], dict]) -> dict[str, Any]:
     """What Table 2's runs were made with: for each property every value that occurs, with its number of runs."""
     made = list(records.values())
     environments = [each["environment"] for each in made]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.core import params
+from pipeline.config import params
+from pipeline.config.params import Overrides, Section
 from pipeline.core.errors import UserError
-from pipeline.core.params import Overrides, Section
 
 if TYPE_CHECKING:  # slow to import, and no training draws
     import pandas as pd

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from pipeline.core.params import PositiveInt
+from pipeline.config.params import PositiveInt
 
 
 def _has_full_rank(size: list[int]) -> list[int]:

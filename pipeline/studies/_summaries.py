@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from pipeline.lab import Lab
-from pipeline.statistics import Summary, summarise
+from pipeline.statistics.intervals import Summary, summarise
 from pipeline.studies import check
+from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:

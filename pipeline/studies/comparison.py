@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from pipeline.claims import Results, trains
-from pipeline.core.params import AnySeeds, Name, Overrides, Section
-from pipeline.lab import Lab
-from pipeline.results import tables_of
-from pipeline.statistics import summarise
+from pipeline.config.params import AnySeeds, Name, Overrides, Section
+from pipeline.results.runs import tables_of
+from pipeline.statistics.claims import Results, trains
+from pipeline.statistics.intervals import summarise
 from pipeline.studies import Request, Study, Tables
+from pipeline.studies.lab import Lab
 
 
 class Training(Section):

@@ -87,12 +87,12 @@ def torch() -> Iterator[Line]:
 
 
 def data() -> Iterator[Line]:
-    from pipeline.core import params
-    from pipeline.training import data
+    from pipeline.config import params
+    from pipeline.data import idx
 
     source = params.load().data.source
-    if data.folder(source).exists():
-        data.digest(data.folder(source))  # an error names the file and its remedy
+    if idx.folder(source).exists():
+        idx.digest(idx.folder(source))  # an error names the file and its remedy
         yield "data", f"{source}, whole", "", True
     else:
         copy = "" if source == params.FOLDER else f", or from a copy with OSA_{source.upper()}_MIRROR=/path/to/it"
@@ -100,7 +100,7 @@ def data() -> Iterator[Line]:
 
 
 def runs() -> Iterator[Line]:
-    from pipeline.core import params
+    from pipeline.config import params
     from pipeline.tools import fan_out
 
     jobs = fan_out.table_2_jobs(params.load())

@@ -34,13 +34,14 @@ from tqdm import tqdm
 
 from osa import NUMERICS
 from pipeline import studies, tracking
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.config.params import Params, RunConfig
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.core.params import Params, RunConfig
-from pipeline.lab import Lab
-from pipeline.results import recorded
+from pipeline.data import idx
+from pipeline.results.runs import recorded
+from pipeline.studies.lab import Lab
 from pipeline.tools import locks, times
-from pipeline.training import data
 from pipeline.training.run import TABLE_2, Run, same_config
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
@@ -166,7 +167,7 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
 @functools.cache
 def digest(source: str) -> str:
     """That of a data set, read once."""
-    return data.digest(data.folder(source))
+    return idx.digest(idx.folder(source))
 
 
 # progress
@@ -251,7 +252,7 @@ def commit(run: Run) -> bool:
 def command(run: Run) -> list[str]:
     """Arguments for Python that train a run."""
     study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
-    return ["-m", "pipeline.train", run.variant, str(run.seed), *study]
+    return ["-m", "pipeline.tools.train", run.variant, str(run.seed), *study]
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
@@ -374,7 +375,7 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
         if path in contents:
             files.write_bytes(path, contents[path])
     entry = json.loads(contents[record_path])
-    entry["environment"] |= record.describe_commit()
+    entry["environment"] |= provenance.describe_commit()
     files.write_json(record_path, entry)
 
 
@@ -382,7 +383,7 @@ def shipment(sources: set[str]) -> bytes:
     """An archive of what a training needs."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
-        for name in (*SHIPPED, *map(data.folder, sources)):
+        for name in (*SHIPPED, *map(idx.folder, sources)):
             for path in sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)]:
                 if path.is_file() and "__pycache__" not in path.parts:
                     opened.write(path)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 FAN_OUT, TRY, DVC = Path(".checkpoints/fan_out.lock"), Path(".checkpoints/try.lock"), Path(".dvc/tmp/lock")
-WRITERS = {"check", "fetch", "train", "evaluate", "tables", "sources", "study", "report", "fan_out", "try", "tries"}
+WRITERS = {"check", "fetch", "train", "evaluate", "tables", "study", "report", "fan_out", "try", "tries"}
 RWLOCK = Path(".dvc/tmp/rwlock")  # the paths that processes of DVC read and write
 
 
@@ -53,7 +53,7 @@ def stages() -> list[str]:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
             is_here = "python" in words[0] and os.path.samefile(path / "cwd", ".")
-            command = re.search(r" -m pipeline[ .](?:tools\.)?((\w+).*)", " ".join(words).rstrip())
+            command = re.search(r" -m pipeline[ .](?:\w+\.)?((\w+).*)", " ".join(words).rstrip())
             if is_here and command and command[2] in WRITERS:
                 found.append(f"`{command[1]}` (process {path.name})")
     return found

@@ -14,12 +14,11 @@ from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.stage import Stage
 
-from pipeline import fetch
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.results import recorded
+from pipeline.data import fetch, idx
+from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, locks, times
-from pipeline.training import data
 
 SHOWN = 4  # names and reasons in a line
 
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
     source = settings.data.source
-    if not data.folder(source).exists():
+    if not idx.folder(source).exists():
         size = fetch.MEGABYTES.get(source)
         origin = f"comes from its mirrors, {size} MB" if size else "is made from what is on this machine"
         changed.setdefault("fetch", []).append(f"{source} is not here, and {origin}")

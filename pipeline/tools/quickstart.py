@@ -7,9 +7,9 @@ import os
 import signal
 from pathlib import Path
 
-from pipeline.core import params
+from pipeline.config import params
+from pipeline.config.params import Params
 from pipeline.core.errors import command_parser, entry_point
-from pipeline.core.params import Params
 from pipeline.tools import reproduce
 from pipeline.training.run import Run
 

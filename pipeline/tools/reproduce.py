@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.results import recorded
+from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
 
 LOCK, README, OUTPUTS = Path("dvc.lock"), Path("README.md"), Path("paper_outputs")

@@ -15,31 +15,25 @@ from pathlib import Path
 import torch
 
 import osa.models
-from pipeline.core import params
+from pipeline.config import params
+from pipeline.core import provenance
+from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.core.files import ROOT
+from pipeline.data import idx
 from pipeline.training.loop import Training, make_deterministic
 
 STEPS, BATCH = 20, 16
 
 
+@entry_point
 def main() -> None:
-    from pipeline.core.errors import entry_point  # in here, as this file runs with the code of the other tree too
-
-    entry_point(compare)()
-
-
-def compare() -> None:
-    from pipeline.core import record
-    from pipeline.core.errors import UserError, command_parser
-    from pipeline.core.files import ROOT
-    from pipeline.training import data
-
     parser = command_parser("same_bits", __doc__)
     parser.add_argument("commit")
     commit = parser.parse_args().commit
-    if not data.folder("sample").exists():
+    if not idx.folder("sample").exists():
         raise UserError("data/sample is missing: run `python -m pipeline fetch sample`.")
     with tempfile.TemporaryDirectory() as folder:
-        tree, git = Path(folder, "tree"), dict(cwd=ROOT, env=record.without_git(), capture_output=True)
+        tree, git = Path(folder, "tree"), dict(cwd=ROOT, env=provenance.without_git(), capture_output=True)
         if subprocess.run(["git", "worktree", "add", "--detach", tree, commit], **git).returncode:
             raise UserError(f"{commit} is no commit of this repository: name one as `git log` lists it.")
         try:
@@ -54,11 +48,10 @@ def compare() -> None:
 
 
 def digests(tree: Path) -> dict[str, str]:
-    """The digest of each model with the code and the parameters of a tree."""
-    command, environment = [sys.executable, str(Path(__file__).resolve()), "--print"], os.environ | {"PYTHONPATH": str(tree)}
-    return json.loads(
-        subprocess.run(command, cwd=tree, env=environment, check=True, encoding="utf-8", stdout=subprocess.PIPE).stdout
-    )
+    """The digest of each model by the code and the parameters of a tree, which has this file too."""
+    command, settings = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"], os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=settings, check=True, encoding="utf-8", stdout=subprocess.PIPE)
+    return json.loads(done.stdout)
 
 
 def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:

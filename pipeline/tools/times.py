@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from pipeline.core.params import RunConfig
+from pipeline.config.params import RunConfig
 from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 elsewhere

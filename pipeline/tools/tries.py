@@ -19,11 +19,12 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.config.params import Params, plain
+from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.core.params import Params, plain
 from pipeline.report import figures, page
-from pipeline.statistics import CONFIDENCE, interval, summarise
+from pipeline.statistics.intervals import CONFIDENCE, interval, summarise
 from pipeline.tools import fan_out, locks
 from pipeline.training.run import CURVES, FOLDER, TABLE_2, TRIES, Run
 

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.looks import INK, look
 from pipeline.core.errors import UserError
-from pipeline.drawing.looks import INK, look
 from pipeline.tracking import notes, store
 from pipeline.tracking.records import TABLE_2, Value
 from pipeline.tracking.views import views
@@ -69,14 +69,14 @@ class Experiment:
 
     @cached_property
     def paper(self) -> Any:
-        from pipeline.core import params  # imports torch, which takes seconds
+        from pipeline.config import params  # imports torch, which takes seconds
 
         return params.load_paper()
 
     @cached_property
     def settings(self) -> dict:
         """The content of params.yaml; an edit that is under way stops no import."""
-        from pipeline.core import params
+        from pipeline.config import params
 
         with suppress(UserError):
             return params.load().model_dump()

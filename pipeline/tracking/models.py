@@ -24,7 +24,7 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
     from mlflow.entities import LoggedModelOutput, Metric
     from mlflow.models import infer_signature
 
-    from pipeline.core import params
+    from pipeline.config import params
 
     config = params.validate(params.RunConfig, params.written_config(training.record.config), str(training.path))
     model, data = training.run.load_model(config), config.data.images

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.tracking.records import TABLE_2
 
 if TYPE_CHECKING:
-    from pipeline.core.params import Paper
+    from pipeline.config.params import Paper
 
 EXPERIMENT = """\
 The menu Views, at the top right of the table, has the models and their seeds.

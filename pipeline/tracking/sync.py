@@ -260,14 +260,14 @@ class Family:
 
 def _tags(training: Training) -> dict[str, str]:
     """The tags of a child; `configuration` is what the seeds under one parent have in common."""
-    from pipeline.core import params
+    from pipeline.config import params
 
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
     tags |= {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
     configuration = [record.study, record.name, record.data_sha256, params.written_config(record.config)]
     tags |= {"run": training.name, "level": "single", "configuration": files.digest(configuration)[:16]}
-    tags |= {"mlflow.source.name": "pipeline/train.py", "mlflow.source.type": "LOCAL"}
+    tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
     if not training.has_ended:
@@ -282,7 +282,7 @@ def _checksum(training: Training, tags: dict[str, str]) -> str:
 
 
 def _parameters(training: Training, metrics: dict[str, Any]) -> dict[str, str]:
-    from pipeline.core.params import plain
+    from pipeline.config.params import plain
 
     parameters = {"seed": str(training.record.seed)}
     for section, values in training.record.config.items():

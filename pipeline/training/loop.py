@@ -20,9 +20,9 @@ from torch.nn.utils import parametrize
 import osa.models
 from osa.constrained import orthogonal
 from osa.constrained.penalties import with_penalty
+from pipeline.config.params import RunConfig, Train
 from pipeline.core.errors import UserError
-from pipeline.core.params import RunConfig, Train
-from pipeline.training import data
+from pipeline.data import idx
 from pipeline.training.cuda_graph import GraphedStep
 
 COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
@@ -156,7 +156,7 @@ class Training:
 
     def __init__(self, config: RunConfig, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = config, seed, device
-        self.data = data.load(data.folder(config.data.source), config.data.pixel_scaling, device)
+        self.data = idx.load(idx.folder(config.data.source), config.data.pixel_scaling, device)
         self.model = build_model(config, seed).to(device)
         retracted = config.variant.keep_by == orthogonal.RETRACTION
         self.constraint = orthogonal.StiefelConstraint(self.model, config.variant.keep) if retracted else None

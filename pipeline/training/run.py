@@ -32,10 +32,11 @@ import torch
 from tqdm import tqdm
 
 from osa import NUMERICS
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.config.params import FOLDER as OWN_IMAGES
+from pipeline.config.params import Overrides, RunConfig
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
-from pipeline.core.params import FOLDER as OWN_IMAGES
-from pipeline.core.params import Overrides, RunConfig
 from pipeline.training.loop import COLUMNS, Observer, Progress, Training, build_model
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: boo
         watch: gives rows of numbers of its own at every point of the curves, which become watched.csv.
         eager: on CUDA, without a graph.
     """
-    training = Training(config, run.seed, record.default_device())
+    training = Training(config, run.seed, provenance.default_device())
     if config.data.source == OWN_IMAGES and config.data.description().sha256 != training.data.sha256:
         raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
     training.with_graph &= not eager
@@ -203,7 +204,7 @@ def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: boo
 class Times:
     """When a run was what, how long, and what was seen of it; no number of its results depends on it."""
 
-    started_at: str = field(default_factory=record.now)
+    started_at: str = field(default_factory=provenance.now)
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
     seconds: float = 0.0
     training_seconds: float = 0.0  # without the evaluations
@@ -220,9 +221,9 @@ class Recorder(Observer):
 
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
-        self.environment = record.describe_environment(training.device) | record.describe_commit()
+        self.environment = provenance.describe_environment(training.device) | provenance.describe_commit()
         config = training.config.model_dump()
-        self.run_key = record.run_key(config, run.seed, training.data.sha256, training.device)
+        self.run_key = provenance.run_key(config, run.seed, training.data.sha256, training.device)
         self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
         self.times, self.bar = Times(), None
         self._begin()
@@ -305,7 +306,7 @@ class Recorder(Observer):
             "numerics": NUMERICS,
             "environment": self.environment,
             "started_at": times.started_at,
-            "finished_at": None if status == "running" else record.now(),
+            "finished_at": None if status == "running" else provenance.now(),
             "seconds": times.seconds,
             "images_per_second": times.images / times.training_seconds if times.training_seconds else None,
             "resumptions": times.resumptions,

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 
 from osa.functional import orthogonal_attention
-from pipeline import cost
-from pipeline.benchmarks import attention, depth, results, step, straightforward
-from pipeline.core import files, params, record
+from pipeline.benchmarks import attention, cost, depth, results, step, straightforward
+from pipeline.config import params
+from pipeline.core import files, provenance
 from pipeline.training.loop import Training, build_model
 from pipeline.training.run import Run
 from tests.pipeline.mnist_files import write_mnist
@@ -46,7 +46,7 @@ def read(name):
     """The table, the facts and the folder that a benchmark has left."""
     (path,) = Path("paper_outputs/benchmarks").glob(f"*/{name}.csv")
     facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    assert path.parent.name == results.slug(record.describe_environment(record.default_device()))
+    assert path.parent.name == results.slug(provenance.describe_environment(provenance.default_device()))
     return pd.read_csv(path), facts
 
 

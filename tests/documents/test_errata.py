@@ -17,7 +17,7 @@ from osa.constrained.orthogonal import cayley, givens, orthogonality_error, retr
 from osa.constrained.penalties import attention_penalty, gram_penalty
 from osa.init import stiefel_uniform
 from pipeline.benchmarks import post
-from pipeline.cost import cost
+from pipeline.benchmarks.cost import cost
 
 N = 6  # of matrices whose size does not matter
 

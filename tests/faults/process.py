@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from pipeline import train
 from pipeline.core.files import ROOT
+from pipeline.tools import train
 from pipeline.training import run as recorder
 from pipeline.training.run import Run
 from tests.pipeline import synthetic

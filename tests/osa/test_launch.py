@@ -306,7 +306,7 @@ def test_the_library_knows_its_kernels_only_when_they_are_imported():
 
 
 def test_the_products_of_an_operator_are_counted_as_those_of_the_plain_route(monkeypatch, as_on_cuda):
-    from pipeline import cost
+    from pipeline.benchmarks import cost
 
     call = cost.Call(partial(orthogonal_attention, scale=0.05), tuple(random(3, 2, 2))).with_backward()
     fused = cost.cost(call, DEVICE)

@@ -5,8 +5,9 @@ import itertools
 import pandas as pd
 import pytest
 
-from pipeline.claims import Results
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
+from pipeline.statistics.claims import Results
 from pipeline.training.run import Run
 from tests.pipeline.trainings import write_data, write_params
 

@@ -9,10 +9,11 @@ import torch
 import yaml
 
 import osa
-from pipeline import evaluate, tables
-from pipeline.core import files, params
-from pipeline.core.params import Params, RunConfig
-from pipeline.training import data
+from pipeline.config import params
+from pipeline.config.params import Params, RunConfig
+from pipeline.core import files
+from pipeline.data import idx
+from pipeline.results import evaluate, tables
 from pipeline.training.loop import COLUMNS, build_model, evaluate_split
 from pipeline.training.run import Run, history_csv
 from tests.pipeline.mnist_files import write_mnist
@@ -62,7 +63,7 @@ def write_project(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[i
 def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) -> None:
     """Weights, history, metrics and record as training leaves them."""
     config = params.resolve(settings, run.variant, run.overrides)
-    mnist = data.load(folder / "data/mnist", config.data.pixel_scaling)
+    mnist = idx.load(folder / "data/mnist", config.data.pixel_scaling)
     model = build_model(config, run.seed)
     curve = history(list(settings.variants).index(run.variant), run.seed, diverged)
     if not diverged:

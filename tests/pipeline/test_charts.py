@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.drawing import charts
+from pipeline.studies import charts
 
 
 def test_labels_give_way_only_to_labels_beside_them():

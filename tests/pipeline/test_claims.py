@@ -5,10 +5,10 @@ import math
 import pandas as pd
 import pytest
 
-from pipeline.claims import GUESS_LOSS, Declared, Results, epochs_to_reach, read_claims, starts
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.verdicts import CONTRADICTED, NOT_TESTABLE, NOT_TRAINED, REPRODUCED, SAME
+from pipeline.statistics.claims import GUESS_LOSS, Declared, Results, epochs_to_reach, read_claims, starts
+from pipeline.statistics.verdicts import CONTRADICTED, NOT_TESTABLE, NOT_TRAINED, REPRODUCED, SAME
 
 BASICS = {"sentence": "It is so.", "place": "Section 5"}
 

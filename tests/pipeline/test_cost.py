@@ -15,8 +15,8 @@ import osa
 from osa import linalg
 from osa.functional import orthogonal_attention
 from osa.linalg import cholesky_qr_basis
+from pipeline.benchmarks.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
 from pipeline.core.files import ROOT
-from pipeline.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
 from pipeline.studies.paper.complexity import softmax_dense
 
 CPU = torch.device("cpu")

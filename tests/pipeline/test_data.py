@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.core.errors import UserError
-from pipeline.training import data
+from pipeline.data import idx
 from tests.pipeline.mnist_files import write_idx, write_mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
@@ -29,7 +29,7 @@ def rewrite(path, edit):
 
 
 def test_shapes_and_types(folder):
-    loaded = data.load(folder)
+    loaded = idx.load(folder)
     assert loaded.train_images.shape == (31, 1, 28, 28) and loaded.test_images.shape == (17, 1, 28, 28)
     assert loaded.train_images.dtype == loaded.test_images.dtype == torch.float32
     assert loaded.train_labels.dtype == loaded.test_labels.dtype == torch.int64
@@ -46,7 +46,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_pixels_are_scaled(folder, scaling):
-    loaded, train = data.load(folder, scaling), raw_pixels(folder / TRAIN_IMAGES)
+    loaded, train = idx.load(folder, scaling), raw_pixels(folder / TRAIN_IMAGES)
     for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
         expected = torch.tensor(SCALINGS[scaling](raw_pixels(folder / name), train), dtype=torch.float32)
         torch.testing.assert_close(images.flatten(), expected, rtol=1e-6, atol=1e-6)
@@ -55,17 +55,17 @@ def test_pixels_are_scaled(folder, scaling):
 
 def test_unknown_scaling_is_named(folder):
     with pytest.raises(UserError, match="data.pixel_scaling .*unitt"):
-        data.load(folder, "unitt")
+        idx.load(folder, "unitt")
 
 
 def test_digest_is_that_of_the_decompressed_arrays(folder):
     names_and_headers = ((TRAIN_IMAGES, 16), (TRAIN_LABELS, 8), (TEST_IMAGES, 16), (TEST_LABELS, 8))
     arrays = [gzip.decompress((folder / name).read_bytes())[header:] for name, header in names_and_headers]
     expected = hashlib.sha256(b"".join(arrays)).hexdigest()
-    assert data.digest(folder) == expected
-    assert data.load(folder, "unit").sha256 == data.load(folder, "standard").sha256 == expected
+    assert idx.digest(folder) == expected
+    assert idx.load(folder, "unit").sha256 == idx.load(folder, "standard").sha256 == expected
     rewrite(folder / TEST_IMAGES, lambda content: content)  # compressed otherwise
-    assert data.digest(folder) == expected
+    assert idx.digest(folder) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_digest_is_that_of_the_decompressed_arrays(folder):
 )
 def test_corrupted_file_is_named_with_the_remedy(folder, corrupt, problem):
     corrupt(folder / TEST_LABELS)
-    for read in (data.load, data.digest):
+    for read in (idx.load, idx.digest):
         with pytest.raises(UserError, match=rf"{TEST_LABELS} {problem}.*pipeline fetch"):
             read(folder)
 
@@ -102,4 +102,4 @@ def test_corrupted_file_is_named_with_the_remedy(folder, corrupt, problem):
 def test_a_file_that_does_not_fit_is_named(folder, name, write, word):
     write(folder / name)
     with pytest.raises(UserError, match=f"{name} .*{word}"):
-        data.load(folder)
+        idx.load(folder)

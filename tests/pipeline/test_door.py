@@ -36,7 +36,7 @@ def test_every_command_is_listed_in_a_line_and_all_that_can_be_run_is_a_command(
 
 
 def test_a_command_runs_with_its_arguments_and_says_what_they_are(call, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pipeline.tables", door)
+    monkeypatch.setitem(sys.modules, "pipeline.results.tables", door)
     assert "tables stage" in call("tables", "--help")  # it takes none, and is not run
     for arguments, status in ((["plan", "--help"], 0), (["plan", "--halp"], 2)):
         with pytest.raises(SystemExit) as caught:
@@ -65,4 +65,4 @@ def test_every_text_spells_commands_as_one_types_them():
     for path in texts:
         spelt |= set(re.findall(r"python3? -m pipeline([. ][\w.]*\w)", path.read_text(encoding="utf-8")))
     assert " fetch" in spelt
-    assert spelt - {" COMMAND", " benchmarks", " completion", ".train"} <= {f" {name}" for name in door.COMMANDS}
+    assert spelt - {" COMMAND", " benchmarks", " completion"} <= {f" {name}" for name in door.COMMANDS}

@@ -9,9 +9,10 @@ import torch
 
 import osa
 from osa import reference
-from pipeline import evaluate
-from pipeline.core import files, params
-from pipeline.training import data
+from pipeline.config import params
+from pipeline.core import files
+from pipeline.data import idx
+from pipeline.results import evaluate
 from pipeline.training.loop import build_model
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
@@ -38,7 +39,7 @@ def test_it_holds_what_the_weights_say(project):
     settings = params.load()
     config = params.resolve(settings, "vit_noskip")
     model = build_model(config, 1)
-    mnist = data.load("data/mnist", "unit")
+    mnist = idx.load("data/mnist", "unit")
     with torch.no_grad():
         logits = model(mnist.test_images)
     predictions = logits.argmax(1).tolist()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import osa
-from pipeline import fetch
 from pipeline.core import files
+from pipeline.data import fetch
 from pipeline.tools.same_bits import first_steps
 from pipeline.training.loop import make_deterministic
 

@@ -15,11 +15,10 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageCms
 
-from pipeline import fetch, images
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError
+from pipeline.data import fetch, idx, images
 from pipeline.tools import fan_out
-from pipeline.training import data
 from pipeline.training.loop import build_model
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
@@ -59,9 +58,9 @@ def write_params(patch_size: int = 4, num_classes: int = 3, **changes) -> None:
     synthetic.write_params(Path(), edit)
 
 
-def stored() -> data.Data:
+def stored() -> idx.Data:
     fetch.main(["folder"])
-    return data.load("data/folder")
+    return idx.load("data/folder")
 
 
 def sentence(capsys, *arguments) -> str:
@@ -135,8 +134,8 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     before = {path: path.read_bytes() for path in Path("data/folder").iterdir()}
     assert stored().sha256 == first
     assert {path: path.read_bytes() for path in Path("data/folder").iterdir()} == before
-    labels = data.load("data/folder").test_labels.clamp(max=1)
-    Path("data/folder/t10k-labels-idx1-ubyte.gz").write_bytes(data.as_idx(1 - labels.numpy()))  # other classes
+    labels = idx.load("data/folder").test_labels.clamp(max=1)
+    Path("data/folder/t10k-labels-idx1-ubyte.gz").write_bytes(idx.as_idx(1 - labels.numpy()))  # other classes
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "vit", "1")
     assert "data/folder" in capsys.readouterr().err and Run("vit", 1).record() is None

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import fetch
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
+from pipeline.data import fetch
 from pipeline.training.loop import Observer, Training, make_deterministic
 
 GOLDEN = Path(__file__).parents[1] / "learning.json"

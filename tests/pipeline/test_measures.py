@@ -7,7 +7,7 @@ import torch
 
 from osa import reference
 from osa.models import create_model
-from pipeline import measures
+from pipeline.results import measures
 from tests.osa.helpers import draw
 
 

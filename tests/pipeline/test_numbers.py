@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.report import numbers
 from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, scripted, signed
-from pipeline.statistics import summarise
+from pipeline.statistics.intervals import summarise
 
 
 @pytest.mark.parametrize(

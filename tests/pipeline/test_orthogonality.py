@@ -12,7 +12,7 @@ from osa.constrained.orthogonal import (
     orthogonality_error,
 )
 from osa.constrained.penalties import PENALTIES, with_penalty
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.training.loop import Training
 from tests.pipeline.trainings import config, finished, trained, training, write_params

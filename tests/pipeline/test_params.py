@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import osa.models
 from pipeline import studies
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 

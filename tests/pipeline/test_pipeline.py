@@ -221,7 +221,7 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     subprocess.run([sys.executable, "-m", "pipeline", "restore", "--yes"], check=True)
     assert results() == before and dvc.stale("train@vit-0") == set()
 
-    replace("pipeline/tables.py", "params = load()", "raise SystemExit(1)")
+    replace("pipeline/results/tables.py", "params = load()", "raise SystemExit(1)")
     assert dvc("repro", "tables", status=255) == ["tables"]
     assert results() == before
 

@@ -4,13 +4,13 @@ import subprocess
 
 import torch
 
-from pipeline.core import record
+from pipeline.core import provenance
 from pipeline.training.run import Recorder, Run
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import CPU, training, write_data, write_params
 
 CHANGES = (
-    (record, "NUMERICS", record.NUMERICS + 1),
+    (provenance, "NUMERICS", provenance.NUMERICS + 1),
     (torch, "__version__", "1.0"),
     (torch, "get_num_threads", lambda: 7),
 )
@@ -40,17 +40,17 @@ def test_the_key_of_a_run_depends_on_what_can_change_its_numbers(project, monkey
 
 def test_the_key_of_a_run_knows_the_devices_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
-    monkeypatch.setattr(record, "_cpu_name", lambda: next(names))
+    monkeypatch.setattr(provenance, "_cpu_name", lambda: next(names))
     names, devices = iter(("NVIDIA H100", "NVIDIA A100", "Intel", "AMD")), (torch.device("cuda"), CPU)
-    assert len({record.run_key({}, 0, "data", device) for device in devices for _ in range(2)}) == 4
+    assert len({provenance.run_key({}, 0, "data", device) for device in devices for _ in range(2)}) == 4
 
 
 def test_the_environment_tells_where_a_run_was_made(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # as a shell may have git set up
-    found = record.describe_environment(CPU)
+    found = provenance.describe_environment(CPU)
     assert (found["device"], found["num_threads"], found["torch"]) == ("cpu", 1, torch.__version__)
     assert found["device_name"]
-    commit = record.describe_commit()
+    commit = provenance.describe_commit()
     monkeypatch.delenv("GIT_DIR")
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
     assert commit["git_commit"] == head and isinstance(commit["git_dirty"], bool)
@@ -58,22 +58,22 @@ def test_the_environment_tells_where_a_run_was_made(tmp_path, monkeypatch):
 
 def test_without_a_repository_of_its_own_there_is_no_commit(tmp_path, monkeypatch):
     unknown = {"git_commit": None, "git_dirty": None}
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    assert record.describe_commit() == unknown
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.describe_commit() == unknown
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    monkeypatch.setattr(record, "ROOT", tmp_path / "unpacked")
-    record.ROOT.mkdir()
-    assert record.describe_commit() == unknown
+    monkeypatch.setattr(provenance, "ROOT", tmp_path / "unpacked")
+    provenance.ROOT.mkdir()
+    assert provenance.describe_commit() == unknown
 
 
 def test_a_lock_of_dvc_makes_no_run_dirty_and_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     lock, code = tmp_path / "pipeline/studies/dvc.lock", tmp_path / "pipeline/code.py"
     lock.parent.mkdir(parents=True)
     lock.write_text("a: 1", encoding="utf-8"), code.write_text("A = 1", encoding="utf-8")
     for command in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     lock.write_text("a: 2", encoding="utf-8")  # as `fan_out` leaves it after each training
-    assert record.describe_commit()["git_dirty"] is False
+    assert provenance.describe_commit()["git_dirty"] is False
     code.write_text("A = 2", encoding="utf-8")
-    assert record.describe_commit()["git_dirty"] is True
+    assert provenance.describe_commit()["git_dirty"] is True

@@ -15,13 +15,15 @@ import pytest
 import torch
 
 import osa
-from pipeline import results, studies
-from pipeline.core import files, params
+from pipeline import studies
+from pipeline.config import params
+from pipeline.config.params import RunConfig
+from pipeline.core import files
 from pipeline.core.files import ROOT
-from pipeline.core.params import RunConfig
 from pipeline.report import __main__ as report
 from pipeline.report import page
 from pipeline.report.page import TEMPLATES, to_html, word_count
+from pipeline.results import runs
 from pipeline.training.run import Run
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
@@ -92,13 +94,13 @@ def test_pages_show_whatever_runs_are_there(share, tmp_path, monkeypatch):
     """And no row of dashes, for those that are not. Studies that train nothing are as committed."""
     monkeypatch.chdir(tmp_path)
     workspace(tmp_path)
-    row, summarise, random = results.run_row, report.summarise, np.random.default_rng(1)
+    row, summarise, random = runs.run_row, report.summarise, np.random.default_rng(1)
 
     def of_some(name: str, *others) -> dict:
         committed = next((ROOT / "paper_outputs/numbers").glob(f"*/{name}.json"))
         return summarise(name, *others) if studies.get(name).trainings else files.read_json(committed)
 
-    monkeypatch.setattr(results, "run_row", lambda *run: row(*run) if random.random() < share else {"status": "missing"})
+    monkeypatch.setattr(runs, "run_row", lambda *run: row(*run) if random.random() < share else {"status": "missing"})
     monkeypatch.setattr(report, "summarise", of_some)
     for name in BUDGETS:
         report.write({"report": "paper"}.get(name, name))
@@ -168,7 +170,7 @@ def test_no_number_is_typed_into_a_template(template):
 def test_no_sentence_that_a_reader_sees_stands_in_python():
     """Of what studies summarise and draw: but for docstrings and messages of errors, no text of five words or more."""
     found = []
-    for path in [*sorted((ROOT / "pipeline/studies").rglob("*.py")), ROOT / "pipeline/drawing/charts.py"]:
+    for path in [*sorted((ROOT / "pipeline/studies").rglob("*.py")), ROOT / "pipeline/studies/charts.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         unseen = [node for node in ast.walk(tree) if isinstance(node, ast.Raise | ast.Assert)]
         unseen += [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]

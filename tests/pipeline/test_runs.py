@@ -19,10 +19,12 @@ import safetensors.torch
 import torch
 
 import osa
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
+from pipeline.data import idx
 from pipeline.studies import comparison
-from pipeline.training import data, loop
+from pipeline.training import loop
 from pipeline.training import run as recorder
 from pipeline.training.loop import build_model, evaluate_split
 from pipeline.training.run import Recorder, Run
@@ -92,20 +94,20 @@ def test_outputs_and_record():
     model = run.load_model(setting)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert metrics == last | {"steps": 8, "num_parameters": count, "diverged": False, "diverged_at_step": None}
-    mnist = data.load("data/mnist")
+    mnist = idx.load("data/mnist")
     assert evaluate_split(model, mnist.test_images, mnist.test_labels) == (metrics["test_loss"], metrics["test_accuracy"])
 
     found = recorded(run)
     identity = {"variant": "osa_ns", "name": "osa_ns", "study": "table_2", "seed": 7, "overrides": {}}
     assert found.items() >= (identity | {"status": "finished", "resumptions": 0}).items()
     assert found["config"] == json.loads(json.dumps(setting.model_dump()))
-    assert found["data_sha256"] == data.digest("data/mnist")
+    assert found["data_sha256"] == idx.digest("data/mnist")
     assert found["numerics"] == osa.NUMERICS
     assert found["weights_sha256"] == files.sha256(run.weights)
     assert found["seconds"] > 0 and found["images_per_second"] > 0
     assert len(found["timestamps"]) == len(history) == 5
     assert datetime.fromisoformat(found["started_at"]) <= datetime.fromisoformat(found["finished_at"])
-    assert found["environment"]["device"] == record.default_device().type
+    assert found["environment"]["device"] == provenance.default_device().type
     assert not list(Path(".checkpoints").rglob("*.*"))
 
 

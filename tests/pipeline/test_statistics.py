@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import t, ttest_ind
 
-from pipeline.statistics import contrast, interval, one_more_run, summarise
+from pipeline.statistics.intervals import contrast, interval, one_more_run, summarise
 
 FIRST, SECOND = [96.1, 97.3, 95.0, 98.2], [90.0, 91.0, 90.2]
 

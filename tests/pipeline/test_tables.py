@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from pipeline import tables
 from pipeline.core import files
+from pipeline.results import tables
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 
@@ -116,7 +116,7 @@ def test_table_2_has_recorded_seeds_of_models_that_are_as_they_were(project):
 
 
 def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, monkeypatch):
-    monkeypatch.setattr("pipeline.core.record.ROOT", Path.cwd())
+    monkeypatch.setattr("pipeline.core.provenance.ROOT", Path.cwd())
     for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "runs"]):
         subprocess.run(["git", *command], check=True)
     tables.main()

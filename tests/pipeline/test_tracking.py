@@ -20,11 +20,13 @@ import pytest
 import torch
 from filelock import FileLock
 
-from pipeline import tracking, train
-from pipeline.core import files, params
+from pipeline import tracking
+from pipeline.config import params
+from pipeline.config.looks import look
+from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
-from pipeline.drawing.looks import look
+from pipeline.tools import train
 from pipeline.tracking import experiment, records, store, ui
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import osa
-from pipeline.core import params
-from pipeline.training import data, loop
+from pipeline.config import params
+from pipeline.data import idx
+from pipeline.training import loop
 from pipeline.training.loop import Observer, Training, build_model, evaluate_split
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
@@ -105,7 +106,7 @@ def test_the_order_of_the_data_depends_on_seed_and_epoch_alone():
     assert [len(batch) for batch in first] == [13, 13, 13, 4] * 2
     epochs = [list(itertools.chain(*batches)) for batches in (first[:4], first[4:])]
     assert epochs[0] != epochs[1]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(data.load("data/mnist").train_images[:, 0, 13, 7].tolist())
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(idx.load("data/mnist").train_images[:, 0, 13, 7].tolist())
 
 
 # the steps
@@ -145,7 +146,7 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
     unusual = {"learning_rate": 0.01, "betas": [0.7, 0.8], "eps": 1e-3, "weight_decay": 0.3, "clip_grad_norm": clip}
     write_params(train=unusual, data={"pixel_scaling": "standard"})
     run = finished(variant)
-    weights, points = by_hand(variant, 0, run.config, data.load("data/mnist", "standard"))
+    weights, points = by_hand(variant, 0, run.config, idx.load("data/mnist", "standard"))
     for name, tensor in weights.items():
         actual = run.model.state_dict()[name]
         if variant == "osa_qr_literal":  # whose R⁻¹ enlarges rounding, in single entries by more on some processors
@@ -318,7 +319,7 @@ def test_a_mistake_is_one_sentence_and_exit_status_1(monkeypatch, capsys, change
     assert not Path("paper_outputs").exists()
 
 
-@pytest.mark.parametrize("stage", ["train", "report"])
+@pytest.mark.parametrize("stage", ["tools.train", "report"])
 def test_a_python_without_torch_is_named(stage):
     command = [sys.executable, "-S", "-m", f"pipeline.{stage}"]  # -S: without the installed packages
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.stats import PermutationMethod, binomtest, mannwhitneyu, ttest_ind
 
-from pipeline.claims import Declared, read_claims
-from pipeline.core import files, params
-from pipeline.studies.paper.section_5 import CLAIMS, RULES, SPREADS
-from pipeline.verdicts import (
+from pipeline.config import params
+from pipeline.core import files
+from pipeline.statistics.claims import Declared, read_claims
+from pipeline.statistics.verdicts import (
     CONTRADICTED,
     NOT_TESTABLE,
     NOT_TRAINED,
@@ -27,6 +27,7 @@ from pipeline.verdicts import (
     power_of_contrast,
     power_of_ranks,
 )
+from pipeline.studies.paper.section_5 import CLAIMS, RULES, SPREADS
 
 FIVE = [0.0, 0.1, 0.2, 0.3, 0.4]
 INF = math.inf

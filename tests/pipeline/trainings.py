@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import train
-from pipeline.core import params
+from pipeline.config import params
+from pipeline.tools import train
 from pipeline.training import run as recorder
 from pipeline.training.loop import Observer, Training
 from pipeline.training.run import Run

@@ -13,15 +13,14 @@ import torch
 from matplotlib.figure import Figure
 
 from pipeline.benchmarks.results import measured
-from pipeline.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
+from pipeline.config.looks import PALETTE
 from pipeline.core import files
-from pipeline.core.record import machine
-from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE
-from pipeline.lab import Lab
-from pipeline.studies import Tables, comparison
+from pipeline.core.provenance import machine
+from pipeline.statistics.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
+from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.comparison import Settings, outcome
 from pipeline.studies.deep.signals import of_tokens
+from pipeline.studies.lab import Lab
 from pipeline.training.loop import Training
 
 CLAIMS = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")

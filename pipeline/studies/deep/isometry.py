@@ -25,13 +25,12 @@ from torch.nn.functional import cross_entropy
 from osa.deep.shaped import dks_gelu, linear_share
 from osa.init import init_isometric_mlp_, init_suo_mlp_
 from osa.modules import MLP
-from pipeline.core.params import Name, PositiveInt, Section, Seeds
-from pipeline.drawing import charts
-from pipeline.lab import Lab, default_dtype
-from pipeline.measures import gradient_norm
-from pipeline.statistics import summarise as summary
-from pipeline.studies import Study, Tables
+from pipeline.config.params import Name, PositiveInt, Section, Seeds
+from pipeline.results.measures import gradient_norm
+from pipeline.statistics.intervals import summarise as summary
+from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import log_log_slope
+from pipeline.studies.lab import Lab, default_dtype
 
 DRAWS = ("suo", "isometric")
 RATIO = 4  # H/d

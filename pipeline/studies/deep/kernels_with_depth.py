@@ -27,13 +27,12 @@ from osa.deep.shaped import (
     uniform_schedule,
 )
 from osa.init import stiefel_uniform
-from pipeline.core.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
-from pipeline.drawing import charts
-from pipeline.drawing.looks import look
-from pipeline.lab import Lab
-from pipeline.measures import effective_rank, exponential, skew
-from pipeline.studies import Study, Tables, check
+from pipeline.config.looks import look
+from pipeline.config.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
+from pipeline.results.measures import effective_rank, exponential, skew
+from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._settings import Depths
+from pipeline.studies.lab import Lab
 
 ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # of Figure 7, in its order
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")

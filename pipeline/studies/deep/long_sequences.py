@@ -19,13 +19,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pipeline.core.params import PositiveInt, Seeds
-from pipeline.drawing import charts
-from pipeline.lab import Lab
-from pipeline.measures import attention_inputs, head_weights, norm, power_iteration
-from pipeline.statistics import summarise as summary
-from pipeline.studies import Tables, comparison
+from pipeline.config.params import PositiveInt, Seeds
+from pipeline.results.measures import attention_inputs, head_weights, norm, power_iteration
+from pipeline.statistics.intervals import summarise as summary
+from pipeline.studies import Tables, charts, comparison
 from pipeline.studies._summaries import log_log_slope
+from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
 CASES = ("paper", "normalised", "following")  # the paper's tokens and α; tokens ÷ RMS; and α in proportion to 1/N besides

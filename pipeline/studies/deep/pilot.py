@@ -7,9 +7,9 @@ from typing import Annotated
 import pandas as pd
 from pydantic import Field
 
-from pipeline.core.params import PositiveInt
-from pipeline.lab import Lab, first_steps
+from pipeline.config.params import PositiveInt
 from pipeline.studies import Study, Tables, comparison
+from pipeline.studies.lab import Lab, first_steps
 
 
 class Settings(comparison.Settings):

@@ -9,10 +9,10 @@ from typing import Annotated
 import pandas as pd
 from pydantic import Field
 
-from pipeline.claims import GUESS_LOSS
-from pipeline.core.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed
-from pipeline.lab import Lab, first_steps
+from pipeline.config.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed
+from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab, first_steps
 
 OSA = "osa_shaped"  # whose α L is sought at its best rate
 ALPHA = 0.36  # α L until then

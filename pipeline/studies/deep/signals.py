@@ -23,14 +23,13 @@ from osa.constrained.penalties import attention_matrix
 from osa.deep.shaped import exponential_kernel, uniform_kernel
 from osa.init import stiefel_uniform
 from osa.vit import VisionTransformer
-from pipeline.core.params import PositiveInt, Section, Seeds
-from pipeline.drawing import charts
-from pipeline.drawing.looks import look
-from pipeline.lab import Lab
-from pipeline.measures import attention_inputs, effective_rank, gradient_norm, norm
-from pipeline.statistics import summarise as summary
-from pipeline.studies import Study, Tables, check
+from pipeline.config.looks import look
+from pipeline.config.params import PositiveInt, Section, Seeds
+from pipeline.results.measures import attention_inputs, effective_rank, gradient_norm, norm
+from pipeline.statistics.intervals import summarise as summary
+from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
+from pipeline.studies.lab import Lab
 
 SHAPED = {  # OSA shaped for depth without one of its changes
     "per_head": {"joint_value_output": False},

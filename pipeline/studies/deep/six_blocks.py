@@ -4,10 +4,10 @@ Six blocks, ten epochs and the paper's recipe, in the form of Table 2, whose run
 leave open or call unimportant is tried on E-SPA. The runs are listed in params.yaml beside this file.
 """
 
-from pipeline.claims import Results, read_claims
-from pipeline.lab import Lab
+from pipeline.statistics.claims import Results, read_claims
 from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
+from pipeline.studies.lab import Lab
 
 BESIDE = ("vit", "vit_noskip_nonorm", "osa_exact")  # of Table 2
 CLAIMS = ("espa_fastest", "espa_skip_matches_default", "softmax_skip_matches_default", "softmax_skip_needs_norm")

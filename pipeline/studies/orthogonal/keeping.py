@@ -11,14 +11,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from osa.constrained.orthogonal import StiefelConstraint
-from pipeline import measures
-from pipeline.claims import Results, epochs_to_reach, read_claims, target_loss
-from pipeline.drawing import charts
-from pipeline.drawing.looks import LINE_WIDTH, PALETTE
-from pipeline.lab import Lab
-from pipeline.statistics import summarise as mean_of
-from pipeline.studies import Tables, check, comparison
+from pipeline.config.looks import LINE_WIDTH, PALETTE
+from pipeline.results import measures
+from pipeline.statistics.claims import Results, epochs_to_reach, read_claims, target_loss
+from pipeline.statistics.intervals import summarise as mean_of
+from pipeline.studies import Tables, charts, check, comparison
 from pipeline.studies.comparison import Settings
+from pipeline.studies.lab import Lab
 from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32

@@ -17,13 +17,12 @@ from matplotlib.lines import Line2D
 from pydantic import Field
 
 from osa.constrained.orthogonal import MAPS
-from pipeline.core.params import Section, Seeds
-from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE
-from pipeline.lab import Lab
-from pipeline.measures import norm
-from pipeline.studies import Study, Tables, check
+from pipeline.config.looks import PALETTE
+from pipeline.config.params import Section, Seeds
+from pipeline.results.measures import norm
+from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
+from pipeline.studies.lab import Lab
 
 EXACT = "exponential"  # what the others are compared with
 ANGLES = {  # of Q(X) for n = 2, by x = X₂₁

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from pipeline.benchmarks.cost import BOTH
 from pipeline.benchmarks.orthogonal import DENSE, OURS, POST, TRAINING_TOKENS
 from pipeline.benchmarks.results import measured
 from pipeline.core import files
-from pipeline.cost import BOTH
-from pipeline.lab import Lab
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
 
 LEAST_SIZE = 16  # n of a layer; the benchmark has smaller ones for the rotors alone
 SIZES = (64, 256)  # n between which the goal is set

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from osa.constrained.penalties import AM, LA, LF, gram_penalty, head_penalty, mlp_penalty, projection_penalty
 from osa.vit import VisionTransformer
-from pipeline.core.params import PositiveInt, Section, Seeds
-from pipeline.lab import Lab
-from pipeline.measures import attention_inputs
+from pipeline.config.params import PositiveInt, Section, Seeds
+from pipeline.results.measures import attention_inputs
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
 
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}

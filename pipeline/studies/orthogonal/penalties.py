@@ -13,14 +13,13 @@ from scipy.stats import gmean
 from torch import nn
 
 from osa.constrained.penalties import attention_matrix
-from pipeline.claims import Results, read_claims
-from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, look
-from pipeline.lab import Lab
-from pipeline.measures import attention_inputs, condition, effective_rank, norm
-from pipeline.statistics import summarise as mean_of
-from pipeline.studies import Tables, check, comparison
+from pipeline.config.looks import PALETTE, look
+from pipeline.results.measures import attention_inputs, condition, effective_rank, norm
+from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.intervals import summarise as mean_of
+from pipeline.studies import Tables, charts, check, comparison
 from pipeline.studies.comparison import Settings
+from pipeline.studies.lab import Lab
 from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, ROUNDING, worst_ratios
 from pipeline.training import loop

@@ -14,10 +14,10 @@ from torch import Generator, Tensor
 
 from osa.functional import orthogonal_attention_matrix
 from osa.modules import OrthogonalSelfAttention
-from pipeline.core.params import PositiveInt, Section, Seeds
-from pipeline.lab import Lab
-from pipeline.measures import attention_inputs, norm
+from pipeline.config.params import PositiveInt, Section, Seeds
+from pipeline.results.measures import attention_inputs, norm
 from pipeline.studies import Study, Tables, check
+from pipeline.studies.lab import Lab
 
 GAUSSIAN = "Gaussian"
 SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and keys

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from osa.constrained.penalties import with_penalty
 from osa.init import truncated_normal_
-from pipeline.claims import Results, read_claims
-from pipeline.core.params import NonNegativeFloat, PositiveInt, Section, Seeds
-from pipeline.lab import Lab
-from pipeline.statistics import summarise as mean_of
+from pipeline.config.params import NonNegativeFloat, PositiveInt, Section, Seeds
+from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.intervals import summarise as mean_of
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
 from pipeline.training.loop import make_optimizers, random_stream
 
 TASKS = {"reverse": lambda strings: strings.flip(1), "sort": lambda strings: strings.sort(dim=1).values}

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.claims import Results, read_claims
-from pipeline.lab import Lab
-from pipeline.statistics import summarise as summary
+from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.verdicts import LEVEL, judge_contrast
 from pipeline.studies import Tables, comparison
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import CLAIMS, results_of
-from pipeline.verdicts import LEVEL, judge_contrast
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
 EFFECTS = {  # weights of the cells: the mean effect over the other factor's levels

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from pipeline.benchmarks.results import TRAINED, measured
-from pipeline.core import files, record
-from pipeline.lab import Lab
+from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
 
 PAPER = {"tokens": 50, "width": 16}  # of one head of its models
 LONG = 16384  # tokens
@@ -35,7 +35,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]
     return {
-        "machine": record.machine(facts["environment"]),
+        "machine": provenance.machine(facts["environment"]),
         "literal": float(seconds["literal_newton_schulz"] / seconds["literal_qr"]),
         "ours": float(seconds["newton_schulz"] / seconds["qr"]),
     }

@@ -23,17 +23,16 @@ from tqdm import tqdm
 from osa.functional import orthogonal_attention
 from osa.linalg import EPSILON, newton_schulz_gram, phi1_times
 from osa.reference import newton_schulz_basis, qr_basis
-from pipeline import cost
+from pipeline.benchmarks import cost
+from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import NORM, SEED, Inputs, exponential_dense, skew
-from pipeline.core import record
+from pipeline.config.looks import PALETTE, look
+from pipeline.config.params import PositiveFloat, PositiveInt, Section
+from pipeline.core import provenance
 from pipeline.core.files import DIGITS
-from pipeline.core.params import PositiveFloat, PositiveInt, Section
-from pipeline.cost import BOTH, FORWARD, Call
-from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE, look
-from pipeline.lab import Lab
-from pipeline.studies import Study, Tables, check
+from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
+from pipeline.studies.lab import Lab
 
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 KEYS = ["sweep", "part", "pass"]
@@ -69,7 +68,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: it is not used, and no number depends on its file
-    device = record.default_device()
+    device = provenance.default_device()
     return {"counts": count(settings, device), "times": measure_times(settings, device)}
 
 
@@ -96,7 +95,7 @@ def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
             rows.append((sweep, part, direction, tokens, width, *quartiles, len(seconds)))
     names = ["seconds", "lower_quartile", "upper_quartile", "samples"]
     table = pd.DataFrame(rows, columns=[*KEYS, "tokens", "width", *names])
-    return table.assign(machine=record.machine(record.describe_environment(device)))
+    return table.assign(machine=provenance.machine(provenance.describe_environment(device)))
 
 
 def points(settings: Settings) -> list[tuple[str, int, int]]:

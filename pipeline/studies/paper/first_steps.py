@@ -14,13 +14,13 @@ from scipy.stats import fisher_exact
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
-from pipeline.claims import GUESS_LOSS
-from pipeline.core.params import PositiveInt, Section, Seeds
-from pipeline.drawing.charts import legend, logarithmic, panels
-from pipeline.drawing.looks import look
-from pipeline.lab import Lab, first_steps
-from pipeline.measures import LAYER_IMAGES, attention_inputs, norm, orthogonality_error
+from pipeline.config.looks import look
+from pipeline.config.params import PositiveInt, Section, Seeds
+from pipeline.results.measures import LAYER_IMAGES, attention_inputs, norm, orthogonality_error
+from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
+from pipeline.studies.charts import legend, logarithmic, panels
+from pipeline.studies.lab import Lab, first_steps
 from pipeline.training.loop import Training
 
 LEARNT = GUESS_LOSS - 0.1  # the mean loss of the last steps of a model that has left the guess

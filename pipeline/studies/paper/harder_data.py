@@ -6,12 +6,12 @@ about points. Near 100 % a point is worth more, so that the gap is given in log-
 
 from scipy.special import logit
 
-from pipeline.claims import WEIGHTS, Results, read_claims
-from pipeline.lab import Lab
-from pipeline.statistics import summarise as summary
+from pipeline.statistics.claims import WEIGHTS, Results, read_claims
+from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import CLAIMS, results_of
-from pipeline.verdicts import judge_contrast
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:

@@ -2,13 +2,13 @@
 
 from matplotlib.figure import Figure
 
-from pipeline.claims import Results
-from pipeline.core.params import plain
-from pipeline.drawing import charts, looks
-from pipeline.lab import Lab
-from pipeline.statistics import contrast, interval
-from pipeline.statistics import summarise as summary
-from pipeline.studies import Tables, comparison
+from pipeline.config import looks
+from pipeline.config.params import plain
+from pipeline.statistics.claims import Results
+from pipeline.statistics.intervals import contrast, interval
+from pipeline.statistics.intervals import summarise as summary
+from pipeline.studies import Tables, charts, comparison
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
 
 MARGIN = 1.0  # points: a change beyond it would matter to Section 5's comparisons

@@ -15,11 +15,11 @@ from dataclasses import asdict
 
 from scipy.special import logit
 
-from pipeline.claims import Results
-from pipeline.lab import Lab
-from pipeline.statistics import LEAST_RUNS, one_more_run
-from pipeline.statistics import summarise as summary
+from pipeline.statistics.claims import Results
+from pipeline.statistics.intervals import LEAST_RUNS, one_more_run
+from pipeline.statistics.intervals import summarise as summary
 from pipeline.studies import Tables, comparison
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
 
 LIMIT = 0.20

@@ -8,12 +8,13 @@ import math
 
 import pandas as pd
 
-from pipeline.core import params, record
-from pipeline.core.params import Name, Section, Seed
-from pipeline.lab import Lab
-from pipeline.results import recorded
-from pipeline.statistics import one_more_run
+from pipeline.config import params
+from pipeline.config.params import Name, Section, Seed
+from pipeline.core import provenance
+from pipeline.results.runs import recorded
+from pipeline.statistics.intervals import one_more_run
 from pipeline.studies import Request, Study, Tables
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
 from pipeline.training.run import TABLE_2, TRIES, Run
 
@@ -56,7 +57,7 @@ def compare(again: Run, there: Run) -> dict:
     row["same_points"] = made["history_sha256"] == before["history_sha256"]
     row["same_weights"] = made["weights_sha256"] == before["weights_sha256"]
     for end, of_run, run in (("", made, again), ("_there", before, there)):
-        row[f"machine{end}"], row[f"torch{end}"] = record.machine(of_run["environment"]), of_run["environment"]["torch"]
+        row[f"machine{end}"], row[f"torch{end}"] = provenance.machine(of_run["environment"]), of_run["environment"]["torch"]
         metrics = run.metrics()
         row[f"test_accuracy{end}"] = math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
     return row

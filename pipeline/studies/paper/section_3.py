@@ -12,10 +12,10 @@ from torch import Tensor
 
 from osa import reference
 from osa.functional import orthogonal_attention
-from pipeline.core.params import PositiveFloat, Section, Seeds
-from pipeline.lab import Lab
-from pipeline.measures import matrix_with_condition, scale_for_norm
+from pipeline.config.params import PositiveFloat, Section, Seeds
+from pipeline.results.measures import matrix_with_condition, scale_for_norm
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact")
 TOKENS, WIDTH = 50, 16  # N and d_v of the paper's models

@@ -1,4 +1,4 @@
-"""Section 5: whether its claims hold in the runs of Table 2, by the rules of claims.yaml and pipeline/verdicts.py.
+"""Section 5: whether its claims hold in the runs of Table 2, by claims.yaml and pipeline/statistics/verdicts.py.
 
 It measures nothing: the stage `tables` gathered the runs.
 """
@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from pipeline.claims import WEIGHTS, Claim, Declared, Results, epochs_to_reach, read_claims, target_loss
+from pipeline.config import looks
 from pipeline.core import files
-from pipeline.drawing import charts, looks
-from pipeline.lab import Lab
-from pipeline.studies import Study, Tables
-from pipeline.verdicts import LEVEL, WORDS, holm, judge_ratio
+from pipeline.statistics.claims import WEIGHTS, Claim, Declared, Results, epochs_to_reach, read_claims, target_loss
+from pipeline.statistics.verdicts import LEVEL, WORDS, holm, judge_ratio
+from pipeline.studies import Study, Tables, charts
+from pipeline.studies.lab import Lab
 
 CLAIMS = "pipeline/studies/paper/claims.yaml"
 RULES = Path(__file__).with_name("rules.csv")  # the words of the three rules for seeds 0 to 9

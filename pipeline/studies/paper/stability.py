@@ -3,9 +3,9 @@
 `osa_qr` computes the same function and never differentiates a decomposition, so its runs say nothing about this.
 """
 
-from pipeline.claims import Results, largest_rise, read_claims
-from pipeline.lab import Lab
+from pipeline.statistics.claims import Results, largest_rise, read_claims
 from pipeline.studies import Tables, comparison
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import CLAIMS
 
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
-from pipeline.core.params import PositiveFloat, Section, Seeds
-from pipeline.lab import Lab
-from pipeline.measures import (
+from pipeline.config.params import PositiveFloat, Section, Seeds
+from pipeline.results.measures import (
     METHODS,
     exponential,
-    initialised_layers,
     matrix_with_condition,
     norm,
     rounding,
@@ -27,6 +25,7 @@ from pipeline.measures import (
 from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case
+from pipeline.studies.lab import Lab, initialised_layers
 
 IDENTICAL = ("qr", "exact")  # those that are exp(S) but for rounding
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

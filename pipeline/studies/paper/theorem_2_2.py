@@ -20,12 +20,11 @@ from torch import Tensor
 
 from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
-from pipeline.core.params import PositiveFloat, Section, Seeds
-from pipeline.drawing import charts
-from pipeline.lab import Lab
-from pipeline.measures import METHODS, ORTHOGONAL, effective_rank
-from pipeline.studies import Study, Tables
+from pipeline.config.params import PositiveFloat, Section, Seeds
+from pipeline.results.measures import METHODS, ORTHOGONAL, effective_rank
+from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import worst_case
+from pipeline.studies.lab import Lab
 
 IDENTICAL = ("qr", "exact")  # those whose A is orthogonal but for rounding
 SOFTMAX = ("softmax", "softmax, skip")  # stacks for comparison

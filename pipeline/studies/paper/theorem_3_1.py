@@ -21,22 +21,20 @@ from torch import Tensor
 from osa.functional import ITERATIONS
 from osa.linalg import EPSILON, POLAR_EXPRESS
 from osa.reference import skew
-from pipeline.core.params import PositiveFloat, PositiveInt, Section, Seeds
-from pipeline.drawing import charts
-from pipeline.drawing.looks import INK, METHOD_LABELS, PALETTE, look
-from pipeline.lab import Lab
-from pipeline.measures import (
+from pipeline.config.looks import INK, METHOD_LABELS, PALETTE, look
+from pipeline.config.params import PositiveFloat, PositiveInt, Section, Seeds
+from pipeline.results.measures import (
     exponential,
-    initialised_layers,
     matrix_with_condition,
     norm,
     orthogonality_error,
     rounding,
     scale_for_norm,
 )
-from pipeline.studies import Study, Tables
+from pipeline.studies import Study, Tables, charts
 from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case, worst_of_seeds
+from pipeline.studies.lab import Lab, initialised_layers
 
 BOUNDS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look("newton_schulz").colour, "polar_express": PALETTE[4]}

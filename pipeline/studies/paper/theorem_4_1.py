@@ -12,11 +12,11 @@ from torch import Tensor
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
-from pipeline.core.params import Section, Seeds
-from pipeline.lab import Lab
-from pipeline.measures import METHODS, head, jacobian, norm, query_key_product, random_head, rounding
+from pipeline.config.params import Section, Seeds
+from pipeline.results.measures import METHODS, head, jacobian, norm, query_key_product, random_head, rounding
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import worst_case
+from pipeline.studies.lab import Lab
 
 SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h; the second has N < 2d_v
 ALPHA = 1.0  # so that J₁ is as large as J₂

@@ -10,11 +10,11 @@ import torch
 
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
 from osa.modules import OrthogonalSelfAttention, SoftmaxSelfAttention
-from pipeline.core.params import Section, Seeds
-from pipeline.lab import Lab, default_dtype
-from pipeline.measures import condition, query_key_product, rounding
+from pipeline.config.params import Section, Seeds
+from pipeline.results.measures import condition, query_key_product, rounding
 from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import worst_case
+from pipeline.studies.lab import Lab, default_dtype
 
 SIZES = ((12, 3), (32, 2), (64, 4), (96, 12))  # d, h
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

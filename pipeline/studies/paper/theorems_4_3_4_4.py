@@ -15,13 +15,20 @@ from torch import Tensor
 
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.reference import skew
-from pipeline.core.params import Section, Seeds
-from pipeline.drawing import charts
-from pipeline.drawing.looks import PALETTE
-from pipeline.lab import Lab
-from pipeline.measures import METHODS, condition, head, head_condition, initialised_layers, jacobian, norm, random_head
-from pipeline.studies import Study, Tables
+from pipeline.config.looks import PALETTE
+from pipeline.config.params import Section, Seeds
+from pipeline.results.measures import (
+    METHODS,
+    condition,
+    head,
+    head_condition,
+    jacobian,
+    norm,
+    random_head,
+)
+from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case
+from pipeline.studies.lab import Lab, initialised_layers
 
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]

@@ -18,11 +18,11 @@ from torch import Generator, Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osa.vit import VisionTransformer
-from pipeline.core.params import PositiveInt, Section, Seeds
-from pipeline.lab import Lab
-from pipeline.measures import condition, gradient_norm, jacobian, power_iteration
+from pipeline.config.params import PositiveInt, Section, Seeds
+from pipeline.results.measures import condition, gradient_norm, jacobian, power_iteration
 from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Depths
+from pipeline.studies.lab import Lab
 
 OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
 MLPS = ("suo", "xavier")  # of a variant's `mlp_init`: SUO, and Xavier

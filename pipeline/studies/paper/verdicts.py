@@ -1,4 +1,4 @@
-"""How often the rule of pipeline/verdicts.py errs, and what it can see: simulated experiments.
+"""How often the rule of pipeline/statistics/verdicts.py errs, and what it can see: simulated experiments.
 
 In one part the truth is at the limit of a claim, so that every "reproduced" and "contradicted" is an error; in the other it
 is the paper's Table 2. Runs that start are normal, with the spreads that Section 5 declares. A share of the runs fails to
@@ -13,12 +13,12 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from pipeline.claims import read_claims
-from pipeline.core.params import PositiveInt, Section
-from pipeline.lab import Lab
+from pipeline.config.params import PositiveInt, Section
+from pipeline.statistics.claims import read_claims
+from pipeline.statistics.verdicts import CONTRADICTED, LEVEL, REPRODUCED, holm, judge
 from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import ABOUT_OSA, CLAIMS, LOG_SPREADS, SPREADS
-from pipeline.verdicts import CONTRADICTED, LEVEL, REPRODUCED, holm, judge
 
 SIZES = (3, 5, 10)  # runs of each model
 FAILING = (0.0, 0.1)  # share of runs that fail to start

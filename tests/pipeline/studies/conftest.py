@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from pipeline.core import params
-from pipeline.lab import Lab
+from pipeline.config import params
+from pipeline.studies.lab import Lab
 from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.synthetic import write_params
 

@@ -7,17 +7,19 @@ import pandas as pd
 import pytest
 import torch
 
-from pipeline import measures, studies
-from pipeline.claims import read_claims
+from pipeline import studies
 from pipeline.core.files import ROOT
+from pipeline.results import measures
+from pipeline.statistics.claims import read_claims
 from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case
 from pipeline.studies.deep import depth, six_blocks
+from pipeline.studies.lab import initialised_layers
 from pipeline.studies.orthogonal import keeping, penalties
 from tests.pipeline.synthetic import SMALL
 
 
 def test_every_layer_of_every_orthogonal_model_sees_what_the_model_passes_it(lab):
-    layers, seen = measures.initialised_layers(lab, 0), []
+    layers, seen = initialised_layers(lab, 0), []
     for variant in measures.ORTHOGONAL:
         model = lab.model(lab.config(variant), 0).double()
         for number, block in enumerate(model.blocks, 1):

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from osa import NUMERICS
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.tools import fan_out, locks, times
 from pipeline.training.run import Run
@@ -265,7 +266,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     finally:
         cluster.shutdown()
     assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 4 and missing() == []
-    assert Run("vit", 1).record()["environment"].items() >= record.describe_commit().items()
+    assert Run("vit", 1).record()["environment"].items() >= provenance.describe_commit().items()
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("paper_outputs/runs"), shutil.rmtree("paper_outputs/weights")
     assert outputs(trained("osa_exact", 1)) == there

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, locks, plan
 from pipeline.training.run import Run

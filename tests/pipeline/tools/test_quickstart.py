@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import quickstart
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from tqdm import tqdm
 
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, reproduce

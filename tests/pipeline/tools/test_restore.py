@@ -199,8 +199,8 @@ def test_it_asks_and_leaves_all_as_it_is_without_a_yes(project, monkeypatch, cap
 @pytest.mark.slow
 def test_it_refuses_while_something_works_here(project, capsys):
     edit("epochs: 10", "epochs: 3")
-    files.write_text("pipeline/train.py", "import time\ntime.sleep(600)\n")  # a training that has no lock
-    training = subprocess.Popen([sys.executable, "-m", "pipeline.train", "vit", "0"])
+    files.write_text("pipeline/tools/train.py", "import time\ntime.sleep(600)\n")  # a training that has no lock
+    training = subprocess.Popen([sys.executable, "-m", "pipeline.tools.train", "vit", "0"])
     try:
         deadline = time.monotonic() + 60
         while not locks.stages() and time.monotonic() < deadline:

@@ -6,7 +6,8 @@ import pytest
 import scipy.stats
 
 import osa.models
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, tries
 from pipeline.training.loop import COLUMNS

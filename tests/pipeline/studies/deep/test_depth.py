@@ -9,9 +9,9 @@ import torch
 
 from pipeline import studies
 from pipeline.benchmarks import results
-from pipeline.claims import Results
 from pipeline.core import files
 from pipeline.core.files import ROOT
+from pipeline.statistics.claims import Results
 from pipeline.studies import comparison
 from pipeline.studies.deep import depth, six_blocks
 from pipeline.training.loop import Training

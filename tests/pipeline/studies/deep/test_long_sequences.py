@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from osa.functional import orthogonal_attention
-from pipeline.measures import jacobian, norm, random_head, skew
+from pipeline.results.measures import jacobian, norm, random_head, skew
 from pipeline.studies.deep import long_sequences
 from pipeline.studies.deep.long_sequences import CASES, Settings, jacobian_norm, measure, skew_norm
 

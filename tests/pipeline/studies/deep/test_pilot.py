@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from pipeline.lab import first_steps
 from pipeline.studies.deep import pilot
 from pipeline.studies.deep.pilot import Settings, measure
+from pipeline.studies.lab import first_steps
 from pipeline.training.loop import Training
 from tests.pipeline.mnist_files import write_mnist
 

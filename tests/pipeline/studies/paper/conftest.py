@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import pytest
 
-from pipeline.core import params
-from pipeline.lab import Lab
+from pipeline.config import params
+from pipeline.studies.lab import Lab
 from tests.pipeline.synthetic import ROOT
 
 RUN = ["name", "variant", "seed", "status", "test_accuracy", "train_loss"]

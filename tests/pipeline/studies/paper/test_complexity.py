@@ -10,7 +10,7 @@ import torch
 
 from osa import reference
 from osa.functional import orthogonal_attention
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.studies.paper import complexity
 from pipeline.studies.paper.complexity import BOTH, FORWARD, NORM, Inputs, Settings

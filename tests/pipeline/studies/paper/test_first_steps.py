@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from osa import reference
-from pipeline.lab import first_steps
-from pipeline.measures import attention_inputs
+from pipeline.results.measures import attention_inputs
+from pipeline.studies.lab import first_steps
 from pipeline.studies.paper.first_steps import LAST_STEPS, Settings, largest, measure, summarise
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from pipeline import studies
 from pipeline.report import page
+from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import attention_or_initialisation, left_open, recipes
-from pipeline.verdicts import NOT_TRAINED, REPRODUCED
 from tests.pipeline.studies.paper.conftest import histories, runs
 
 STANDARD = {"variant": "vit", "set": {"data": {"pixel_scaling": "standard"}}, "seeds": [0, 1, 2]}

@@ -4,12 +4,13 @@ import math
 
 import pytest
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.files import ROOT
+from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import harder_data, repeats, stability
 from pipeline.training.run import Run
-from pipeline.verdicts import NOT_TRAINED, REPRODUCED
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from pipeline.claims import Results
 from pipeline.report import figures, page
+from pipeline.statistics.claims import Results
+from pipeline.statistics.verdicts import NOT_TESTABLE, NOT_TRAINED
 from pipeline.studies.paper.section_5 import PRIMARY, STUDY, ahead_from_epoch, ratios, summarise
-from pipeline.verdicts import NOT_TESTABLE, NOT_TRAINED
 from tests.pipeline.studies.paper.conftest import histories, runs
 
 ACCURACIES = {

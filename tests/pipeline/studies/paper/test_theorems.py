@@ -11,10 +11,11 @@ import torch
 import osa.init
 from osa import reference
 from osa.init import stiefel_uniform
-from pipeline import measures
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.report import figures
+from pipeline.results import measures
+from pipeline.studies.lab import initialised_layers
 from pipeline.studies.paper import theorem_2_1, theorem_2_2, theorem_3_1, theorem_4_1, theorem_4_2, theorems_4_3_4_4
 from tests.osa.helpers import draw, polar_express_basis
 
@@ -278,7 +279,7 @@ def test_of_trained_layers_the_first_head_counts(lab):
 
 
 def test_condition_of_a_head_is_that_of_its_dense_jacobian(lab):
-    (_, attention, x), *_ = measures.initialised_layers(lab, 0)
+    (_, attention, x), *_ = initialised_layers(lab, 0)
     weights, scale = measures.head_weights(attention)[1], attention.scale()[1]
     whole = measures.jacobian(lambda x: measures.head(x, weights, scale, **attention.options), x[0])
     values = torch.linalg.svdvals(whole)[: x.shape[1] * weights[2].shape[1]]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import UserError
-from pipeline.measures import jacobian, norm
+from pipeline.results.measures import jacobian, norm
 from pipeline.studies.paper import trainability
 from pipeline.studies.paper.trainability import MODELS, Settings, measure
 

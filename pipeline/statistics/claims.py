@@ -1,7 +1,7 @@
 """Claims about trained models: the sentences of a wing's claims.yaml, each with its rule, and the runs that judge it.
 
 A claim compares runs by the names that tables give them: variants in Table 2, entries of a study's list elsewhere. Its first
-comparison is the primary one. The words of a verdict are those of pipeline/verdicts.py.
+comparison is the primary one. The words of a verdict are those of pipeline/statistics/verdicts.py.
 """
 
 import itertools
@@ -16,9 +16,9 @@ import pandas as pd
 from pydantic import Field, model_validator
 from scipy.stats import gmean
 
-from pipeline.core import params
-from pipeline.core.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
-from pipeline.verdicts import (
+from pipeline.config import params
+from pipeline.config.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
+from pipeline.statistics.verdicts import (
     MARGIN_OF_A_START,
     Verdict,
     judge,
@@ -74,7 +74,7 @@ class Results:
         return [curve for _, curve in own.groupby("seed")]
 
     def starting(self, name: str) -> list[int]:
-        """The seeds whose runs start, as pipeline/verdicts.py has it."""
+        """The seeds whose runs start, as pipeline/statistics/verdicts.py has it."""
         finished = set(self.runs_of(name, "finished")["seed"])
         curves = {int(curve["seed"].iloc[0]): curve for curve in self.curves(name)}
         return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from pipeline.core import files, record
+from pipeline.config.params import Params, load
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, entry_point
-from pipeline.core.params import Params, load
-from pipeline.results import of_table_2
-from pipeline.statistics import summarise
+from pipeline.results.runs import of_table_2
+from pipeline.statistics.intervals import summarise
 from pipeline.training.run import CURVES, TABLE_2, Run
 from pipeline.training.run import FOLDER as RUNS
 
@@ -182,7 +182,7 @@ def trained_again(params: Params) -> pd.DataFrame:
     rows = []
     for run in itertools.starmap(Run, itertools.product(params.run.variants, params.run.seeds)):
         made = run.record()
-        before, metrics = (record.committed(run.folder / name) for name in ("record.json", "metrics.json"))
+        before, metrics = (provenance.committed(run.folder / name) for name in ("record.json", "metrics.json"))
         if made and before and metrics and (before := json.loads(before))["started_at"] != made["started_at"]:
             row = {
                 "variant": run.variant,

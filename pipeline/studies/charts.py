@@ -8,7 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pipeline.drawing.looks import INK, PAGE, PALETTE
+from pipeline.config.looks import INK, PAGE, PALETTE
 
 EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
 BEHIND_TEXT = {"facecolor": PAGE, "edgecolor": "none", "pad": 1}

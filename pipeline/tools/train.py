@@ -7,7 +7,7 @@ With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/r
 """
 
 from pipeline import studies, tracking
-from pipeline.core import params
+from pipeline.config import params
 from pipeline.core.errors import command_parser, entry_point
 from pipeline.training.loop import make_deterministic
 from pipeline.training.run import TABLE_2, TRIES, Run, train

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy.special import nctdtr, stdtr
 from scipy.stats import binomtest, rankdata
 
-from pipeline.statistics import Estimate, Samples, contrast, quantile
+from pipeline.statistics.intervals import Estimate, Samples, contrast, quantile
 
 REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
 SAME, OTHER = "open, same direction", "open, other direction"

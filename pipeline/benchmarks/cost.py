@@ -118,7 +118,7 @@ def _multiply_adds(name: str, shapes: Shapes) -> int:
     if name in FORMULAS:
         return FORMULAS[name](shapes)
     if name.startswith(("aten::linalg_", "aten::_scaled_dot_product", "osa::")) and name not in MADE_OF_OTHERS:
-        raise LookupError(f"the multiply–adds of {name} are not known: give it a formula in pipeline/cost.py")
+        raise LookupError(f"the multiply–adds of {name} are not known: give it a formula in pipeline/benchmarks/cost.py")
     return 0
 
 

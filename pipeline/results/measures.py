@@ -15,7 +15,6 @@ from osa.init import stiefel_uniform
 from osa.modules import OrthogonalSelfAttention
 from osa.reference import skew
 from osa.vit import VisionTransformer
-from pipeline.lab import Lab
 
 METHODS = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use them, whose layers are measured
@@ -184,21 +183,3 @@ def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple
     for block in model.blocks:
         yield block.attention, block.norm1(x)
         x = block(x)
-
-
-@torch.no_grad()
-def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
-    """The attention layers of the orthogonal models as a training with this seed begins, in float64.
-
-    Returns:
-        For each layer what names it ({"source": variant, "layer": from 1 on}), the module, and what enters it for the first
-        `LAYER_IMAGES` test images, (images, N, d).
-    """
-    layers = []
-    for variant in ORTHOGONAL:
-        config = lab.config(variant)
-        images = lab.images(config.data.pixel_scaling)[0][:LAYER_IMAGES]
-        inputs = attention_inputs(lab.model(config, seed).double(), images)
-        for number, (attention, x) in enumerate(inputs, 1):
-            layers.append(({"source": variant, "layer": number}, attention.requires_grad_(False), x))
-    return layers

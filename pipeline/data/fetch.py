@@ -22,9 +22,10 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point, without_password
-from pipeline.training import data
+from pipeline.data import idx
 
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 FILES = {  # SHA-256; those of the other data sets are torchvision's MD5
@@ -47,14 +48,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("source", nargs="?", choices=sources, help="default: data.source of params.yaml")
     source = parser.parse_args(arguments).source or params.load().data.source
     if source == params.FOLDER:
-        from pipeline import images
+        from pipeline.data import images
 
-        images.convert(params.load().data, data.folder(source))
+        images.convert(params.load().data, idx.folder(source))
     elif source == "sample":
-        write_sample(data.folder(source))
+        write_sample(idx.folder(source))
     else:
         fetch(source)
-    files.write_text(Path("paper_outputs", f"{data.folder(source)}.txt"), f"{data.digest(data.folder(source))}\n")
+    files.write_text(Path("paper_outputs", f"{idx.folder(source)}.txt"), f"{idx.digest(idx.folder(source))}\n")
 
 
 def fetch(source: str) -> None:
@@ -70,7 +71,7 @@ def fetch(source: str) -> None:
     if first := os.environ.get(variable):
         mirrors.insert(0, first if "://" in first else files.found(first).resolve().as_uri())
     for name, digest in digests.items():
-        path = data.folder(source) / name
+        path = idx.folder(source) / name
         if not (path.is_file() and _digest(path.read_bytes(), digest) == digest):
             files.write_bytes(path, _from_first(mirrors, name, digest, variable))
         if path.suffixes[-2:] == [".tar", ".gz"]:
@@ -168,8 +169,8 @@ def write_sample(folder: str | Path) -> None:
 
 
 def _write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
-    files.write_bytes(folder / data.IMAGES.format(split), data.as_idx(images))
-    files.write_bytes(folder / data.LABELS.format(split), data.as_idx(labels))
+    files.write_bytes(folder / idx.IMAGES.format(split), idx.as_idx(images))
+    files.write_bytes(folder / idx.LABELS.format(split), idx.as_idx(labels))
 
 
 if __name__ == "__main__":

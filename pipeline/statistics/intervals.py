@@ -1,4 +1,4 @@
-"""Means, spreads and intervals over seeds. What they decide is the rule of pipeline/verdicts.py.
+"""Means, spreads and intervals over seeds. What they decide is the rule of pipeline/statistics/verdicts.py.
 
 Models are compared as independent samples: a seed gives models of different blocks nothing in common but the batches, and
 measured correlations over seeds are negative as often as positive.

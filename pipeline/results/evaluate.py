@@ -15,12 +15,13 @@ import torch.nn.functional as F
 
 from osa.functional import orthogonal_attention_matrix
 from osa.modules import OrthogonalSelfAttention
-from pipeline import measures
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.config.params import RunConfig
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded, rounded_table
-from pipeline.core.params import RunConfig
-from pipeline.training import data
+from pipeline.data import idx
+from pipeline.results import measures
 from pipeline.training.loop import make_deterministic
 from pipeline.training.run import Run
 
@@ -55,9 +56,9 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     """The measurements of one finished run, to the digits that files hold."""
-    device, model = record.default_device(), run.load_model(config)
-    folder = data.folder(config.data.source)
-    mnist = data.load(folder, config.data.pixel_scaling, device)
+    device, model = provenance.default_device(), run.load_model(config)
+    folder = idx.folder(config.data.source)
+    mnist = idx.load(folder, config.data.pixel_scaling, device)
     if mnist.sha256 != run.record()["data_sha256"]:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
     predictions, loss = predict(model.to(device), mnist.test_images, mnist.test_labels)

@@ -21,9 +21,10 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps
 from tqdm import tqdm
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.training import data
+from pipeline.data import idx
 
 SPLITS = {"train": "train", "test": "t10k"}  # and their names in the IDX files
 MAX_CLASSES = 256  # labels are bytes
@@ -62,8 +63,8 @@ def convert(wanted: params.Data, out: Path) -> None:
         for row, place in enumerate(places):
             image = resized(images[place].convert(mode), size)
             pixels[split][row] = np.moveaxis(np.asarray(image).reshape(size, size, channels), -1, 0)
-        content[data.IMAGES.format(stored)] = data.as_idx(pixels[split])
-        content[data.LABELS.format(stored)] = data.as_idx(np.array([classes.index(label) for _, label, _ in places]))
+        content[idx.IMAGES.format(stored)] = idx.as_idx(pixels[split])
+        content[idx.LABELS.format(stored)] = idx.as_idx(np.array([classes.index(label) for _, label, _ in places]))
     description = {"path": wanted.path, "resize": wanted.resize, "made_from": sha256}
     description |= {"classes": classes, "channels": channels, "size": size}
     if others := len(images) - sizes[size]:
@@ -78,7 +79,7 @@ def convert(wanted: params.Data, out: Path) -> None:
     for name, each in content.items():
         files.write_bytes(out / name, each)
     files.write_json(out / params.DESCRIPTION, description)  # the number of classes, which a digest needs
-    files.write_json(out / params.DESCRIPTION, description | {"sha256": data.digest(out)})
+    files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.digest(out)})
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
 
 

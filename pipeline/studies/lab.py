@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Generator, Tensor
 
+from osa.modules import OrthogonalSelfAttention
 from osa.vit import VisionTransformer
-from pipeline.core import files, params, record
-from pipeline.core.params import Overrides, Paper, Params, RunConfig
-from pipeline.training import data
+from pipeline.config import params
+from pipeline.config.params import Overrides, Paper, Params, RunConfig
+from pipeline.core import files, provenance
+from pipeline.data import idx
+from pipeline.results.measures import LAYER_IMAGES, ORTHOGONAL, attention_inputs
 from pipeline.training.loop import Training, build_model, random_stream
 from pipeline.training.run import Run
 
@@ -54,7 +57,7 @@ class Lab:
 
     def training(self, config: RunConfig, seed: int) -> Training:
         """A training before its first step, on the device that a run would take."""
-        return Training(config, seed, record.default_device())
+        return Training(config, seed, provenance.default_device())
 
     def generator(self, seed: int, name: str) -> Generator:
         """A random stream of its own for each name."""
@@ -67,7 +70,7 @@ class Lab:
     @functools.cache  # noqa: B019  a lab lives as long as its process
     def images(self, pixel_scaling: str = "unit") -> tuple[Tensor, Tensor]:
         """The test images, (n, C, H, W) in float64, and their labels, (n,)."""
-        mnist = data.load(data.folder(self.params.data.source), pixel_scaling)
+        mnist = idx.load(idx.folder(self.params.data.source), pixel_scaling)
         return mnist.test_images.double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
@@ -96,6 +99,24 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
         yield {"step": step, "loss": loss, "gradient": torch.stack(norms).norm().item()}
         if not math.isfinite(loss):
             return
+
+
+@torch.no_grad()
+def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
+    """The attention layers of the orthogonal models as a training with this seed begins, in float64.
+
+    Returns:
+        For each layer what names it ({"source": variant, "layer": from 1 on}), the module, and what enters it for the first
+        `LAYER_IMAGES` test images, (images, N, d).
+    """
+    layers = []
+    for variant in ORTHOGONAL:
+        config = lab.config(variant)
+        images = lab.images(config.data.pixel_scaling)[0][:LAYER_IMAGES]
+        inputs = attention_inputs(lab.model(config, seed).double(), images)
+        for number, (attention, x) in enumerate(inputs, 1):
+            layers.append(({"source": variant, "layer": number}, attention.requires_grad_(False), x))
+    return layers
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.errors import UserError
 
 IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # of the splits train and t10k

@@ -9,9 +9,10 @@ import pandas as pd
 import torch
 
 from pipeline import studies
-from pipeline.core import files, params, record
+from pipeline.config import params
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.lab import Lab
+from pipeline.studies.lab import Lab
 from pipeline.training.loop import make_deterministic
 
 FOLDER = Path("paper_outputs/studies")
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         files.write_csv(folder / f"{name}.csv", table)
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
         (folder / f"{stale}.csv").unlink()
-    environment = record.describe_environment(record.default_device()) | record.describe_commit()
+    environment = provenance.describe_environment(provenance.default_device()) | provenance.describe_commit()
     files.write_record(folder, {"settings": settings.model_dump(mode="json"), "environment": environment})
 
 

@@ -5,7 +5,8 @@ Every other stage waits for it. Its output never changes, so that an edit of a p
 
 from pathlib import Path
 
-from pipeline.core import files, params
+from pipeline.config import params
+from pipeline.core import files
 from pipeline.core.errors import entry_point
 
 OUTPUT = Path("paper_outputs/check.txt")

@@ -1,0 +1,82 @@
+"""The runs that are there, and tables of them: for Table 2, and for every study that compares runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.config import params
+from pipeline.config.params import Params, RunConfig
+from pipeline.core import files
+from pipeline.training.loop import COLUMNS
+from pipeline.training.run import FOLDER, Run, is_of, same_config
+
+if TYPE_CHECKING:
+    import pandas as pd  # slow to import, and a list of runs needs none
+
+IDENTITY = ["name", "run", "variant", "seed"]
+FINALS = ["train_loss", "test_loss", "test_accuracy"]
+MADE = ["numerics", "device", "git_dirty", "started_at", "seconds", "images_per_second"]
+
+
+def of_table_2(settings: Params) -> list[Run]:
+    """The runs of Table 2, Figure 1 and the verdicts: of each model those of `run.seeds`, and those of `run.recorded_seeds`
+    as the model is configured now.
+
+    Raises:
+        UserError: a recorded run is not whole.
+    """
+    listed = []
+    for variant in settings.run.variants:
+        config, seeds = params.resolve(settings, variant), set(settings.run.seeds)
+        for seed in settings.run.recorded_seeds:
+            made = Run(variant, seed).record()
+            if made and is_of(made, config):
+                seeds.add(seed)
+        listed += [Run(variant, seed) for seed in sorted(seeds)]
+    return listed
+
+
+def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, dict]]:
+    """The runs of a study, or of all, whose training has ended, with their records.
+
+    Raises:
+        UserError: one is not whole.
+    """
+    for path in sorted((base / FOLDER).glob(f"{study}/*/*/record.json")):
+        run = Run.at(path.parent)
+        yield run, run.record()
+
+
+def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
+    """`runs`: a row for each run, under the name that is given with it. `histories`: the points of those that are there.
+    `watched`: what their study saw of them, if it watches."""
+    import pandas as pd
+
+    rows, histories, watched = [], [], []
+    for name, run, config in runs:
+        identity = {"name": name, "run": run.name, "variant": run.variant, "seed": run.seed}
+        row = run_row(run, config)
+        rows.append(identity | row)
+        if row["status"] != "missing":
+            histories.append(run.history().assign(**identity))
+            if run.files["watched"].exists():
+                watched.append(files.read_csv(run.files["watched"]).assign(**identity))
+    none = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
+    tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *MADE])}
+    tables["histories"] = pd.concat(histories or [none])[none.columns]
+    watched = [table for table in watched if len(table)]  # nothing is seen of what diverges at step 0
+    return tables | ({"watched": pd.concat(watched)} if watched else {})
+
+
+def run_row(run: Run, config: RunConfig) -> dict:
+    """What a run's files hold: finished, diverged, or missing, also where the run is of another configuration."""
+    made = run.record()
+    if made is None or not same_config(made["config"], config):
+        return {"status": "missing"}
+    row = {key: made.get(key, made["environment"].get(key)) for key in MADE}
+    if made["status"] == "diverged":
+        return row | {"status": "diverged"}
+    metrics = run.metrics()
+    return row | {"status": "finished"} | {key: metrics[key] for key in FINALS}

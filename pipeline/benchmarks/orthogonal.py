@@ -26,7 +26,6 @@ from pipeline.benchmarks import cost, post, results
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.core import provenance
 from pipeline.core.errors import entry_point
-from pipeline.results import measures
 
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
 LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
@@ -123,7 +122,7 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
 def describe(layer: Layer, n: int) -> dict[str, float]:
     """The numbers of a layer itself: parameters, and ‖WᵀW − I‖₂ of the matrix that it applies, in float32."""
     w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
-    error = measures.orthogonality_error(w).item()
+    error = torch.linalg.matrix_norm(w.mT @ w - torch.eye(n, dtype=w.dtype, device=w.device), 2).item()
     return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}
 
 

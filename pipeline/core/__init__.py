@@ -1,1 +1,1 @@
-"""What every stage stands on. No number of a result is made here."""
+"""What every room stands on: whole files, errors in one sentence, and where numbers come from."""

@@ -1,4 +1,4 @@
-"""What a run was made with: its environment, its commit, and the key of its checkpoint."""
+"""Where numbers come from: the machine, its versions, and the commit of the code."""
 
 import os
 import platform
@@ -8,17 +8,9 @@ from pathlib import Path
 
 import torch
 
-from osa import NUMERICS
-from pipeline.core import files
 from pipeline.core.files import ROOT
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
-
-
-def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """What a checkpoint belongs to: configuration, seed, data, `osa.NUMERICS`, and the machine as far as bits hang on it."""
-    machine = [_device_name(device), torch.get_num_threads(), torch.__version__]
-    return files.digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 def describe_environment(device: torch.device) -> dict:
@@ -27,7 +19,7 @@ def describe_environment(device: torch.device) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": device.type,
-        "device_name": _device_name(device),
+        "device_name": device_name(device),
         "num_threads": torch.get_num_threads(),
         "platform": platform.platform(),
     }
@@ -65,7 +57,8 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The name of the GPU or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 

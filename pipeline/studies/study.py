@@ -21,7 +21,7 @@ FOLDER = Path("paper_outputs/studies")
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("study", __doc__)
-    parser.add_argument("name", help="a file in a wing of pipeline/studies that measures")
+    parser.add_argument("name", help="a study that measures")
     chosen = parser.parse_args(arguments)
     study = studies.get(chosen.name)
     if study.measure is None:

@@ -213,6 +213,12 @@ class Times:
     watched: list[dict[str, float]] = field(default_factory=list)
 
 
+def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
+    """Names what a checkpoint belongs to: configuration, seed, data, `osa.NUMERICS`, device, threads and torch's version."""
+    machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
+    return files.digest([config, seed, data_sha256, NUMERICS, *machine])
+
+
 class Recorder(Observer):
     """Writes the files of one training: curves, record and a checkpoint at every point, its outputs at the end.
 
@@ -223,7 +229,7 @@ class Recorder(Observer):
         self.run, self.training, self.watch = run, training, watch
         self.environment = provenance.describe_environment(training.device) | provenance.describe_commit()
         config = training.config.model_dump()
-        self.run_key = provenance.run_key(config, run.seed, training.data.sha256, training.device)
+        self.run_key = run_key(config, run.seed, training.data.sha256, training.device)
         self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
         self.times, self.bar = Times(), None
         self._begin()

@@ -6,7 +6,7 @@ memory, so that no product waits for memory, and the sum ends with the first ter
 degree of its own. A second loop reads the tokens again and writes the output.
 
 One product of bfloat16 a term leaves an error near the rounding of the output, up to a ‖Z‖_F. A head that asks for more has
-a `state` of 0, others of 1: osa/kernels/stepped.py takes it. Matrices of WIDTH columns are padded to D in registers.
+a `state` of 0, others of 1: osa/kernels/stepped.py takes those. Matrices of WIDTH columns are padded to D in registers.
 """
 
 import triton
@@ -71,9 +71,9 @@ def rows_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def scale_of(scale, strides, batch, head):
+def scale_of(scale, head):
     """c of a head. 0 is a tiny number, with the same output, as the gradient of c is divided by it."""
-    c = tl.load(scale + batch * strides[0] + head * strides[1]).to(tl.float32)
+    c = tl.load(scale + head).to(tl.float32)
     return tl.where(c == 0, 1e-30, c)
 
 
@@ -91,7 +91,7 @@ def gram_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.con
 
 @triton.jit(do_not_specialize=["heads", "tokens"])
 def forward_kernel(
-    query, key, value, output, scale, state, strides, out_strides, scale_strides, heads, tokens,
+    query, key, value, output, scale, state, strides, out_strides, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The output of each head that one product a term suffices for, and its `state`.
@@ -106,7 +106,7 @@ def forward_kernel(
     key += first
     value += first
     output += batch * out_strides[0] + own * out_strides[1]
-    c = scale_of(scale, scale_strides, batch, own)
+    c = scale_of(scale, i)
     gram, sums = gram_and_sums(query, key, value, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
     gram *= c
     total = c * times_jt(sums)
@@ -137,7 +137,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
 def backward_kernel(
     query, key, value, grad, grad_query, grad_key, grad_value, scale, grad_scale, state, scratch,
-    strides, e_strides, grad_strides, scale_strides, count, heads, tokens,
+    strides, e_strides, grad_strides, count, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of Q, K, V and c of each head whose `state` is 1, from that of the output, E.
@@ -160,7 +160,7 @@ def backward_kernel(
             first, place = batch * strides[0] + own * strides[1], batch * grad_strides[0] + own * grad_strides[1]
             q, k_own, v = query + first, key + first, value + first
             e = grad + batch * e_strides[0] + own * e_strides[1]
-            c = scale_of(scale, scale_strides, batch, own)
+            c = scale_of(scale, i)
             gram, sums = gram_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
             gram *= c
             total = c * times_jt(sums)

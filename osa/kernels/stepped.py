@@ -1,15 +1,17 @@
-"""The heads that osa/kernels/fused.py leaves, for which one product of bfloat16 a term does not suffice.
+"""The heads that osa/kernels/fused.py leaves: M balanced, and e^Z in steps.
 
-M is balanced as `osa.linalg.balanced` does it: of each pair of columns the shorter one takes off its projection on the
-other, and powers of two make them alike. Products have 16 bits, by three of bfloat16. e^Z is taken in n steps of norm 3,
+M R stands for M, of the same S: R is symplectic and balances each pair of columns as `osa.linalg.balanced` does, but from G
+alone. With the balanced G, e^Z is taken in n steps of norm RADIUS,
 
-    Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j,    T = 1/n Σ_j φ₁(Z/n) Y_j
+    Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
-(Al-Mohy & Higham 2011), with the sums Σ t_k of t_k = (Z/n)ᵏ Y_j / (k + 1)! for φ₁ and Σ (k + 1) t_k for e^{Z/n}: no power of
-Z, and nothing kept. Backward, Y_j = e^{−Z/n} Y_{j+1} comes from the last, as e^{Z/n} keeps norms where M is balanced.
+(Al-Mohy & Higham 2011), each with a Taylor sum as in fused.py, and backward from the Y_j, which are kept.
 
-A program has scratch memory, through which matrices go where their columns change places: G, which grad G replaces, two of
-(D, SIZE), two vectors, and the t_k of a step.
+A first launch takes one product of bfloat16 for each: its error grows with ‖S‖₂, as an error of query and key in bfloat16
+would. What asks for more than MOST_STEPS steps, or is far from normal or nearly cancels even so, has a `state` of −1 then, and
+a second launch takes THREE, with 16 bits. Its NaN in `state` says that no digit is left.
+
+A program has scratch memory, through which matrices go where their columns change places.
 """
 
 import triton
@@ -17,15 +19,50 @@ import triton.language as tl
 
 from osa.kernels.fused import ENTRIES, SIZE, D, inside, rows_at, rows_of, rows_of_m, scale_of
 
-RADIUS = tl.constexpr(3.0)  # of a step: its terms stay below 3³/4! = 1.2
-MOST_TERMS = tl.constexpr(18)  # of a step: 3¹⁸/19! is below 2⁻²⁸
-TAIL = tl.constexpr(2.0**-14)  # of the output, below which terms end the sum of a step
-LIMIT = tl.constexpr(16384.0)  # ‖Z‖₂ beyond which these products hold no digit of e^Z
-LOST = tl.constexpr(2.0**10)  # imbalance from which on they have none
-LEAST = tl.constexpr(2.0**-46)  # of a pair's square norms, to which the smaller one is raised
+RADIUS = tl.constexpr(2.5)  # of a step: its terms stay near 1
+MOST_STEPS = tl.constexpr(8)  # by one product
+MOST_KEPT = tl.constexpr(8192)  # by three: ‖Z‖₂ beyond 2¹⁴ leaves them no digit
+MOST_TERMS = tl.constexpr(18)  # of a step
+MOST_SKEWED = tl.constexpr(16.0)  # ‖Z‖_F over (‖Z⁴Y‖/‖Y‖)^¼: 8 to 11 for independent tokens, more where Z is far from normal
+MOST_TAKEN = tl.constexpr(16.0)  # ‖G‖_F over its norm once balanced: columns so nearly alike cancel in the gradients
+EPS, EPS_OF_THREE = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # of the output, below which a term ends the sum
+LOST = tl.constexpr(2.0**10)  # imbalance, as in `osa.linalg.imbalance`, from which on three products have no digit
+LEAST = tl.constexpr(2.0**-12)  # of a column's square norm, below which G in float32 does not tell what balancing leaves
+
+# a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k and s_k of
+# a step in bfloat16, in two parts for THREE, and Y_j of each step otherwise
+F_AT, A_AT, GRAD_AT, VECTORS_AT = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
+Z_AT, TERMS_AT = tl.constexpr(37120), tl.constexpr(53504)
 
 
-SCRATCH = tl.constexpr(23 * 8192)  # entries of a program's: five terms' worth, and MOST_TERMS
+def scratch_of(three: bool, is_backward: bool) -> int:
+    """Entries of a program's scratch."""
+    slots = 4 * (MOST_TERMS.value + 1) if three else 2 * (MOST_TERMS.value + 1) + MOST_STEPS.value
+    return TERMS_AT.value + is_backward * slots * ENTRIES.value // 2
+
+
+@triton.jit
+def places():
+    """Of a matrix of D rows and SIZE columns."""
+    return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def swapped():
+    """The same with each column in its partner's place, q_j in that of k_j."""
+    return tl.arange(0, D)[:, None] * SIZE + ((tl.arange(0, SIZE) + D) % SIZE)[None, :]
+
+
+@triton.jit
+def half():
+    """Of its left half; the right one begins D entries on."""
+    return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def square():
+    """Of a matrix of D rows and columns."""
+    return tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :]
 
 
 @triton.jit
@@ -36,258 +73,419 @@ def split(x):
 
 
 @triton.jit
-def times(x, high, low):
-    """X (high + low), by all products but that of the low parts."""
-    x_high, x_low = split(x)
-    return tl.dot(x_high, high, tl.dot(x_high, low, tl.dot(x_low, high)))
+def halves_of(pointer):
+    return pointer.to(tl.pointer_type(tl.bfloat16))
 
 
 @triton.jit
-def places(ROWS: tl.constexpr):
-    return tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+def z_of(kept, THREE: tl.constexpr):
+    """Zᵀ, and its low part, or the same again."""
+    at = halves_of(kept + Z_AT) + tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    z = tl.load(at)
+    z_low = z
+    if THREE:
+        z_low = tl.load(at + SIZE * SIZE)
+    return z, z_low
 
 
 @triton.jit
-def keep(x, pointer):
-    """Where other threads read it."""
-    tl.debug_barrier()  # what it overwrites has been read
-    tl.store(pointer + places(x.shape[0]), x)
+def times(x, z, z_low, THREE: tl.constexpr):
+    """X Zᵀ by one product of bfloat16, or by all but that of the low parts."""
+    if THREE:
+        high, low = split(x)
+        product = tl.dot(high, z, tl.dot(high, z_low, tl.dot(low, z)))
+    else:
+        product = tl.dot(x.to(tl.bfloat16), z)
+    return product
+
+
+@triton.jit
+def grams_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """QᵀQ, QᵀK and KᵀK, then VᵀQ and VᵀK."""
+    qq, qk, kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
+    vq, vk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
+    for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        query, key = rows_of(q, row_stride, rows, tokens, WIDTH), rows_of(k, row_stride, rows, tokens, WIDTH)
+        value = rows_of(v, row_stride, rows, tokens, WIDTH)
+        qq = tl.dot(tl.trans(query), query, qq)
+        qk = tl.dot(tl.trans(query), key, qk)
+        kk = tl.dot(tl.trans(key), key, kk)
+        vq = tl.dot(tl.trans(value), query, vq)
+        vk = tl.dot(tl.trans(value), key, vk)
+    return qq, qk, kk, vq, vk
+
+
+@triton.jit
+def norm_of(qq, qk, kk):
+    """‖G‖_F."""
+    return tl.sqrt(tl.sum(qq * qq) + 2 * tl.sum(qk * qk) + tl.sum(kk * kk))
+
+
+@triton.jit
+def balance(qq, qk, kk):
+    """γ of the columns of Q and of K, and σ: column j of M R is σ_j (m_j − γ_j m_p), p its partner, and σ_p = 1/σ_j.
+
+    γ is 0 for the longer column of a pair, and σ a power of two.
+    """
+    is_own = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]
+    q2, k2 = tl.sum(tl.where(is_own, qq, 0.0), 0), tl.sum(tl.where(is_own, kk, 0.0), 0)
+    both = tl.sum(tl.where(is_own, qk, 0.0), 0)
+    ratio = both / tl.maximum(tl.maximum(q2, k2), 1e-37)
+    q_takes, k_takes = tl.where(k2 >= q2, ratio, 0.0), tl.where(k2 >= q2, 0.0, ratio)
+    q2 = tl.maximum(q2 - q_takes * both, LEAST * q2) + 1e-37
+    k2 = tl.maximum(k2 - k_takes * both, LEAST * k2) + 1e-37
+    return q_takes, k_takes, tl.exp2(tl.floor(0.25 * (tl.log2(k2) - tl.log2(q2)) + 0.5))
+
+
+@triton.jit
+def times_r(left, right, q_takes, k_takes, sigma):
+    """[X₁, X₂] R."""
+    new = sigma[None, :] * (left - q_takes[None, :] * right)
+    return new, (right - k_takes[None, :] * left) / sigma[None, :]
+
+
+@triton.jit
+def vectors(kept):
+    """What `balance` returned."""
+    at = kept + VECTORS_AT + tl.arange(0, D)
+    return tl.load(at + 2 * D), tl.load(at + 3 * D), tl.load(at)
+
+
+@triton.jit
+def keep_half(at, x, THREE: tl.constexpr):
+    """One of the four blocks of Zᵀ."""
+    high, low = split(x)
+    tl.store(at, high)
+    if THREE:
+        tl.store(at + SIZE * SIZE, low)
+
+
+@triton.jit
+def prepare(qq, qk, kk, vq, vk, c, kept, THREE: tl.constexpr):
+    """Keeps Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and whether no digit is left of any product."""
+    tl.store(kept + half(), c * vk)
+    tl.store(kept + half() + D, -c * vq)
+    before = norm_of(qq, qk, kk)
+    q_takes, k_takes, sigma = balance(qq, qk, kk)
+    kq_r, kk_r = times_r(tl.trans(qk), kk, q_takes, k_takes, sigma)
+    qq_r, qk_r = times_r(qq, qk, q_takes, k_takes, sigma)
+    qq = sigma[:, None] * (qq_r - q_takes[:, None] * kq_r)
+    qk = sigma[:, None] * (qk_r - q_takes[:, None] * kk_r)
+    kk = (kk_r - k_takes[:, None] * qk_r) / sigma[:, None]
+    norm = norm_of(qq, qk, kk)
+    is_lost = before < 0
+    if THREE:
+        spectrum = 2 * c * c * (tl.sum(qq * kk) - tl.sum(qk * tl.trans(qk)))
+        is_lost = c * c * norm * norm > LOST * tl.maximum(spectrum, 1.0)
+    at = kept + VECTORS_AT + tl.arange(0, D)
+    tl.store(at, sigma)
+    tl.store(at + D, 1 / sigma)
+    tl.store(at + 2 * D, q_takes)
+    tl.store(at + 3 * D, k_takes)
+    z, transposed = halves_of(kept + Z_AT), tl.trans(half())
+    keep_half(z + half(), c * qk, THREE)
+    keep_half(z + half() + D, -c * qq, THREE)
+    keep_half(z + half() + D * SIZE, c * kk, THREE)
+    keep_half(z + transposed + D * SIZE + D, -c * qk, THREE)
+    return tl.abs(c) * norm, before > MOST_TAKEN * norm, is_lost
+
+
+@triton.jit
+def balanced_y(kept):
+    """Y R⁻ᵀ, since J Rᵀ = R⁻¹ J."""
+    partners = (tl.arange(0, SIZE) + D) % SIZE
+    takes, sigma = kept + VECTORS_AT + SIZE, tl.load(kept + VECTORS_AT + partners)[None, :]
+    return sigma * (tl.load(kept + places()) + tl.load(takes + partners)[None, :] * tl.load(kept + swapped()))
+
+
+@triton.jit
+def times_rt(kept, at):
+    """X Rᵀ of an X that is kept."""
+    columns, partners = tl.arange(0, SIZE), (tl.arange(0, SIZE) + D) % SIZE
+    sigma, takes = kept + VECTORS_AT, kept + VECTORS_AT + SIZE
+    taken = tl.load(takes + partners) * tl.load(sigma + partners)
+    return tl.load(sigma + columns)[None, :] * tl.load(at + places()) - taken[None, :] * tl.load(at + swapped())
+
+
+@triton.jit
+def replace(at, x):
+    """What is kept there, which other threads have read and will read."""
+    tl.debug_barrier()
+    tl.store(at + places(), x)
     tl.debug_barrier()
 
 
 @triton.jit
-def times_jt(pointer, ROWS: tl.constexpr):
-    """X Jᵀ = [X₂, −X₁] of an X that is kept."""
-    columns = tl.arange(0, SIZE)[None, :]
-    at = tl.arange(0, ROWS)[:, None] * SIZE + (columns + D) % SIZE
-    return tl.where(columns < D, 1.0, -1.0) * tl.load(pointer + at)
+def growth(x, z, norm):
+    """(‖Z⁴X‖_F/‖X‖_F)^¼."""
+    power, norm = x, tl.maximum(norm, 1.0)
+    for _ in range(4):
+        power = tl.dot(power.to(tl.bfloat16), z) / norm
+    return norm * tl.sqrt(tl.sqrt(tl.sqrt(tl.sum(power * power) / tl.maximum(tl.sum(x * x), 1e-37))))
 
 
 @triton.jit
-def balance(q, k, row_stride, tokens, kept, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """γ and σ of each column: how much of its partner it takes off, 0 for the longer one of a pair, and a power of two."""
-    own, other, both = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
-    for start in range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        m = rows_of_m(q, k, row_stride, rows, tokens, WIDTH).to(tl.float32)
-        partner = rows_of_m(k, q, row_stride, rows, tokens, WIDTH).to(tl.float32)
-        own, other, both = own + tl.sum(m * m, 0), other + tl.sum(partner * partner, 0), both + tl.sum(m * partner, 0)
-    columns = tl.arange(0, SIZE)
-    is_shorter = (other > own) | ((other == own) & (columns < D))
-    ratio = both / tl.maximum(tl.maximum(own, other), 1e-37)
-    shear, partners = tl.where(is_shorter, ratio, 0.0), tl.where(is_shorter, 0.0, ratio)
-    own, other = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
-    for start in range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        m = rows_of_m(q, k, row_stride, rows, tokens, WIDTH).to(tl.float32)
-        partner = rows_of_m(k, q, row_stride, rows, tokens, WIDTH).to(tl.float32)
-        m, partner = m - shear[None, :] * partner, partner - partners[None, :] * m
-        own, other = own + tl.sum(m * m, 0), other + tl.sum(partner * partner, 0)
-    least = LEAST * (own + other) + 1e-37  # bounds the ratio where one is a multiple of the other
-    exponent = 0.25 * (tl.log2(tl.maximum(other, least)) - tl.log2(tl.maximum(own, least)))
-    sigma = tl.exp2(tl.where(columns < D, tl.floor(exponent + 0.5), -tl.floor(0.5 - exponent)))
-    tl.store(kept + columns, shear)
-    tl.store(kept + SIZE + columns, sigma)
-    return shear, sigma
+def steps_of(radius):
+    return tl.maximum(tl.ceil(radius / RADIUS), 1.0).to(tl.int32)
 
 
 @triton.jit
-def balanced(q, k, row_stride, rows, tokens, shear, sigma, WIDTH: tl.constexpr):
-    """Rows of M, balanced, in float32."""
-    m = rows_of_m(q, k, row_stride, rows, tokens, WIDTH).to(tl.float32)
-    partner = rows_of_m(k, q, row_stride, rows, tokens, WIDTH).to(tl.float32)
-    return sigma[None, :] * (m - shear[None, :] * partner)
+def limit_of(y, norm, share, THREE: tl.constexpr):
+    """‖term‖_F² below which a term no longer matters.
 
-
-@triton.jit
-def products_of(x, q, k, x_stride, row_stride, tokens, shear, sigma, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """(MᵀX)ᵀ, (D, SIZE), of the balanced M."""
-    sums = tl.zeros((D, SIZE), tl.float32)
-    for start in range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        x_rows = tl.trans(rows_of(x, x_stride, rows, tokens, WIDTH))
-        high, low = split(balanced(q, k, row_stride, rows, tokens, shear, sigma, WIDTH))
-        sums = tl.dot(x_rows, high, tl.dot(x_rows, low, sums))
-    return sums
-
-
-@triton.jit
-def gram_of(q, k, row_stride, tokens, shear, sigma, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """G of the balanced M."""
-    gram = tl.zeros((SIZE, SIZE), tl.float32)
-    for start in range(0, tokens, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        high, low = split(balanced(q, k, row_stride, rows, tokens, shear, sigma, WIDTH))
-        gram = tl.dot(tl.trans(high), high, tl.dot(tl.trans(high), low, tl.dot(tl.trans(low), high, gram)))
-    return gram
-
-
-@triton.jit
-def steps_of(gram, c, kept):
-    """Zᵀ/n in two parts, n, c/n, (TAIL/‖Z‖_F)², and whether no digit is left: c/n is NaN then, or where ‖Z‖₂ is too large.
-
-    ‖Z‖₂ = |c| ‖G‖₂ ≤ |c| (Σλ⁸)^⅛ over the eigenvalues of G, at most 1.9 times as large. φ₁ of a Z that is not normal loses
-    digits as `osa.linalg.imbalance` grows.
+    It changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂); ‖G‖_F stands for
+    ‖M‖₂².
     """
-    keep(gram, kept)
-    norm = tl.sqrt(tl.sum(gram * gram))
-    unit = (gram / tl.where(norm > 0, norm, 1.0)).to(tl.bfloat16)
-    square = tl.dot(unit, unit).to(tl.bfloat16)
-    fourth = tl.dot(square, square)
-    radius = tl.abs(c) * norm * tl.sqrt(tl.sqrt(tl.sqrt(tl.sum(fourth * fourth))))
-    norm *= tl.abs(c)
-    z, rows = times_jt(kept, SIZE), tl.arange(0, SIZE)[:, None]
-    other = tl.load(kept + (rows + D) % SIZE * SIZE + tl.arange(0, SIZE)[None, :])  # J G, but for signs
-    spectrum = -c * c * tl.sum(z * tl.where(rows < D, other, -other))
-    is_lost = norm * norm > LOST * tl.maximum(spectrum, 1.0)
-    fits = (radius <= LIMIT) & (is_lost == 0)  # NaN does not
-    count = tl.maximum(tl.where(fits, tl.ceil(radius / RADIUS), 1.0).to(tl.int32), 1)
-    c = tl.where(fits, c / count, float("nan"))
-    high, low = split(c * z)
-    tail = TAIL / tl.maximum(norm, 1e-9)
-    return high, low, count, c, tail * tail, is_lost
+    factor = EPS / tl.maximum(norm, 1e-9)
+    if THREE:
+        factor = EPS_OF_THREE / tl.maximum(norm, 1e-9)
+    factor *= share
+    return factor * factor * tl.sum(y * y)
+
+
+@triton.jit
+def taylor(total, term, z, z_low, share, least, terms, KEEP: tl.constexpr, THREE: tl.constexpr):
+    """A sum with Σ_k t_k added, t_k = (Z/n)ᵏ t_0 / (k + 1)!, how many follow t_0, and whether they suffice.
+
+    KEEP keeps all terms but the last.
+    """
+    total += term
+    size, degree = tl.full([], 1.0, tl.float32), 0
+    for k in range(MOST_TERMS):
+        if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
+            size = tl.sum(term * term)
+            if size > least:
+                degree += 1
+                if KEEP:
+                    keep_parts(terms, k, term, THREE)
+                term = times(term, z, z_low, THREE) * (share / (k + 2))
+                total += term
+    return total, degree, size <= least  # not where anything is NaN
+
+
+@triton.jit
+def keep_parts(slots, k, x, THREE: tl.constexpr):
+    """X in bfloat16, in two parts for THREE."""
+    high, low = split(x)
+    tl.store(slots + k * ENTRIES + places(), high)
+    if THREE:
+        tl.store(slots + (2 * (MOST_TERMS + 1) + k) * ENTRIES + places(), low)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
 def stepped_forward_kernel(
-    query, key, value, output, scale, state, scratch, strides, out_strides, scale_strides, count, heads, tokens,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    query, key, value, output, scale, state, scratch, strides, out_strides, count, heads, tokens,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAM_ROWS: tl.constexpr, STAGES: tl.constexpr, SCRATCH: tl.constexpr,
+    THREE: tl.constexpr,
 ):  # fmt: skip
-    """The output of each head whose `state` is 0, which becomes NaN where no digit is left of the output."""
-    square = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
-    first_term, vectors = square + 2 * ENTRIES, square + 4 * ENTRIES
+    """The output of each head whose `state` is 0, or −1 for THREE, and its `state`."""
+    kept = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        if tl.load(state + i) == 0.0:
+        if tl.load(state + i) == (-1.0 if THREE else 0.0):
             batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
             first, place = batch * strides[0] + own * strides[1], batch * out_strides[0] + own * out_strides[1]
             q, k_own, v, o = query + first, key + first, value + first, output + place
-            c = scale_of(scale, scale_strides, batch, own)
-            shear, sigma = balance(q, k_own, strides[2], tokens, vectors, WIDTH, ROWS)
-            gram = gram_of(q, k_own, strides[2], tokens, shear, sigma, WIDTH, ROWS)
-            high, low, steps, c, tail, is_lost = steps_of(gram, c, square)
-            keep(products_of(v, q, k_own, strides[2], strides[2], tokens, shear, sigma, WIDTH, ROWS), first_term)
-            y = times_jt(first_term, D)
-            tl.store(state + i, tl.where(is_lost, float("nan"), 0.0))
+            c = scale_of(scale, i)
+            qq, qk, kk, vq, vk = grams_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
+            norm, cancels, is_lost = prepare(qq, qk, kk, vq, vk, c, kept, THREE)
+            tl.debug_barrier()
+            y = balanced_y(kept)
+            replace(kept, y)
+            z, z_low = z_of(kept, THREE)
+            radius = growth(y, z, norm)
+            if THREE:
+                fits = (radius <= MOST_KEPT * RADIUS) & (is_lost == 0)  # NaN does not
+                tl.store(state + i, tl.where(is_lost, float("nan"), -1.0))
+            else:
+                is_normal = norm <= MOST_SKEWED * tl.maximum(radius, 1.0)
+                fits = (radius <= MOST_STEPS * RADIUS) & is_normal & (cancels == 0)
+            steps = tl.where(fits, steps_of(tl.where(fits, radius, 1.0)), 1 if THREE else 0)
+            share = tl.where(fits, 1.0 / tl.maximum(steps, 1), 0.0)
+            least, suffices = limit_of(y, norm, share, THREE), fits
             total = tl.zeros((D, SIZE), tl.float32)
-            for _ in range(steps):
-                term, size, least = y, tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32)
-                total += term
-                for k in range(MOST_TERMS):
-                    if size > least:
-                        size = tl.sum(term * term)
-                        least = tl.where(k == 0, tail * size, least)
-                        if size > least:
-                            term = times(term, high, low) * (1.0 / (k + 2))
-                            total += term
-                            y += (k + 2) * term
-            t_high, t_low = split(tl.trans(c * total))
-            for start in range(0, tokens, ROWS):
-                rows = start + tl.arange(0, ROWS)
-                out = times(balanced(q, k_own, strides[2], rows, tokens, shear, sigma, WIDTH), t_high, t_low)
-                out += rows_of(v, strides[2], rows, tokens, WIDTH).to(tl.float32)
-                tl.store(rows_at(o, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
+            for j in range(steps):
+                start = share * tl.load(kept + places())
+                if j > 0:
+                    start += share * times(total, z, z_low, THREE)
+                total, _, is_enough = taylor(total, start, z, z_low, share, least, kept, False, THREE)
+                suffices = suffices & is_enough
+            if THREE:
+                total = tl.where(fits, total, float("nan"))
+            else:
+                tl.store(state + i, tl.where(suffices, 0.0, -1.0))
+            if suffices | THREE:
+                replace(kept, total)
+                high, low = split(tl.trans(times_rt(kept, kept)))
+                for begin in range(0, tokens, ROWS):
+                    rows = begin + tl.arange(0, ROWS)
+                    m = rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH)
+                    out = tl.dot(m, low, tl.dot(m, high))
+                    out += rows_of(v, strides[2], rows, tokens, WIDTH).to(tl.float32)
+                    tl.store(rows_at(o, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
+            tl.debug_barrier()  # before what is kept of the next head
 
 
 @triton.jit
-def half_of_gradient(m, v_rows, e_rows, a1, a2, a3, vectors, FIRST: tl.constexpr):
-    """Columns from FIRST on of σ (E A₁ᵀ + V A₂ᵀ + M (A₃ + A₃ᵀ))."""
-    inner, wide, columns = tl.arange(0, D)[:, None], tl.arange(0, SIZE)[:, None], FIRST + tl.arange(0, D)[None, :]
-    high, low = split(tl.load(a3 + wide * SIZE + columns) + tl.load(a3 + columns * SIZE + wide))
-    sums = times(m, high, low)
-    high, low = split(tl.load(a1 + inner * SIZE + columns))
-    sums = tl.dot(e_rows, high, tl.dot(e_rows, low, sums))
-    high, low = split(tl.load(a2 + inner * SIZE + columns))
-    return tl.load(vectors + SIZE + columns) * tl.dot(v_rows, high, tl.dot(v_rows, low, sums))
+def plus_product(sums, s, t):
+    """sums + sᵀ t of stored parts."""
+    return tl.dot(tl.trans(tl.load(s)), tl.load(t), sums)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
 def stepped_backward_kernel(
     query, key, value, grad, grad_query, grad_key, grad_value, scale, grad_scale, state, scratch,
-    strides, e_strides, grad_strides, scale_strides, count, heads, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    strides, e_strides, grad_strides, count, heads, tokens,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAM_ROWS: tl.constexpr, STAGES: tl.constexpr, SCRATCH: tl.constexpr,
+    THREE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of each head whose `state` is 0 or NaN.
+    """The gradients of each head whose `state` is 0, or −1 or NaN for THREE.
 
-    As in osa/kernels/fused.py, step by step from the last. With y that of Y_{j+1} times J and h = c/n Fᵀ J, the gradient of
-    t_k, times J, is u_k = h + (k + 1) y − s_k Zᵀ/n with s_k = u_{k+1} / (k + 2), and u_0 is the y of the step before.
-    `scratch` holds a program's t_k.
+    As in osa/kernels/fused.py, step by step from the last. With h = c/n Fᵀ J and a the gradient of Y_{j+1} times J, zero for
+    the last step, those of the t_k of a step are u_k = h − a Zᵀ/n − s_k Zᵀ/n with s_k = u_{k+1} / (k + 2), and that of Y_j
+    is a + u_0; A₂ is the a that is left. grad G sums c s_kᵀ t_kᵀ over terms and steps, and aᵀ (Σ t_k)ᵀ over steps. THREE
+    keeps no Y_j, and takes Y_j = e^{−Z/n} Y_{j+1}: e^{Z/n} keeps norms where M is balanced.
     """
-    square = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
-    first_term, other_term, vectors = square + 2 * ENTRIES, square + 3 * ENTRIES, square + 4 * ENTRIES
-    terms = square + 5 * ENTRIES + places(D)
+    kept = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
+    terms = halves_of(kept + TERMS_AT)
+    factors, starts = terms + (MOST_TERMS + 1) * ENTRIES, terms + 2 * (MOST_TERMS + 1) * ENTRIES
+    lows: tl.constexpr = 2 * (MOST_TERMS + 1) * ENTRIES
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         known = tl.load(state + i)
-        if known != 1.0:
+        is_own = known == 0.0
+        if THREE:
+            is_own = (known >= 0.0) == 0
+        if is_own:
             batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
             first, place = batch * strides[0] + own * strides[1], batch * grad_strides[0] + own * grad_strides[1]
             q, k_own, v = query + first, key + first, value + first
             e = grad + batch * e_strides[0] + own * e_strides[1]
-            c = scale_of(scale, scale_strides, batch, own) + known
-            shear, sigma = balance(q, k_own, strides[2], tokens, vectors, WIDTH, ROWS)
-            gram = gram_of(q, k_own, strides[2], tokens, shear, sigma, WIDTH, ROWS)
-            high, low, steps, c, tail, _ = steps_of(gram, c, square)
-            keep(products_of(v, q, k_own, strides[2], strides[2], tokens, shear, sigma, WIDTH, ROWS), first_term)
-            keep(products_of(e, q, k_own, e_strides[2], strides[2], tokens, shear, sigma, WIDTH, ROWS), other_term)
-            y = times_jt(first_term, D)
-            total = tl.zeros((D, SIZE), tl.float32)
-            for _ in range(steps):
-                term, size, least = y, tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32)
-                total += term
-                for k in range(MOST_TERMS):
-                    if size > least:
-                        size = tl.sum(term * term)
-                        least = tl.where(k == 0, tail * size, least)
-                        if size > least:
-                            term = times(term, high, low) * (1.0 / (k + 2))
-                            total += term
-                            y += (k + 2) * term
-            gradient = tl.sum(tl.load(other_term + places(D)) * y) + 0.0 * c  # NaN where c is
+            c = scale_of(scale, i)
+            qq, qk, kk, vq, vk = grams_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
+            norm, _, is_lost = prepare(qq, qk, kk, vq, vk, c, kept, THREE)
+            fq, fk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
+            for begin in tl.range(0, tokens, GRAM_ROWS, num_stages=2):
+                rows = begin + tl.arange(0, GRAM_ROWS)
+                e_rows = tl.trans(rows_of(e, e_strides[2], rows, tokens, WIDTH))
+                fq = tl.dot(e_rows, rows_of(q, strides[2], rows, tokens, WIDTH), fq)
+                fk = tl.dot(e_rows, rows_of(k_own, strides[2], rows, tokens, WIDTH), fk)
+            tl.debug_barrier()
+            q_takes, k_takes, sigma = vectors(kept)
+            fq, fk = times_r(fq, fk, q_takes, k_takes, sigma)
+            tl.store(kept + F_AT + half(), fq)
+            tl.store(kept + F_AT + half() + D, fk)
+            y = balanced_y(kept)
+            replace(kept, y)
+            z, z_low = z_of(kept, THREE)
+            radius = tl.maximum(growth(y, z, norm), growth(tl.load(kept + F_AT + swapped()), z, norm))
+            if THREE:
+                fits = (radius <= MOST_KEPT * RADIUS) & (is_lost == 0) & (known == -1.0)
+                steps = steps_of(tl.where(fits, radius, 1.0))
+                share, c = tl.where(fits, 1.0 / steps, 0.0), tl.where(fits, c, float("nan"))
+            else:
+                steps = tl.minimum(steps_of(radius), MOST_STEPS)
+                share = 1.0 / steps
+            least = limit_of(y, norm, share, THREE)
+            total, degree = tl.zeros((D, SIZE), tl.float32), 0
+            for j in range(steps):
+                start = share * tl.load(kept + places())
+                if j > 0:
+                    start += share * times(total, z, z_low, THREE)
+                    tl.debug_barrier()  # before the terms of another step
+                    if not THREE:
+                        tl.store(starts + j * ENTRIES + places(), start.to(tl.bfloat16))
+                total, degree, _ = taylor(total, start, z, z_low, share, least, terms, True, THREE)
+            last = tl.load(kept + places()) + times(total, z, z_low, THREE)  # e^Z Y
+            gradient = tl.sum(tl.load(kept + F_AT + places()) * last) / c
             tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
-            h = -c * times_jt(other_term, D)
-            following, product = tl.zeros((D, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
-            for _ in range(steps):
-                term, size, least = y, tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32)
-                for k in range(MOST_TERMS):
-                    if size > least:
-                        size = tl.sum(term * term)
-                        least = tl.where(k == 0, tail * size, least)
-                        if size > least:
-                            term = times(term, high, low) * (-1.0 / (k + 2))
-                            y += (k + 2) * term
-                term, size, least, degree = y, tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32), 0
-                for k in range(MOST_TERMS):
-                    if size > least:
-                        size = tl.sum(term * term)
-                        least = tl.where(k == 0, tail * size, least)
-                        if size > least:
-                            degree += 1
-                            tl.store(terms + k * ENTRIES, term)
-                            term = times(term, high, low) * (1.0 / (k + 2))
-                tl.debug_barrier()
-                u = h + (degree + 1) * following
-                for j in range(degree):
-                    k = degree - 1 - j
+            replace(kept + A_AT, total)
+            replace(kept + A_AT, times_rt(kept, kept + A_AT))
+            tq, tq_low = split(tl.load(kept + A_AT + half()))
+            tk, tk_low = split(tl.load(kept + A_AT + D + half()))
+            if THREE:
+                replace(kept, share * last)
+            signs = tl.where(tl.arange(0, SIZE) < D, -c * share, c * share)[None, :]
+            for l in range(steps):
+                j = steps - 1 - l
+                h, pairs = signs * tl.load(kept + F_AT + swapped()), degree
+                if THREE:
+                    start = tl.load(kept + places())
+                    back, _, _ = taylor(tl.zeros((D, SIZE), tl.float32), start, z, z_low, -share, least, terms, False, True)
+                    start -= share * times(back, z, z_low, True)
+                    replace(kept, start)
+                    total = tl.zeros((D, SIZE), tl.float32)
+                    total, degree, _ = taylor(total, start, z, z_low, share, least, terms, True, True)
+                elif l > 0:
+                    start = share * tl.load(kept + places())
+                    if j > 0:
+                        start = tl.load(starts + j * ENTRIES + places()).to(tl.float32)
+                    total = tl.zeros((D, SIZE), tl.float32)
+                    total, degree, _ = taylor(total, start, z, z_low, share, least, terms, True, False)
+                pairs = degree
+                if l > 0:
+                    a = tl.load(kept + A_AT + places())
+                    keep_parts(terms, degree, total, THREE)
+                    keep_parts(factors, degree, a, THREE)
+                    pairs = degree + 1
+                    h -= share * times(a, z, z_low, THREE)
+                u = h
+                for m in range(degree):
+                    k = degree - 1 - m
                     s = u * (1.0 / (k + 2))
-                    t_high, t_low = split(tl.load(terms + k * ENTRIES))
-                    s_high, s_low = split(tl.trans(s))
-                    product = tl.dot(s_high, t_high, tl.dot(s_high, t_low, tl.dot(s_low, t_high, product)))
-                    u = h + (k + 1) * following - times(s, high, low)
-                following = u
-                tl.debug_barrier()  # before the terms of the next step
-            keep(c * total, first_term)
-            keep(following, other_term)
-            keep(c * product, square)
-            wide, narrow = tl.arange(0, SIZE)[:, None], tl.arange(0, D)[None, :]
-            a2_high, a2_low = split(tl.load(other_term + narrow * SIZE + wide))
-            for start in range(0, tokens, ROWS):
-                rows = start + tl.arange(0, ROWS)
-                m = balanced(q, k_own, strides[2], rows, tokens, shear, sigma, WIDTH)
+                    keep_parts(factors, k, s, THREE)
+                    u = h - share * times(s, z, z_low, THREE)
+                if l > 0:
+                    u += tl.load(kept + A_AT + places())
+                replace(kept + A_AT, u)
+                qq, qk, kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
+                for k in tl.range(0, pairs, num_stages=1 if THREE else 2):
+                    s, t = factors + k * ENTRIES + half(), terms + k * ENTRIES + half()
+                    qq, qk, kk = plus_product(qq, s, t), plus_product(qk, s, t + D), plus_product(kk, s + D, t + D)
+                    qk = plus_product(qk, t, s + D)
+                    if THREE:
+                        qq, qk = plus_product(qq, s + lows, t), plus_product(qk, s + lows, t + D)
+                        kk, qk = plus_product(kk, s + lows + D, t + D), plus_product(qk, t + lows, s + D)
+                        qq, qk = plus_product(qq, s, t + lows), plus_product(qk, s, t + lows + D)
+                        kk, qk = plus_product(kk, s + D, t + lows + D), plus_product(qk, t, s + lows + D)
+                blocks = kept + GRAD_AT + square()
+                if l > 0:  # as first summands they would keep the loop's products from overlapping
+                    qq, qk, kk = qq + tl.load(blocks), qk + tl.load(blocks + D * D), kk + tl.load(blocks + 2 * D * D)
+                tl.store(blocks, qq)
+                tl.store(blocks + D * D, qk)
+                tl.store(blocks + 2 * D * D, kk)
+                tl.debug_barrier()
+            blocks, flipped = kept + GRAD_AT + square(), kept + GRAD_AT + tl.trans(square())
+            qq, qk, kq = tl.load(blocks) + tl.load(flipped), tl.load(blocks + D * D), tl.load(flipped + D * D)
+            kk = tl.load(blocks + 2 * D * D) + tl.load(flipped + 2 * D * D)
+            q_takes, k_takes, sigma = vectors(kept)
+            of_k, of_q = k_takes / sigma, q_takes * sigma
+            qq_r, qk_r = sigma[None, :] * qq - of_k[None, :] * qk, qk / sigma[None, :] - of_q[None, :] * qq
+            kq_r, kk_r = sigma[None, :] * kq - of_k[None, :] * kk, kk / sigma[None, :] - of_q[None, :] * kq
+            qq, qq_low = split(sigma[:, None] * qq_r - of_k[:, None] * kq_r)
+            qk, qk_low = split(sigma[:, None] * qk_r - of_k[:, None] * kk_r)
+            kk, kk_low = split(kk_r / sigma[:, None] - of_q[:, None] * qk_r)
+            replace(kept + A_AT, times_rt(kept, kept + A_AT))
+            aq, aq_low = split(tl.load(kept + A_AT + half()))
+            ak, ak_low = split(tl.load(kept + A_AT + D + half()))
+            gq, gk, gv = grad_query + place, grad_key + place, grad_value + place
+            for begin in range(0, tokens, ROWS):
+                rows = begin + tl.arange(0, ROWS)
+                q_rows, k_rows = rows_of(q, strides[2], rows, tokens, WIDTH), rows_of(k_own, strides[2], rows, tokens, WIDTH)
                 v_rows, e_rows = rows_of(v, strides[2], rows, tokens, WIDTH), rows_of(e, e_strides[2], rows, tokens, WIDTH)
-                grad_q = half_of_gradient(m, v_rows, e_rows, first_term, other_term, square, vectors, 0)
-                grad_k = half_of_gradient(m, v_rows, e_rows, first_term, other_term, square, vectors, D)
-                at, mask = narrow + rows[:, None] * grad_strides[2], inside(rows, tokens, WIDTH)
-                grad_v = times(m, a2_high, a2_low) + e_rows.to(tl.float32)
-                tl.store(grad_value + place + at, grad_v.to(tl.bfloat16), mask=mask)
-                q_shear, k_shear = tl.load(vectors + narrow), tl.load(vectors + D + narrow)
-                tl.store(grad_query + place + at, (grad_q - k_shear * grad_k).to(tl.bfloat16), mask=mask)
-                tl.store(grad_key + place + at, (grad_k - q_shear * grad_q).to(tl.bfloat16), mask=mask)
-            tl.debug_barrier()  # before the next head
+                at = tl.arange(0, D)[None, :] + rows[:, None] * grad_strides[2]
+                mask = inside(rows, tokens, WIDTH)
+                x = tl.dot(k_rows, tl.trans(qk), tl.dot(q_rows, qq, tl.dot(v_rows, aq, tl.dot(e_rows, tq))))
+                if THREE:
+                    x = tl.dot(v_rows, aq_low, tl.dot(e_rows, tq_low, x))
+                    x = tl.dot(k_rows, tl.trans(qk_low), tl.dot(q_rows, qq_low, x))
+                tl.store(gq + at, x.to(tl.bfloat16), mask=mask)
+                x = tl.dot(k_rows, kk, tl.dot(q_rows, qk, tl.dot(v_rows, ak, tl.dot(e_rows, tk))))
+                if THREE:
+                    x = tl.dot(v_rows, ak_low, tl.dot(e_rows, tk_low, x))
+                    x = tl.dot(k_rows, kk_low, tl.dot(q_rows, qk_low, x))
+                tl.store(gk + at, x.to(tl.bfloat16), mask=mask)
+                x = tl.dot(k_rows, tl.trans(ak), tl.dot(q_rows, tl.trans(aq)))
+                if THREE:
+                    x = tl.dot(k_rows, tl.trans(ak_low), tl.dot(q_rows, tl.trans(aq_low), x))
+                tl.store(gv + at, (x + e_rows.to(tl.float32)).to(tl.bfloat16), mask=mask)
+            tl.debug_barrier()  # before what is kept of the next head

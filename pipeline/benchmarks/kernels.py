@@ -87,7 +87,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
         kernels, is_there = {
             "": (launch, width <= operators.MAX_WIDTH),
             "long": (sequences, True),
-            "fused": (heads, heads.may_fuse(method, query, query, query)),
+            "fused": (heads, heads.is_fused(method, query, query, query)),
         }["".join(form)]
         if is_there:
             shapes = (2, 3, 1, 1), kernels.saved_shape(method, query, query)
@@ -102,7 +102,8 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
 def name(launched: Launch) -> str:
     """Of the kernel, as the table has it."""
     kernel, *_, arguments = launched
-    return kernel.fn.__name__.removesuffix("_kernel") + " sheared" * arguments.get("SHEARED", False)
+    forms = " sheared" * arguments.get("SHEARED", False) + " three" * arguments.get("THREE", False)
+    return kernel.fn.__name__.removesuffix("_kernel") + forms
 
 
 def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, architecture: int) -> dict:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 def long(monkeypatch):
     """Every sequence counts as long, in parts of 64 rows; few steps for the interpreter. As on CUDA, no value is read."""
     monkeypatch.setattr(operators, "MAX_TOKENS", 0)
-    monkeypatch.setattr(heads, "may_fuse", lambda *x: False)
+    monkeypatch.setattr(heads, "is_fused", lambda *x: False)
     monkeypatch.setattr(linalg, "is_readable", lambda x: False)
     monkeypatch.setitem(linalg.KERNELS, "split_phi1_times", [(operators.fits_split_phi1, operators.phi1_times)])
     if DEVICE.type == "cuda":

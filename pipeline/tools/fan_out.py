@@ -44,7 +44,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.data import idx
 from pipeline.results.runs import recorded
 from pipeline.studies.lab import Lab
-from pipeline.tools import locks, times
+from pipeline.tools import gpus, locks, times
 from pipeline.training.run import TABLE_2, Run, same_config
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
@@ -127,12 +127,35 @@ def train(
     if cluster:
         finished, at_a_time = on_cluster(jobs, cluster, per_gpu or 1), len(jobs)
     else:
-        at_a_time = at_a_time or torch.cuda.device_count() * (per_gpu or 1) or len(os.sched_getaffinity(0))
+        at_a_time = at_a_time or at_once(jobs, per_gpu)
         finished = here(jobs, at_a_time)
     for ended in follow(jobs, finished, at_a_time):
         if not no_tracking:
             tracking.sync_quietly(*ended)
         yield ended
+
+
+def at_once(jobs: list[Job], per_gpu: int | None) -> int:
+    """How many trainings this machine takes at a time: one a core, or one a GPU, or where MPS runs as many as fit there.
+    Where it does not run, a line says how to start it and what that saves."""
+    count = torch.cuda.device_count()
+    if not count:
+        return len(os.sched_getaffinity(0))
+    if per_gpu:
+        return count * per_gpu
+    fit = gpus.that_fit(config for _, config in jobs)
+    if gpus.has_mps():
+        return count * fit
+    if fit > 1 and len(jobs) > count and gpus.can_start_mps():
+        records = [made for _, made in recorded()]
+        seconds = [times.estimate(*job, records) for job in jobs]
+        left = [time_left(seconds, at_a_time).removesuffix(" left") for at_a_time in (count, count * fit)]
+        print(
+            f"One training leaves most of a GPU idle: `{gpus.CONTROL} -d` starts NVIDIA's MPS, under which {fit} share one "
+            f"({left[0]} as it is, {left[1]} at best).",
+            file=sys.stderr,
+        )
+    return count
 
 
 # which runs
@@ -211,7 +234,7 @@ def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> It
             for run, made in zip(ended, records[len(records) - len(ended) :], strict=True):
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                tqdm.write(f"{run}: {result} after {times.duration(made['seconds'])}; {bar.postfix}", file=sys.stderr)
+                tqdm.write(f"{run}: {result} after {times.spent(made)}; {bar.postfix}", file=sys.stderr)
             if ended:
                 yield ended
 

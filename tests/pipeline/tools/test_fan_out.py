@@ -289,6 +289,10 @@ def test_time_left_is_scaled_by_epochs_and_depth():
     assert times.estimate(Run("vit", 0), shorter, [made]) == pytest.approx(600 / 4)
     other = made | {"variant": "osa_qr", "name": "osa_qr", "seconds": 60.0}
     assert times.estimate(Run("vit", 0), config, [other, made]) == 600 and times.estimate(Run("x", 0), config, [other]) == 60
+    assert times.spent({"seconds": 720.0}) == "12 min", "as older records have it"
+    phases = {"start": 4.2, "compiling": 0.0, "steps": 600.0, "evaluation": 115.0, "writing": 5.0}
+    assert times.spent({"seconds": 720.0, "phases": phases}) == "12 min (steps 10 min, evaluation 2 min)"
+    assert times.spent({"seconds": 9.0, "phases": {"start": 4.0, "steps": 8.0}}, tracking=7.0).endswith("tracking 7 s)")
     assert fan_out.time_left([3600.0, 3600.0, 3600.0], 2) == "1 h 30 min left"
     assert fan_out.time_left([3000.0, 60.0], 2) == "50 min left", "as the longest does"
     assert fan_out.time_left([], 0) == "0 s left" and "unknown" in fan_out.time_left([None, 1.0], 2)

@@ -88,8 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Those of every command that trains side by side."""
-    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a GPU or core")
-    parser.add_argument("--per-gpu", type=positive, metavar="N", help="trainings at a time on one GPU")
+    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
+    per_gpu_help = "trainings at a time on one GPU; default: one, or under NVIDIA's MPS as many as fit"
+    parser.add_argument("--per-gpu", type=positive, metavar="N", help=per_gpu_help)
     parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
     return parser
 
@@ -431,11 +432,12 @@ def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list
         work = ray.remote(**options)(execute_shipped)
         bundle = ray.put(shipment({config.data.source for _, config in jobs}))
         tasks = {work.remote(bundle, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in jobs}
-        yield from as_they_end(
-            tasks,
-            lambda waiting: ray.wait(waiting, timeout=show_every())[0],
-            lambda run, task: receive(run, ray.get(task)),
-        )
+
+        def ended(waiting: list) -> list:
+            ray.wait(waiting, timeout=show_every())  # for the first
+            return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
+
+        yield from as_they_end(tasks, ended, lambda run, task: receive(run, ray.get(task)))
     finally:
         ray.shutdown()
 

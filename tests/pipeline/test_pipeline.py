@@ -283,12 +283,12 @@ def test_an_array_of_printed_commands_trains_all_and_dvc_hears_of_it_afterwards(
 
     edit(Path("params.yaml"), lambda raw: raw["run"].update(variants=["vit", "osa_exact"], seeds=[0, 1]))
     section = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8").partition("## On a cluster")[2]
-    script, commands, *_ = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    script, before, after, *_ = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(script.splitlines()) == 6
     Path(".venv/bin").mkdir(parents=True)
     Path(".venv/bin/activate").touch()
     Path("array.sh").write_text(script, encoding="utf-8")
-    printed, submitted, again, repro = commands.splitlines()
+    (printed, submitted), (again, repro) = before.splitlines(), after.splitlines()
     assert submitted.startswith("sbatch --array=1-") and submitted.endswith(" array.sh")
     output("dvc repro fetch")
     output(printed)

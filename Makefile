@@ -92,6 +92,18 @@ tour: $(VENV)/.dev  ## run the notebook in place, and write it as notebooks/tour
 	$(RUN) jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/tour.ipynb
 	$(RUN) jupyter nbconvert --to html notebooks/tour.ipynb
 
+# Links from the pages into the repository lead to SOURCES: from site/ the files beside it, where it is published their address.
+SOURCES ?= ..
+MODULES = osa $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard osa/*.py osa/deep/*.py osa/constrained/*.py))))
+.PHONY: site
+site: $(VENV)/.dev  ## both pages and the reference of the package, as they are published, in site/
+	$(RUN) pdoc --docformat google --output-directory site/reference $(MODULES)
+	cp .github/pages/index.html site
+	for page in report research; do \
+		sed -E 's#href="(report|research)\.md#href="\1.html#g; s#href="\.\./#href="$(SOURCES)/#g; s#href="([a-z_]+)/#href="$(SOURCES)/paper_outputs/\1/#g' \
+			paper_outputs/$$page.html >site/$$page.html; \
+	done
+
 .PHONY: doctor
 doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
 	@$(RUN) $(PYTHON) -m pipeline doctor

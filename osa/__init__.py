@@ -13,7 +13,7 @@ from osa.pretrained import load_pretrained, save_pretrained
 from osa.varlen import orthogonal_attention_varlen
 from osa.vit import VisionTransformer
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 NUMERICS = 1  # raised by an edit that changes the numbers of a training: runs of another one are trained again
 
 __all__ = [

@@ -24,7 +24,9 @@ COMMANDS |= {
     name: f"tools.{name}" for name in ("fan_out", "plan", "reproduce", "restore", "doctor", "quickstart", "same_bits")
 }
 COMMANDS |= {"tracking": "tracking.__main__"}
-COMMANDS |= {name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "kernels"))}
+COMMANDS |= {
+    name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "memory", "kernels"))
+}
 COMPLETION = """\
 _pipeline() {{
   [ "${{COMP_WORDS[*]:1:2}} $COMP_CWORD" = "-m pipeline 3" ] && COMPREPLY=($(compgen -W "{}" -- "$2"))

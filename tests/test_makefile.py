@@ -1,8 +1,10 @@
 """`make setup` with and without TORCH=cpu, from package indexes in a folder."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -108,3 +110,35 @@ def test_who_replicates_gets_no_tests_and_uv_installs_where_it_is(make, tmp_path
     assert failed.returncode and failed.stderr.splitlines()[0].startswith(
         "error: the packages cannot be installed (see .venv/"
     )
+
+
+@pytest.mark.slow
+def test_the_site_has_both_pages_and_the_reference_and_every_link_leads_somewhere(tmp_path):
+    pytest.importorskip("pdoc", reason="needs requirements-dev.txt")
+    for path in ("osa", ".github/pages"):
+        shutil.copytree(ROOT / path, tmp_path / path, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("report.html", "research.html"):
+        files.write_bytes(tmp_path / "paper_outputs" / name, (ROOT / "paper_outputs" / name).read_bytes())
+    sources, venv = "https://forge/blob/main", os.path.relpath(sys.prefix, tmp_path)
+    command = ["make", "-f", ROOT / "Makefile", "-o", f"{venv}/.dev", "site", f"VENV={venv}", f"SOURCES={sources}"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    site = tmp_path / "site"
+    pages = {page: page.read_text(encoding="utf-8") for page in site.glob("*.html")}
+    names = {page.name for page in pages}
+    assert names == {"index.html", "report.html", "research.html"}
+    for page, text in pages.items():
+        links = [
+            link for link in re.findall(r' href="([^"]+)"', text) if not link.startswith(("data:", "https://arxiv.org/"))
+        ]
+        assert len(links) > 2
+        for link in links:
+            path, _, anchor = link.partition("#")
+            if path.startswith(sources):
+                assert (ROOT / path.removeprefix(f"{sources}/")).exists(), f"{page.name}: {link}"
+            elif "://" not in path:
+                target = site / path if path else page
+                assert target.exists(), f"{page.name}: {link}"
+                assert not anchor or f'id="{anchor}"' in target.read_text(encoding="utf-8"), f"{page.name}: {link}"
+    modules = {path.relative_to(site / "reference").with_suffix("") for path in (site / "reference/osa").rglob("*.html")}
+    assert {Path("osa/init"), Path("osa/deep/shaped"), Path("osa/constrained/penalties")} <= modules
+    assert 'id="create_model"' in (site / "reference/osa.html").read_text(encoding="utf-8")

@@ -8,9 +8,10 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipeline.core.errors import UserError
 
@@ -43,11 +44,21 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         except (FileNotFoundError, FileExistsError):  # another training of the same run has removed the folder meanwhile
             _write(path, data)
     except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"{path} cannot be written ({why}): make room for it, or let it be written.") from None
+        raise unwritable(path, error) from None
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be written ({error.strerror or error}): make room for it, or let it be written.")
 
 
 def _write(path: Path, data: bytes) -> None:
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which becomes the one at `path` when all of it is written."""
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
@@ -55,7 +66,7 @@ def _write(path: Path, data: bytes) -> None:
             left.unlink(missing_ok=True)
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def committed(path: Path) -> str | None:
     """A text file as the last commit has it; None where that has none, without git, and outside this repository."""
     path = path.resolve()
     return _git("show", f"HEAD:./{path.relative_to(ROOT).as_posix()}") if path.is_relative_to(ROOT) else None
+
+
+def process_seconds() -> float:
+    """The time since this process began; where the system does not tell, the time of the CPU that it has taken."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # proc(5): starttime
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.process_time()
 
 
 def now() -> str:

@@ -1,4 +1,4 @@
-"""Fetches a data set as four gzipped IDX files in data/SOURCE, each of them whole and verified.
+"""Fetches a data set as four files in data/SOURCE, each of them whole and verified.
 
 Their digest, which records have too, is in paper_outputs/data/SOURCE.txt.
 

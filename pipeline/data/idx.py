@@ -1,5 +1,6 @@
-"""A data set in memory: the four IDX files of the fetch stage, checked, as tensors on the device.
+"""A data set in memory: the four files of the fetch stage, checked, as bytes on the device.
 
+They are gzipped IDX files, or of one's own images NumPy's (.npy), which are mapped: what is not looked at is not read.
 IDX (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") is a header of big-endian 32-bit words, a
 magic number 0x0800 + (number of dimensions) and then each dimension, followed by the unsigned bytes in C order.
 """
@@ -9,7 +10,8 @@ import hashlib
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +22,53 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # of the splits train and t10k
+OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
+LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # up to 256 classes, and beyond
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of the 256 levels, on one device.
+
+    An index, a slice and a part of `split` come out scaled, float32: a value for each level that is looked up has the same
+    bits as an image that was scaled as a whole, in a quarter of the memory.
+    """
+
+    pixels: torch.Tensor
+    levels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, which: int | slice | torch.Tensor) -> torch.Tensor:
+        chosen = self.pixels[which]
+        return self.levels.index_select(0, chosen.flatten().int()).view(chosen.shape)
+
+    def first(self, count: int) -> "Images":
+        """The first images, or all if there are fewer."""
+        return replace(self, pixels=self.pixels[:count])
+
+    def split(self, size: int) -> Iterator[torch.Tensor]:
+        """All images in their order, so many at a time."""
+        for start in range(0, len(self), size):
+            yield self[start : start + size]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.pixels.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.pixels.device
 
 
 @dataclass(frozen=True)
 class Data:
-    """Images (n, C, H, W) float32 and labels (n,) int64 of both splits, and the digest of the bytes behind them."""
+    """Images and labels (n,) int64 of both splits, and the digest of the bytes behind them."""
 
-    train_images: torch.Tensor
+    train_images: Images
     train_labels: torch.Tensor
-    test_images: torch.Tensor
+    test_images: Images
     test_labels: torch.Tensor
     sha256: str
 
@@ -45,19 +85,28 @@ def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.de
     all pixels of all training images ("standard"); test images get the same map.
 
     Raises:
-        UserError: a file is missing or corrupted, or the scaling is unknown.
+        UserError: a file is missing or corrupted, the scaling is unknown, or a GPU has too little memory.
     """
     arrays = _read(folder)
     train_images, train_labels, test_images, test_labels = arrays
-    levels = _scaled_levels(pixel_scaling, train_images)
+    levels = torch.from_numpy(_scaled_levels(pixel_scaling, train_images)).to(device)
+    _check_memory(folder, train_images.nbytes + test_images.nbytes, torch.device(device))
 
-    def images(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(levels[array]).to(device)
+    def images(array: np.ndarray) -> Images:
+        return Images(torch.from_numpy(array).to(device), levels)
 
     def labels(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
     return Data(images(train_images), labels(train_labels), images(test_images), labels(test_labels), _digest(arrays))
+
+
+def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None:
+    if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
+        raise UserError(
+            f"the images of {folder} take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: write a smaller "
+            "data.resize in params.yaml, or free the GPU."
+        )
 
 
 def digest(folder: str | Path) -> str:
@@ -80,10 +129,41 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
     elif pixel_scaling == "half":
         levels = 2 * levels / 255 - 1
     elif pixel_scaling == "standard":
-        levels = (levels - train_images.mean(dtype=np.float64)) / train_images.std(dtype=np.float64)
+        counts = _histogram(train_images)
+        mean = counts @ levels / counts.sum()
+        levels = (levels - mean) / math.sqrt(counts @ (levels - mean) ** 2 / counts.sum())
     else:
         raise UserError(f"data.pixel_scaling is {pixel_scaling!r}; write unit, half or standard in params.yaml.")
     return levels.astype(np.float32)
+
+
+def _histogram(images: np.ndarray) -> np.ndarray:
+    """How many pixels have each level, (256,), a million at a time: NumPy counts in 64 bits a pixel."""
+    pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
+    for start in range(0, len(pixels), 2**20):
+        counts += np.bincount(pixels[start : start + 2**20], minlength=256)
+    return counts
+
+
+def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
+    """Writes an array in NumPy's format part by part, so that memory never holds it; whole or not at all.
+
+    Raises:
+        UserError: the disk is full, or whatever else the system says.
+    """
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    try:
+        with files.replacing(path) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for part in parts:
+                file.write(np.ascontiguousarray(part, dtype))
+    except OSError as error:
+        raise files.unwritable(path, error) from None
+
+
+def label_type(num_classes: int) -> np.dtype:
+    """That of stored labels: bytes for up to 256 classes, on which the digests of data sets hang, and two bytes beyond."""
+    return LABEL_TYPES[num_classes > 256]
 
 
 def as_idx(array: np.ndarray) -> bytes:
@@ -103,11 +183,13 @@ def _num_classes(folder: str | Path) -> int:
 
 
 def _read(folder: str | Path) -> list[np.ndarray]:
-    """Images (n, C, H, W) and labels (n,) of the training split, then of the test split, all uint8."""
+    """Images (n, C, H, W) uint8 and labels (n,) of the training split, then of the test split."""
     arrays, num_classes = [], _num_classes(folder)
+    is_own = Path(folder, params.DESCRIPTION).exists()
+    names, read = ((OWN_IMAGES, OWN_LABELS), _map_own) if is_own else ((IMAGES, LABELS), _read_idx)
     for split in ("train", "t10k"):
-        images_path, labels_path = Path(folder, IMAGES.format(split)), Path(folder, LABELS.format(split))
-        images, labels = _read_idx(images_path, (3, 4)), _read_idx(labels_path, (1,))
+        images_path, labels_path = (Path(folder, name.format(split)) for name in names)
+        images, labels = read(images_path, (3, 4)), read(labels_path, (1,))
         images = images[:, None] if images.ndim == 3 else images  # one channel may be left out
         if images.shape[-1] != images.shape[-2] or (arrays and images.shape[1:] != arrays[0].shape[1:]):
             raise _unusable(images_path, f"has images of the shape {images.shape[1:]}, not square ones of one size")
@@ -137,7 +219,23 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     values = np.frombuffer(content, np.uint8, offset=header_size)
     if values.size != math.prod(shape):
         raise _unusable(path, f"has {values.size} values where its header says {math.prod(shape)}")
-    return values.reshape(shape)
+    return values.reshape(shape).copy()  # of the file's bytes, which nobody may write to
+
+
+def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
+    """An array that is not empty, of bytes or of labels, as a file that is mapped: it takes no memory of its own."""
+    try:
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
+    except FileNotFoundError:
+        raise _unusable(path, "is missing") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise _unusable(path, f"cannot be read ({error})") from None
+    types = LABEL_TYPES if dimensions == (1,) else LABEL_TYPES[:1]
+    if array.ndim not in dimensions or array.dtype not in types:
+        raise _unusable(path, f"holds {array.dtype} of the shape {array.shape}, which are not what its name says")
+    if not array.size:
+        raise _unusable(path, "is empty")
+    return array
 
 
 def _unusable(path: Path, problem: str) -> UserError:

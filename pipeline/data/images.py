@@ -1,14 +1,17 @@
-"""Turns one's own images, a folder or a tar or zip archive of class folders, into the four IDX files that training reads.
+"""Turns one's own images, a folder or a tar or zip archive of class folders, into the four files that training maps.
 
 The layout is that of torchvision's ImageFolder, train/CLASS/IMAGE and test/CLASS/IMAGE, in any format that Pillow reads.
 An image is stored as a viewer shows it, turned by its EXIF orientation and in the colours of its profile, or refused.
+The decoded pixels wait in a file until all images are known, which say size and colour, so that memory never holds them.
 """
 
 import hashlib
 import io
+import shutil
 import stat
 import sys
 import tarfile
+import tempfile
 import unicodedata
 import warnings
 import zipfile
@@ -16,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
@@ -26,13 +30,14 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.data import idx
 
-SPLITS = {"train": "train", "test": "t10k"}  # and their names in the IDX files
-MAX_CLASSES = 256  # labels are bytes
-LARGEST_FILE, LARGEST_DATA = 2**28, 2**32  # bytes of a file, and of all pixels
+SPLITS = {"train": "train", "test": "t10k"}  # and their names in the files
+MAX_CLASSES = 1000
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and of a NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # of reading an archive
 Place = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
+Decoded = tuple[str, int, int]  # of an image too: its mode and size, and where its pixels begin in the file of all
 Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read a file; None for a folder
 
 
@@ -52,39 +57,58 @@ def convert(wanted: params.Data, out: Path) -> None:
         raise UserError(
             f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
         )
-    images, classes, sizes, sha256 = read(path, wanted.resize)
-    size = wanted.resize or max(sizes, key=lambda each: (sizes[each], each))
-    num_grey = sum(image.mode == "L" for image in images.values())
-    mode, channels = ("L", 1) if num_grey == len(images) else ("RGB", 3)
-    pixels, content = {}, {}
-    for split, stored in SPLITS.items():
-        places = in_turns([place for place in images if place[0] == split])
-        pixels[split] = np.empty((len(places), channels, size, size), np.uint8)
-        for row, place in enumerate(places):
-            image = resized(images[place].convert(mode), size)
-            pixels[split][row] = np.moveaxis(np.asarray(image).reshape(size, size, channels), -1, 0)
-        content[idx.IMAGES.format(stored)] = idx.as_idx(pixels[split])
-        content[idx.LABELS.format(stored)] = idx.as_idx(np.array([classes.index(label) for _, label, _ in places]))
-    description = {"path": wanted.path, "resize": wanted.resize, "made_from": sha256}
-    description |= {"classes": classes, "channels": channels, "size": size}
-    if others := len(images) - sizes[size]:
-        print(f"{others} of {len(images)} images are resized to {size} x {size}.")
-    if num_grey and channels == 3:
-        print(f"{num_grey} of {len(images)} images are grey and become colour images.")
-    if shared := num_shared(pixels["train"], pixels["test"]):
-        print(
-            f"warning: {shared} of {len(pixels['test'])} test images are in train/ too: remove them there.", file=sys.stderr
-        )
-    (out / params.DESCRIPTION).unlink(missing_ok=True)  # it goes first and comes last
-    for name, each in content.items():
-        files.write_bytes(out / name, each)
+    with tempfile.TemporaryFile(dir=Path()) as spool:
+        images, classes, sizes, sha256 = read(path, wanted.resize, spool)
+        size = wanted.resize or max(sizes, key=lambda each: (sizes[each], each))
+        num_grey = sum(mode == "L" for mode, _, _ in images.values())
+        mode = "L" if num_grey == len(images) else "RGB"
+        description = {"path": wanted.path, "resize": wanted.resize, "made_from": sha256}
+        description |= {"classes": classes, "channels": len(mode), "size": size}
+        if others := len(images) - sizes[size]:
+            print(f"{others} of {len(images)} images are resized to {size} x {size}.")
+        if num_grey and mode == "RGB":
+            print(f"{num_grey} of {len(images)} images are grey and become colour images.")
+        (out / params.DESCRIPTION).unlink(missing_ok=True)  # it goes first and comes last
+        for older in out.glob("*.gz"):  # as which they were stored once
+            older.unlink()
+        digests = {split: write_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
+    known = set(digests["train"])
+    if shared := sum(each in known for each in digests["test"]):
+        count = len(digests["test"])
+        print(f"warning: {shared} of {count} test images are in train/ too: remove them there.", file=sys.stderr)
     files.write_json(out / params.DESCRIPTION, description)  # the number of classes, which a digest needs
     files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.digest(out)})
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
 
 
-def read(path: Path, resize: int | None) -> tuple[dict[Place, Image.Image], list[str], Counter, str]:
-    """The images under train/ and test/, their classes, how many have which size, and a digest of names and contents."""
+def write_split(
+    out: Path, split: str, images: dict[Place, Decoded], classes: list[str], mode: str, size: int, spool: BinaryIO
+) -> list[bytes]:
+    """Writes images and labels of a split. Returns a digest of each image, whatever its name and format were."""
+    places, digests = in_turns([place for place in images if place[0] == split]), []
+
+    def rows() -> Iterator[np.ndarray]:
+        for place in places:
+            stored_mode, width, start = images[place]
+            spool.seek(start)
+            content = spool.read(len(stored_mode) * width**2)
+            image = resized(Image.frombytes(stored_mode, (width, width), content).convert(mode), size)
+            pixels = np.moveaxis(np.asarray(image).reshape(size, size, len(mode)), -1, 0)
+            digests.append(hashlib.sha256(np.ascontiguousarray(pixels)).digest())
+            yield pixels
+
+    shape = (len(places), len(mode), size, size)
+    idx.write_own(out / idx.OWN_IMAGES.format(SPLITS[split]), shape, np.dtype(np.uint8), rows())
+    numbers = {label: number for number, label in enumerate(classes)}
+    labels = np.array([numbers[label] for _, label, _ in places])
+    idx.write_own(out / idx.OWN_LABELS.format(SPLITS[split]), labels.shape, idx.label_type(len(classes)), [labels])
+    return digests
+
+
+def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[Place, Decoded], list[str], Counter, str]:
+    """The images under train/ and test/, their classes, how many have which size, and a digest of names and contents. The
+    pixels go to `spool`."""
+    free = shutil.disk_usage(Path()).free
     images, classes, sizes, digests, roots, num_bytes = {}, {}, Counter(), [], set(), 0
     for name, length, content in tqdm(members(path), unit=" files", leave=False, disable=None):
         root, (split, *inside) = split_root(name)
@@ -108,10 +132,14 @@ def read(path: Path, resize: int | None) -> tuple[dict[Place, Image.Image], list
         except DAMAGES as error:
             raise UserError(f"{path}: {name} cannot be read ({error}): put a whole file or archive there.") from None
         image, size = decode(path, name, content, resize)
-        images[split, label, name], with_images[label] = image, True
-        num_bytes += image.width**2 * len(image.mode)
-        if num_bytes > LARGEST_DATA:
-            raise UserError(f"{path} has more than {LARGEST_DATA / 2**30:g} GiB of pixels: write a smaller data.resize.")
+        images[split, label, name], with_images[label] = (image.mode, image.width, num_bytes), True
+        num_bytes += spool.write(image.tobytes())
+        if num_bytes > min(LARGEST_DATA, free / 2):  # as they are stored a second time
+            raise UserError(
+                f"{path}: the first {len(images):,} images have {num_bytes / 1e9:.1f} GB of pixels, and at most "
+                f"{LARGEST_DATA / 1e9:.1f} GB are taken, or half of the disk's {free / 1e9:.1f} GB that are free: write a "
+                "smaller data.resize."
+            )
         sizes[size] += 1
         digests.append(f"{name} {hashlib.sha256(content).hexdigest()}")
     if len(roots) > 1:
@@ -195,12 +223,6 @@ def in_turns(places: list[Place]) -> list[Place]:
         ranked.append((counts[label], place))
         counts[label] += 1
     return [place for _, place in sorted(ranked)]
-
-
-def num_shared(train: np.ndarray, test: np.ndarray) -> int:
-    """How many test images are training images too, whatever their names and formats."""
-    known = {hashlib.sha256(pixels).digest() for pixels in train}
-    return sum(hashlib.sha256(pixels).digest() in known for pixels in test)
 
 
 def split_root(name: str) -> tuple[str, tuple[str, ...]]:

@@ -75,7 +75,7 @@ def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
 
 
 @torch.no_grad()
-def predict(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
+def predict(model: torch.nn.Module, images: torch.Tensor | idx.Images, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
     """The predicted class of every image, (n,), and the mean cross-entropy, summed in float64."""
     predictions, loss = [], 0.0
     for batch, target in zip(images.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True):

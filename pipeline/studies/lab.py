@@ -71,7 +71,7 @@ class Lab:
     def images(self, pixel_scaling: str = "unit") -> tuple[Tensor, Tensor]:
         """The test images, (n, C, H, W) in float64, and their labels, (n,)."""
         mnist = idx.load(idx.folder(self.params.data.source), pixel_scaling)
-        return mnist.test_images.double(), mnist.test_labels
+        return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
         """The run of this study with that identity, whether it is there or not."""

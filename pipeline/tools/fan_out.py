@@ -4,6 +4,9 @@ They are those of Table 2; `--only` names others, of any study. Each is a proces
 of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
 and parameters and send each run's files back (requirements-cluster.txt); a training that a dying node takes with it begins
 again on another. Killed, the same command goes on at the last point of each run's curves; a cluster trains again.
+
+`--print` trains nothing: it writes the commands, for whatever else runs them. DVC and MLflow hear of runs together, of those
+that ended since the last time, and at the beginning of those that came to be without this command.
 """
 
 import argparse
@@ -41,7 +44,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.data import idx
 from pipeline.results.runs import recorded
 from pipeline.studies.lab import Lab
-from pipeline.tools import locks, times
+from pipeline.tools import gpus, locks, times
 from pipeline.training.run import TABLE_2, Run, same_config
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
@@ -56,27 +59,38 @@ PROCESSES: set[subprocess.Popen] = set()  # that train now
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("fan_out", __doc__)
     parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
+    parser.add_argument("--print", action="store_true", help="train nothing: write the command of each run, one a line")
     only_help = "these instead, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", default=OF_TABLE_2, help=only_help)
     chosen = add_options(parser).parse_args(arguments)
+    if chosen.print:
+        for run, _ in missing(list_jobs(params.load(), chosen.only)):
+            print(shlex.join(["python", *command(run), "--no-tracking"]))
+        return
     if others := locks.dvc_processes():
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
     if locks.claims() is None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
     with alone(locks.FAN_OUT):
-        jobs = list_jobs(params.load(), chosen.only)
-        left = [job for job in jobs if not is_there(*job)]
+        settings = params.load()
+        take_over(settings, chosen.no_tracking)
+        jobs = list_jobs(settings, chosen.only)
+        left = missing(jobs)
         if not left:
             print(f"Nothing to train: all {len(jobs)} runs are there.")
             return
-        trained = train(left, chosen.jobs, chosen.no_tracking, chosen.cluster)
-        if uncommitted := [target(run) for run in trained if not commit(run)]:
+        uncommitted: list[str] = []
+        for ended in train(left, chosen.jobs, chosen.no_tracking, chosen.cluster, chosen.per_gpu):
+            uncommitted += commit(ended)
+        if uncommitted:
             raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(uncommitted)}`.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Those of every command that trains side by side."""
-    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a GPU or core")
+    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
+    per_gpu_help = "trainings at a time on one GPU; default: one, or under NVIDIA's MPS as many as fit"
+    parser.add_argument("--per-gpu", type=positive, metavar="N", help=per_gpu_help)
     parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
     return parser
 
@@ -107,19 +121,49 @@ def alone(lock: Path) -> Iterator[None]:
         raise UserError("interrupted: the same command goes on at the last point of each run's curves.") from None
 
 
-def train(jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None) -> Iterator[Run]:
-    """Trains on a cluster or here, shows each run in MLflow when it ends, and yields it."""
-    if not cluster:
-        at_a_time = at_a_time or torch.cuda.device_count() or len(os.sched_getaffinity(0))
-        yield from follow(jobs, here(jobs, at_a_time, ["--no-tracking"] * no_tracking), at_a_time)
-        return
-    for run in follow(jobs, on_cluster(jobs, cluster), len(jobs)):
+def train(
+    jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None, per_gpu: int | None = None
+) -> Iterator[list[Run]]:
+    """Trains on a cluster or here. Yields the runs that have ended since the last time, which MLflow then shows."""
+    if cluster:
+        finished, at_a_time = on_cluster(jobs, cluster, per_gpu or 1), len(jobs)
+    else:
+        at_a_time = at_a_time or at_once(jobs, per_gpu)
+        finished = here(jobs, at_a_time)
+    for ended in follow(jobs, finished, at_a_time):
         if not no_tracking:
-            tracking.sync_quietly(run)
-        yield run
+            tracking.sync_quietly(*ended)
+        yield ended
+
+
+def at_once(jobs: list[Job], per_gpu: int | None) -> int:
+    """How many trainings this machine takes at a time: one a core, or one a GPU, or where MPS runs as many as fit there.
+    Where it does not run, a line says how to start it and what that saves."""
+    count = torch.cuda.device_count()
+    if not count:
+        return len(os.sched_getaffinity(0))
+    if per_gpu:
+        return count * per_gpu
+    fit = gpus.that_fit(config for _, config in jobs)
+    if gpus.has_mps():
+        return count * fit
+    if fit > 1 and len(jobs) > count and gpus.can_start_mps():
+        records = [made for _, made in recorded()]
+        seconds = [times.estimate(*job, records) for job in jobs]
+        left = [time_left(seconds, at_a_time).removesuffix(" left") for at_a_time in (count, count * fit)]
+        print(
+            f"One training leaves most of a GPU idle: `{gpus.CONTROL} -d` starts NVIDIA's MPS, under which {fit} share one "
+            f"({left[0]} as it is, {left[1]} at best).",
+            file=sys.stderr,
+        )
+    return count
 
 
 # which runs
+
+
+def missing(jobs: list[Job]) -> list[Job]:
+    return [job for job in jobs if not is_there(*job)]
 
 
 def is_there(run: Run, config: RunConfig) -> bool:
@@ -173,27 +217,27 @@ def digest(source: str) -> str:
 # progress
 
 
-def follow(jobs: list[Job], finished: Iterator[Run | None], at_a_time: int) -> Iterator[Run]:
-    """Yields the runs as they finish, with a line for each, and shows how far all are and how long the rest takes, also
-    where None comes."""
+def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
+    """Passes on the runs that have ended, with a line for each. Shows how far all are and how long the rest takes, also
+    where none has ended."""
     records, left = [made for _, made in recorded()], {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     shown = 0.0  # epochs, which never fall
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
-        for run in itertools.chain([None], finished):
-            if run:
+        for ended in itertools.chain([[]], finished):
+            for run in ended:
                 del left[str(run)]
                 records.append(run.record())
             standing = [progress(*job, records) for job in left.values()]
             shown = max(shown, epochs - sum(number for number, _ in standing))
             bar.n = len(jobs) - len(standing)
             bar.set_postfix_str(f"{shown:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
-            if run:
+            for run, made in zip(ended, records[len(records) - len(ended) :], strict=True):
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                seconds = times.duration(records[-1]["seconds"])
-                tqdm.write(f"{run}: {result} after {seconds}; {bar.postfix}", file=sys.stderr)
-                yield run
+                tqdm.write(f"{run}: {result} after {times.spent(made)}; {bar.postfix}", file=sys.stderr)
+            if ended:
+                yield ended
 
 
 def show_every() -> float:
@@ -227,7 +271,7 @@ def time_left(seconds: list[float | None], at_a_time: int) -> str:
     return f"{times.duration(max(sum(seconds) / max(1, at_a_time), *seconds, 0))} left"  # the longest may end last
 
 
-# here
+# DVC
 
 
 def target(run: Run) -> str:
@@ -235,24 +279,55 @@ def target(run: Run) -> str:
     return f"train@{run.variant}-{run.seed}"
 
 
-def commit(run: Run) -> bool:
-    """Tells DVC of a run of Table 2 that was trained just now, or it would train it again. Runs of studies it does not know.
+def has_dvc() -> bool:
+    return bool(shutil.which("dvc")) and Path(".dvc").is_dir()
 
-    Returns whether DVC took it.
+
+def take_over(settings: Params, no_tracking: bool) -> None:
+    """Tells DVC and MLflow of the runs of Table 2 that are there and that DVC does not know: trained by hand, by what
+    `--print` wrote, on another machine, or before a kill. DVC would train them again.
+
+    Raises:
+        UserError: `dvc commit` fails.
     """
-    if run.study != TABLE_2 or not (shutil.which("dvc") and Path(".dvc").is_dir()):
-        return True
+    if not has_dvc():
+        return
+    done = subprocess.run(["dvc", "status", "--json", "train"], stdout=subprocess.PIPE, check=False, encoding="utf-8")
+    if done.returncode:
+        raise UserError("`dvc status train` failed: do what it says.")
+    changed = json.loads(done.stdout)
+    runs = [job[0] for job in table_2_jobs(settings) if target(job[0]) in changed and is_there(*job)]
+    if not runs:
+        return
+    print(f"Telling DVC of runs that it does not know: {', '.join(map(str, runs))}", file=sys.stderr)
+    if refused := commit(runs):
+        raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(refused)}`.")
+    if not no_tracking:
+        tracking.sync_quietly(*runs)
+
+
+def commit(runs: list[Run]) -> list[str]:
+    """Tells DVC of runs that have just been trained, or it would train them again. Runs of studies it does not know.
+
+    Returns what DVC did not take.
+    """
+    targets = [target(run) for run in runs if run.study == TABLE_2]
+    if not (targets and has_dvc()):
+        return []
     while others := locks.dvc_processes():
-        print(f"{' and '.join(others)} works here: waiting to tell DVC of {run}.", file=sys.stderr, flush=True)
+        print(f"{' and '.join(others)} works here: waiting to tell DVC of {len(targets)} runs.", file=sys.stderr, flush=True)
         time.sleep(LOGGED_EVERY)
-    command = ["dvc", "--wait-for-lock", "commit", "--force", "--quiet", target(run)]
-    return not subprocess.run(command, check=False).returncode
+    command = ["dvc", "--wait-for-lock", "commit", "--force", "--quiet", *targets]
+    return targets if subprocess.run(command, check=False).returncode else []
+
+
+# here
 
 
 def command(run: Run) -> list[str]:
     """Arguments for Python that train a run."""
     study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
-    return ["-m", "pipeline.tools.train", run.variant, str(run.seed), *study]
+    return ["-m", "pipeline", "train", run.variant, str(run.seed), *study]
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
@@ -276,8 +351,8 @@ def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
         raise RuntimeError(f"ended by {signal.Signals(-process.returncode).name}" if is_killed else others[-1])
 
 
-def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | None]:
-    """Trains side by side on this machine, and yields each run as it ends, or None now and then. Interrupted, ends all."""
+def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
+    """Trains side by side on this machine, and yields the runs that have ended, now and then none. Interrupted, ends all."""
     count, free = torch.cuda.device_count(), queue.SimpleQueue()
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     for i in range(at_a_time):
@@ -286,7 +361,8 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
     def train(run: Run) -> None:
         device = free.get()
         try:
-            execute(command(run) + options, Path(), {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
+            chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
+            execute([*command(run), "--no-tracking"], Path(), chosen)
         finally:
             free.put(device)
 
@@ -311,16 +387,16 @@ def here(jobs: list[Job], at_a_time: int, options: list[str]) -> Iterator[Run | 
             raise
 
 
-def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[Run | None]:
-    """Yields each run when its task has ended and `take` has taken its result, or None where `wait` gives no task for long.
+def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
+    """Yields the runs whose tasks `wait` gives, which have ended, once `take` has taken their results. They may be none.
 
     Raises:
         UserError: one failed; it is named when the others, hours under way, have ended.
     """
     waiting, failures = dict(tasks), []
     while waiting:
-        ended = list(wait(list(waiting)))
-        for task in ended:
+        ended = []
+        for task in wait(list(waiting)):
             run = waiting.pop(task)
             try:
                 take(run, task)
@@ -328,9 +404,8 @@ def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterat
                 why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
                 failures.append(UserError(f"{run} was not trained: {why[0].removeprefix('error: ')}"))
             else:
-                yield run
-        if not ended:
-            yield None
+                ended.append(run)
+        yield ended
     if failures:
         raise failures[0]
 
@@ -338,8 +413,9 @@ def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterat
 # on a cluster
 
 
-def on_cluster(jobs: list[Job], address: str) -> Iterator[Run | None]:
-    """Trains on the nodes of a Ray cluster, and yields each run when its files have come, or None now and then."""
+def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
+    """Trains on the nodes of a Ray cluster, on a share of a GPU each where it has GPUs. Yields the runs whose files have
+    come, now and then none."""
     try:
         import ray
     except ImportError:
@@ -351,14 +427,17 @@ def on_cluster(jobs: list[Job], address: str) -> Iterator[Run | None]:
         raise UserError(f"there is no Ray cluster at {address}: start one with `ray start --head`.") from None
     try:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no copy of this repository
-        work = ray.remote(num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
+        share = 1 / per_gpu if ray.cluster_resources().get("GPU") else 0
+        options = dict(num_cpus=1, num_gpus=share, max_retries=RETRIES, scheduling_strategy="SPREAD")
+        work = ray.remote(**options)(execute_shipped)
         bundle = ray.put(shipment({config.data.source for _, config in jobs}))
         tasks = {work.remote(bundle, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in jobs}
-        yield from as_they_end(
-            tasks,
-            lambda waiting: ray.wait(waiting, timeout=show_every())[0],
-            lambda run, task: receive(run, ray.get(task)),
-        )
+
+        def ended(waiting: list) -> list:
+            ray.wait(waiting, timeout=show_every())  # for the first
+            return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
+
+        yield from as_they_end(tasks, ended, lambda run, task: receive(run, ray.get(task)))
     finally:
         ray.shutdown()
 

@@ -45,7 +45,8 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
     """Makes data, runs and all that follows from them current. Returns how many runs were trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     repro("fetch")
-    left = [job for job in fan_out.table_2_jobs(settings) if not fan_out.is_there(*job)]
+    fan_out.take_over(settings, "--no-tracking" in options)
+    left = fan_out.missing(fan_out.table_2_jobs(settings))
     if left:
         fan_out.main([*options])
     repro()

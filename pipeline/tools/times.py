@@ -32,6 +32,15 @@ def estimate(run: Run, config: RunConfig, records: Sequence[dict]) -> float | No
     return None
 
 
+def spent(made: dict, **others: float) -> str:
+    """How long a run took and on what, as in 12 min (start 4 s, steps 10 min), without what took less than a hundredth or
+    half a second; of older records, how long."""
+    phases = made.get("phases", {}) | others
+    least = max(0.5, sum(phases.values()) / 100)
+    shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]
+    return duration(made["seconds"]) + (f" ({', '.join(shown)})" if shown else "")
+
+
 def duration(seconds: float) -> str:
     """2 h 5 min, 12 min or 40 s."""
     hours, minutes = divmod(round(seconds / 60), 60)

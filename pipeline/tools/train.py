@@ -6,9 +6,14 @@ same command resumes at the last point of its curves and finishes with the same 
 With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/runs/tries, which DVC and git leave alone.
 """
 
+import sys
+import time
+
 from pipeline import studies, tracking
 from pipeline.config import params
+from pipeline.core import provenance
 from pipeline.core.errors import command_parser, entry_point
+from pipeline.tools import times
 from pipeline.training.loop import make_deterministic
 from pipeline.training.run import TABLE_2, TRIES, Run, train
 
@@ -22,7 +27,7 @@ def main() -> None:
     parser.add_argument("--study", help="as this study trains it: by the paper's recipe, among that study's runs")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
-    arguments = parser.parse_args()
+    arguments, before = parser.parse_args(), provenance.process_seconds()
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (TRIES if overrides else TABLE_2)
@@ -32,9 +37,11 @@ def main() -> None:
         watch = studies.get(study).watch
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
     run = Run(arguments.variant, arguments.seed, study, overrides)
-    train(run, config, watch=watch, eager=arguments.eager)
+    train(run, config, watch=watch, eager=arguments.eager, seconds_before=before)
+    begun = time.perf_counter()
     if not arguments.no_tracking:
         tracking.sync_quietly(run)
+    print(f"{run}: {times.spent(run.record(), tracking=time.perf_counter() - begun)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

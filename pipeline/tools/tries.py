@@ -89,9 +89,9 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
     fan_out.digest(settings.data.source)  # before any process waits for it
     with fan_out.alone(locks.TRY):
-        left = [job for job in jobs if not fan_out.is_there(*job)]
+        left = fan_out.missing(jobs)
         try:
-            list(fan_out.train(left, chosen.jobs, chosen.no_tracking))
+            list(fan_out.train(left, chosen.jobs, chosen.no_tracking, per_gpu=chosen.per_gpu))
         finally:
             for run, _ in left:
                 run.weights.unlink(missing_ok=True)

@@ -3,19 +3,19 @@
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # of trainings for MLflow, once at their end
+PATIENCE_SECONDS = 60  # of trainings for MLflow, at their end, and one more for each run
 
 
 def sync_quietly(*runs: object) -> None:
     """Shows runs that have just been trained in MLflow: in a process of its own, whose failure is a warning."""
-    names = [str(run) for run in runs]
+    names, patience = [str(run) for run in runs], PATIENCE_SECONDS + len(runs) - 1
     command = [sys.executable, "-m", "pipeline.tracking", "sync", "--only", *names]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=patience, check=False)
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
         cause = lines[-1].removeprefix("error: ") if done.returncode else ""
     except subprocess.TimeoutExpired:
-        cause = f"no answer in {PATIENCE_SECONDS} s."
+        cause = f"no answer in {patience} s."
     except OSError as error:
         cause = f"{error}."
     if cause:

@@ -117,7 +117,7 @@ def rate_factor(train: Train, step: int, steps: int) -> float:
 
 @torch.no_grad()
 @parametrize.cached()
-def evaluate_split(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor) -> tuple[float, float]:
     """Mean cross-entropy and accuracy over a whole split."""
     loss, correct = torch.zeros((), device=labels.device), torch.zeros((), device=labels.device, dtype=torch.long)
     size = EVALUATION_BATCH[images.device.type]
@@ -177,8 +177,9 @@ class Training:
         """Trains on from the present progress to the last epoch or to divergence."""
         progress = self.progress
         if not progress.history:
-            few = slice(len(self.data.test_labels))  # as many training images as there are test images
-            self._add_point(0.0, evaluate_split(self.model, self.data.train_images[few], self.data.train_labels[few]))
+            few = len(self.data.test_labels)  # as many training images as there are test images
+            train = evaluate_split(self.model, self.data.train_images.first(few), self.data.train_labels[:few])
+            self._add_point(0.0, train)
             observer.on_evaluation()
         while progress.epoch < self.config.train.epochs and not progress.diverged:
             self._run_epoch(observer)

@@ -47,6 +47,7 @@ CURVES = COLUMNS[2:]
 FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
 DIGEST_BYTES = hashlib.sha256().digest_size
+PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # of a run's seconds; those before the last resumption too
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)  # of torch.load
 
 Watch = Callable[[Training], list[dict[str, float]]]
@@ -181,19 +182,24 @@ def is_of(made: dict, config: RunConfig) -> bool:
     return same_config(made["config"], config) and made["numerics"] == NUMERICS
 
 
-def train(run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False) -> None:
+def train(
+    run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False, seconds_before: float = 0.0
+) -> None:
     """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device.
 
     Args:
         watch: gives rows of numbers of its own at every point of the curves, which become watched.csv.
         eager: on CUDA, without a graph.
+        seconds_before: for which the process has been importing.
     """
+    begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
     if config.data.source == OWN_IMAGES and config.data.description().sha256 != training.data.sha256:
         raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
     training.with_graph &= not eager
     recorder = Recorder(run, training, watch)
     recorder.restore()
+    recorder.times.phases["start"] += seconds_before + time.perf_counter() - begun
     with recorder.bar:
         training.run(recorder)
     recorder.write_outputs()
@@ -208,6 +214,7 @@ class Times:
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
     seconds: float = 0.0
     training_seconds: float = 0.0  # without the evaluations
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # the start is not among `seconds`
     images: int = 0
     resumptions: int = 0
     watched: list[dict[str, float]] = field(default_factory=list)
@@ -259,13 +266,25 @@ class Recorder(Observer):
 
     def _begin(self) -> None:
         self._start, self._before = time.perf_counter(), self.times.seconds
-        self._interval_start = self._start
+        self._interval_start = self._last = self._start
+        self._has_stepped = False
+
+    def _spent_on(self, phase: str) -> None:
+        """Counts the time since the last call as this phase's."""
+        now = time.perf_counter()
+        self.times.phases[phase] += now - self._last
+        self._last = now
 
     def on_step(self, num_images: int) -> None:
+        if not self._has_stepped and self.training.device.type == "cuda":  # kernels are compiled and a graph is recorded
+            torch.cuda.synchronize()
+            self._spent_on("compiling")
+        self._has_stepped = True
         self.times.images += num_images
         self.bar.update(num_images)
 
     def on_interval(self) -> None:
+        self._spent_on("steps")
         self.times.training_seconds += time.perf_counter() - self._interval_start
 
     def on_evaluation(self) -> None:
@@ -275,11 +294,13 @@ class Recorder(Observer):
             for seen in self.watch(self.training):  # as Python's own numbers: torch.load with weights_only refuses NumPy's
                 own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
                 self.times.watched.append({"epoch": row["epoch"]} | own)
+        self._spent_on("evaluation")
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         self._clock()
         files.write_json(self.scratch / "record.json", self.record("running"))
         save_checkpoint(self.scratch / "checkpoint.pt", self.training, self.times)
+        self._spent_on("writing")
         self._interval_start = time.perf_counter()
 
     def _clock(self) -> None:
@@ -314,6 +335,7 @@ class Recorder(Observer):
             "started_at": times.started_at,
             "finished_at": None if status == "running" else provenance.now(),
             "seconds": times.seconds,
+            "phases": {phase: round(seconds, 3) for phase, seconds in times.phases.items()},
             "images_per_second": times.images / times.training_seconds if times.training_seconds else None,
             "resumptions": times.resumptions,
             "timestamps": times.timestamps,
@@ -337,6 +359,7 @@ class Recorder(Observer):
         else:
             paths["watched"].unlink(missing_ok=True)
         digests = {f"{name}_sha256": files.sha256(path) for name, path in paths.items() if path.exists()}
+        self._spent_on("writing")
         made = self.record("diverged" if progress.diverged else "finished")
         files.write_json(self.run.folder / "record.json", made | digests)
 

@@ -31,7 +31,8 @@ def rewrite(path, edit):
 def test_shapes_and_types(folder):
     loaded = idx.load(folder)
     assert loaded.train_images.shape == (31, 1, 28, 28) and loaded.test_images.shape == (17, 1, 28, 28)
-    assert loaded.train_images.dtype == loaded.test_images.dtype == torch.float32
+    assert loaded.train_images.pixels.dtype == loaded.test_images.pixels.dtype == torch.uint8
+    assert loaded.train_images[:].dtype == loaded.test_images[3].dtype == torch.float32
     assert loaded.train_labels.dtype == loaded.test_labels.dtype == torch.int64
     assert loaded.train_labels.tolist() == [i % 10 for i in range(31)]
     assert loaded.test_labels.tolist() == [i % 10 for i in range(17)]
@@ -49,8 +50,38 @@ def test_pixels_are_scaled(folder, scaling):
     loaded, train = idx.load(folder, scaling), raw_pixels(folder / TRAIN_IMAGES)
     for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
         expected = torch.tensor(SCALINGS[scaling](raw_pixels(folder / name), train), dtype=torch.float32)
-        torch.testing.assert_close(images.flatten(), expected, rtol=1e-6, atol=1e-6)
-        assert scaling != "unit" or torch.equal(images.flatten(), expected)
+        torch.testing.assert_close(images[:].flatten(), expected, rtol=1e-6, atol=1e-6)
+        assert scaling != "unit" or torch.equal(images[:].flatten(), expected)
+
+
+def test_what_is_taken_has_the_bits_of_the_whole_that_is_scaled(folder):
+    images = idx.load(folder, "standard").train_images
+    whole = images.levels.numpy()[images.pixels.numpy()]  # as images were scaled before they were taken
+    order = torch.randperm(31, generator=torch.Generator().manual_seed(0))
+    for taken, expected in (
+        (images[order], whole[order.numpy()]),
+        (images[5], whole[5]),
+        (images[4:9], whole[4:9]),
+        (torch.cat([*images.split(7)]), whole),
+        (images.first(3)[:], whole[:3]),
+        (torch.cat([*images.first(99).split(31)]), whole),
+    ):
+        assert taken.numpy().tobytes() == expected.tobytes() and taken.shape == expected.shape
+    assert len(images.first(3)) == 3 and [*map(len, images.split(7))] == [7, 7, 7, 7, 3]
+
+
+def test_standard_levels_are_those_of_numpy(folder):
+    """The mean and the deviation of the pixels by their counts, in which the sum of squares is added in another order."""
+    pixels = raw_pixels(folder / TRAIN_IMAGES)
+    expected = ((np.arange(256.0) - pixels.mean()) / pixels.std()).astype(np.float32)
+    assert np.array_equal(idx.load(folder, "standard").train_images.levels.numpy(), expected)
+
+
+def test_a_gpu_with_too_little_memory_is_one_sentence(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30_000, 80_000_000_000))
+    with pytest.raises(UserError, match=r"take 0\.0 GB, and the GPU has 0\.0 GB free: write a smaller data\.resize"):
+        idx._check_memory(folder, 48 * 784, torch.device("cuda"))
+    idx._check_memory(folder, 30_000, torch.device("cuda"))
 
 
 def test_unknown_scaling_is_named(folder):

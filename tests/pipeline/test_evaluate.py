@@ -41,7 +41,7 @@ def test_it_holds_what_the_weights_say(project):
     model = build_model(config, 1)
     mnist = idx.load("data/mnist", "unit")
     with torch.no_grad():
-        logits = model(mnist.test_images)
+        logits = model(mnist.test_images[:])
     predictions = logits.argmax(1).tolist()
     labels = mnist.test_labels.tolist()
     found = evaluated("vit_noskip", 1)

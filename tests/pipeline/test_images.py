@@ -1,5 +1,6 @@
 """One's own images: a folder or an archive becomes the data set that its images are, or one sentence names what is wrong."""
 
+import hashlib
 import io
 import os
 import shutil
@@ -81,6 +82,62 @@ def test_a_folder_is_a_data_set_whose_classes_take_turns():
         torch.testing.assert_close(loaded.test_images[row, 0], expected)
 
 
+def test_what_is_stored_is_mapped_and_has_the_digest_of_its_bytes():
+    loaded = stored()
+    bytes_of = [loaded.train_images.pixels, loaded.train_labels, loaded.test_images.pixels, loaded.test_labels]
+    expected = hashlib.sha256(b"".join(each.to(torch.uint8).numpy().tobytes() for each in bytes_of)).hexdigest()
+    assert loaded.sha256 == params.load().data.description().sha256 == expected
+    assert {path.name for path in Path("data/folder").iterdir()} == {
+        "images.json", "train-images.npy", "train-labels.npy", "t10k-images.npy", "t10k-labels.npy",
+    }  # fmt: skip
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert "data/folder/train-images.npy" in mapped
+    loaded.train_images.pixels.zero_()  # whoever writes to it writes to memory
+    assert idx.digest("data/folder") == expected
+
+
+def test_what_was_stored_as_idx_is_stored_again():
+    Path("data/folder").mkdir(parents=True)
+    Path("data/folder/train-images-idx3-ubyte.gz").touch()
+    stored()
+    assert not [*Path("data/folder").glob("*.gz")]
+
+
+def test_more_classes_than_a_byte_has(monkeypatch, capsys):
+    shutil.rmtree(ROOT)
+    for number in range(300):
+        for split in COUNTS:
+            save(f"{split}/{number:03}/0.png", np.full((4, 4), number % 256, np.uint8))
+    loaded = stored()
+    assert loaded.train_labels.tolist() == loaded.test_labels.tolist() == [*range(300)]
+    assert np.load("data/folder/t10k-labels.npy").dtype == np.uint16
+    write_params(num_classes=300, pixel_scaling="standard")
+    run_main(monkeypatch, "vit", "0")
+    assert Run("vit", 0).is_current(config("vit"))
+    monkeypatch.setattr(images, "MAX_CLASSES", 299)
+    capsys.readouterr()
+    assert "has 300 classes in train/: 2 to 299 can be learnt" in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    "damage, problem",
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), "cannot be read"),
+        (lambda path: np.save(path, np.array([{}], object), allow_pickle=True), "cannot be read"),
+        (lambda path: np.save(path, np.zeros((12, 1, SIZE, SIZE))), "holds float64 of the shape"),
+        (lambda path: np.save(path, np.zeros(12, np.uint8)), "holds uint8 of the shape"),
+        (lambda path: np.save(path, np.zeros((0, 1, SIZE, SIZE), np.uint8)), "is empty"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_remedy(damage, problem):
+    stored()
+    damage(Path("data/folder/train-images.npy"))
+    with pytest.raises(UserError, match=f"train-images.npy {problem}.*`python -m pipeline fetch folder`"):
+        idx.load("data/folder")
+
+
 @pytest.mark.parametrize("around", ["", "animals/"])
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
 def test_an_archive_is_the_folder_in_it(kind, around):
@@ -135,7 +192,7 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     assert stored().sha256 == first
     assert {path: path.read_bytes() for path in Path("data/folder").iterdir()} == before
     labels = idx.load("data/folder").test_labels.clamp(max=1)
-    Path("data/folder/t10k-labels-idx1-ubyte.gz").write_bytes(idx.as_idx(1 - labels.numpy()))  # other classes
+    np.save("data/folder/t10k-labels.npy", (1 - labels.numpy()).astype(np.uint8))  # other classes
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "vit", "1")
     assert "data/folder" in capsys.readouterr().err and Run("vit", 1).record() is None
@@ -204,7 +261,7 @@ def test_a_linked_folder_is_read_and_what_is_too_large_is_refused(monkeypatch, c
     assert stored().sha256 == expected
     capsys.readouterr()
     monkeypatch.setattr(images, "LARGEST_DATA", 18 * SIZE**2 - 1)
-    assert "data.resize" in sentence(capsys)
+    assert "have 0.0 GB of pixels, and at most 0.0 GB are taken" in sentence(capsys)
     monkeypatch.setattr(images, "LARGEST_FILE", 50)
     assert "too many for an image" in sentence(capsys)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)

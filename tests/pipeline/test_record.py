@@ -1,6 +1,7 @@
 """What a run was made with, and the key of its checkpoints."""
 
 import subprocess
+import time
 
 import torch
 
@@ -78,3 +79,10 @@ def test_a_lock_of_dvc_makes_no_run_dirty_and_code_does(tmp_path, monkeypatch):
     assert provenance.describe_commit()["git_dirty"] is False
     code.write_text("A = 2", encoding="utf-8")
     assert provenance.describe_commit()["git_dirty"] is True
+
+
+def test_a_process_knows_for_how_long_it_has_run(monkeypatch):
+    before = provenance.process_seconds()
+    assert 0 < before <= provenance.process_seconds() < before + 60
+    monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    assert 0 < provenance.process_seconds() < before + 60

@@ -105,6 +105,8 @@ def test_outputs_and_record():
     assert found["numerics"] == osa.NUMERICS
     assert found["weights_sha256"] == files.sha256(run.weights)
     assert found["seconds"] > 0 and found["images_per_second"] > 0
+    assert {phase for phase, seconds in found["phases"].items() if seconds} == {"start", "steps", "evaluation", "writing"}
+    assert sum(found["phases"].values()) - found["phases"]["start"] == pytest.approx(found["seconds"], rel=0.3)
     assert len(found["timestamps"]) == len(history) == 5
     assert datetime.fromisoformat(found["started_at"]) <= datetime.fromisoformat(found["finished_at"])
     assert found["environment"]["device"] == provenance.default_device().type

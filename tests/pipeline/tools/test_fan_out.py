@@ -3,9 +3,12 @@
 import contextlib
 import io
 import itertools
+import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +25,7 @@ from pipeline.core.errors import UserError
 from pipeline.tools import fan_out, locks, times
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
-from tests.pipeline.trainings import outputs, trained, write_data, write_params
+from tests.pipeline.trainings import SHORT, SMALL, outputs, run_main, trained, write_data, write_params
 
 BOTH = {"variants": ["vit", "osa_exact"], "seeds": [0]}
 
@@ -41,7 +44,13 @@ def project(tmp_path, monkeypatch):
 
 
 def missing() -> list[tuple]:
-    return [job for job in fan_out.list_jobs(params.load()) if not fan_out.is_there(*job)]
+    return fan_out.missing(fan_out.list_jobs(params.load()))
+
+
+def watched_run() -> tuple[Run, params.RunConfig]:
+    """A small run of a study that watches its models."""
+    run = Run("osa_exact", 0, "penalties", {"model": SMALL, "train": SHORT | {"eps": 1e-7}})
+    return run, params.resolve_recipe(params.load(), params.load_paper(), run.variant, run.overrides)
 
 
 def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
@@ -96,7 +105,7 @@ def test_a_failure_is_named_when_the_others_have_ended():
     tasks = {task: Run("vit", task) for task in range(4)}
     ends = iter([[0], [], [1], [2, 3]])
     coming = fan_out.as_they_end(tasks, lambda waiting: next(ends), come)
-    assert list(itertools.islice(coming, 4)) == [Run("vit", 0), None, Run("vit", 2), Run("vit", 3)]
+    assert list(itertools.islice(coming, 4)) == [[Run("vit", 0)], [], [], [Run("vit", 2), Run("vit", 3)]]
     with pytest.raises(UserError, match="^table_2/vit/1 was not trained: out of memory$"):
         next(coming)
 
@@ -117,7 +126,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     names = iter(begun)
     monkeypatch.setattr(fan_out, "command", lambda _: ["-c", f"touch {next(names)}; exec sleep 60"])
-    monkeypatch.setattr(fan_out, "commit", lambda done: None)
+    monkeypatch.setattr(fan_out, "commit", lambda done: [])
     outside = signal.signal(number, signal.SIG_DFL)  # the tests themselves may run under nohup
 
     def kill():
@@ -168,21 +177,83 @@ def test_each_training_has_a_gpu_to_itself_of_those_that_are_given(monkeypatch, 
         return True
 
     monkeypatch.setattr(fan_out, "execute", execute)
-    assert len(list(fan_out.here([(Run("vit", seed), None) for seed in range(7)], 2, []))) == 7 and set(seen) == names
+    ended = [run for runs in fan_out.here([(Run("vit", seed), None) for seed in range(7)], 2) for run in runs]
+    assert len(ended) == 7 and set(seen) == names
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(fan_out, "execute", lambda arguments, folder, environment: environment == {})
-    assert list(fan_out.here([(Run("vit", 0), None)], 2, [])) == [Run("vit", 0)]
+    assert list(fan_out.here([(Run("vit", 0), None)], 2)) == [[Run("vit", 0)]]
 
 
-def test_dvc_is_told_of_each_run_that_was_trained_here_and_of_no_other(monkeypatch, capsys):
-    committed, commit = [], fan_out.commit
+@pytest.fixture
+def calls(monkeypatch):
+    """The commands that are given to DVC and to MLflow, which succeed; DVC knows no run."""
+    given, run = [], subprocess.run
+
+    def spy(command, **options):
+        name = next((word for word in ("status", "commit", "sync") if word in command), None)
+        if name is None or command[0] == "git":
+            return run(command, **options)
+        given.append(command[command.index(name) :])
+        changed = {"train@vit-0": ["changed outs"], "train@osa_exact-0": []}
+        return types.SimpleNamespace(returncode=0, stderr=b"", stdout=json.dumps(changed))
+
+    Path(".dvc").mkdir()
+    monkeypatch.setattr(fan_out.shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", spy)
+    return given
+
+
+def test_dvc_and_mlflow_hear_at_once_of_all_runs_that_ended_and_of_those_trained_elsewhere(monkeypatch, calls):
+    write_params(run=BOTH | {"seeds": [0, 1, 2]})
     trained("vit")
-    monkeypatch.setattr(fan_out, "commit", committed.append)
-    monkeypatch.setattr(fan_out, "here", lambda jobs, *_: (trained(run.variant) for run, _ in jobs))
+    monkeypatch.setattr(fan_out, "here", lambda jobs, _: (yield [trained(run.variant, run.seed) for run, _ in jobs]))
+    fan_out.main([])
+    seeds = [("vit", 1), ("vit", 2), *(("osa_exact", seed) for seed in (0, 1, 2))]
+    assert calls == [
+        ["status", "--json", "train"],
+        ["commit", "--force", "--quiet", "train@vit-0"],  # osa_exact-0 is not there
+        ["sync", "--only", "table_2/vit/0"],
+        ["sync", "--only", *(f"table_2/{variant}/{seed}" for variant, seed in seeds)],
+        ["commit", "--force", "--quiet", *(f"train@{variant}-{seed}" for variant, seed in seeds)],
+    ]
+    assert fan_out.commit([Run("vit", 0, "depth")]) == [] and len(calls) == 5  # of which DVC knows nothing
+
+
+def test_what_dvc_does_not_take_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(fan_out, "commit", lambda runs: list(map(fan_out.target, runs)))
+    monkeypatch.setattr(fan_out, "here", lambda jobs, _: (yield [trained(run.variant) for run, _ in jobs]))
     with pytest.raises(SystemExit):
-        fan_out.main([])
-    assert committed == [Run("osa_exact", 0)] and "`dvc commit -f train@osa_exact-0`" in capsys.readouterr().err
-    assert commit(Run("vit", 0, "depth"))  # of which DVC knows nothing
+        fan_out.main(["--no-tracking"])
+    assert "`dvc commit -f train@vit-0 train@osa_exact-0`" in capsys.readouterr().err
+
+
+def test_printed_commands_train_what_is_missing(monkeypatch, capsys):
+    run, config = watched_run()
+    trained("vit")
+    monkeypatch.setattr(
+        fan_out, "list_jobs", lambda *_: [(Run("vit", 0), fan_out.table_2_jobs(params.load())[0][1]), (run, config)]
+    )
+    monkeypatch.setattr(fan_out, "train", lambda *_: pytest.fail("trains"))
+    fan_out.main(["--print", "--only", "*"])
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:5] == ["python", "-m", "pipeline", "train", "osa_exact"]
+    run_main(monkeypatch, *words[4:-1])
+    assert words[-1] == "--no-tracking" and fan_out.is_there(run, config)
+    fan_out.main(["--print"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_a_shipped_run_brings_back_all_its_files():
+    """One of Table 2, and one of a study that watches its models, as a cluster trains them."""
+    jobs = [(Run("vit", 0), params.resolve(params.load(), "vit")), watched_run()]
+    bundle = fan_out.shipment({"mnist"})
+    for run, config in jobs:
+        contents = fan_out.execute_shipped(bundle, [*fan_out.command(run), "--no-tracking"], fan_out.files_of(run))
+        assert not run.folder.exists()
+        fan_out.receive(run, contents)
+        assert fan_out.is_there(run, config) and run.weights.exists()
+        assert run.files["watched"].exists() == (run.study == "penalties")
 
 
 def test_who_else_works_here_is_named(monkeypatch, capsys):
@@ -206,7 +277,8 @@ def test_who_else_works_here_is_named(monkeypatch, capsys):
     monkeypatch.setattr(fan_out.shutil, "which", lambda name: name)
     monkeypatch.setattr(locks, "dvc_processes", lambda: next(answers))
     monkeypatch.setattr(fan_out.subprocess, "run", lambda command, check: types.SimpleNamespace(returncode=1))
-    assert not fan_out.commit(Run("vit", 0)) and "waiting" in capsys.readouterr().err and next(answers, None) is None
+    assert fan_out.commit([Run("vit", 0)]) == ["train@vit-0"]
+    assert "waiting" in capsys.readouterr().err and next(answers, None) is None
 
 
 def test_time_left_is_scaled_by_epochs_and_depth():
@@ -217,6 +289,10 @@ def test_time_left_is_scaled_by_epochs_and_depth():
     assert times.estimate(Run("vit", 0), shorter, [made]) == pytest.approx(600 / 4)
     other = made | {"variant": "osa_qr", "name": "osa_qr", "seconds": 60.0}
     assert times.estimate(Run("vit", 0), config, [other, made]) == 600 and times.estimate(Run("x", 0), config, [other]) == 60
+    assert times.spent({"seconds": 720.0}) == "12 min", "as older records have it"
+    phases = {"start": 4.2, "compiling": 0.0, "steps": 600.0, "evaluation": 115.0, "writing": 5.0}
+    assert times.spent({"seconds": 720.0, "phases": phases}) == "12 min (steps 10 min, evaluation 2 min)"
+    assert times.spent({"seconds": 9.0, "phases": {"start": 4.0, "steps": 8.0}}, tracking=7.0).endswith("tracking 7 s)")
     assert fan_out.time_left([3600.0, 3600.0, 3600.0], 2) == "1 h 30 min left"
     assert fan_out.time_left([3000.0, 60.0], 2) == "50 min left", "as the longest does"
     assert fan_out.time_left([], 0) == "0 s left" and "unknown" in fan_out.time_left([None, 1.0], 2)
@@ -238,34 +314,39 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
 
     def train():
         files.write_json(scratch, made)
-        yield None
+        yield []
         assert "0/2 trainings, 1 of 6 epochs, time left unknown [" in shown.getvalue()
-        yield trained("osa_exact")
+        yield [trained("osa_exact")]
 
     list(fan_out.follow(jobs, train(), 2))
     assert "1/2 trainings, 4 of 6 epochs, 36 s left [" in shown.getvalue()
 
 
 @pytest.mark.slow
-def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_cluster_loses_a_node_and_no_run(monkeypatch, gpus):
+    """Runs of all kinds, on nodes with a pretended GPU each or without."""
     pytest.importorskip("ray", reason="needs requirements-cluster.txt")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves beside other tests
     from ray.cluster_utils import Cluster
 
     write_params(run=BOTH | {"seeds": [0, 1]})
-    options = {"num_cpus": 1, "node_ip_address": "127.0.0.2"}  # of this machine; Ray replaces 127.0.0.1 by an outer address
+    # an address of this machine; Ray replaces 127.0.0.1 by an outer one
+    options = {"num_cpus": 1, "num_gpus": gpus, "node_ip_address": "127.0.0.2"}
     cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
     try:
         node = cluster.add_node(**options)
-        jobs, came = missing(), []
-        for run in filter(None, fan_out.on_cluster(jobs, cluster.address)):
-            came.append(run)
-            if len(came) == 1:
+        jobs, came = [*missing(), watched_run()], []
+        for runs in fan_out.on_cluster(jobs, cluster.address):
+            came += runs
+            if node and came:
                 cluster.remove_node(node, allow_graceful=False)  # in the middle of a training
+                node = None
     finally:
         cluster.shutdown()
-    assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 4 and missing() == []
+    assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 5
+    assert fan_out.missing(jobs) == [] and watched_run()[0].files["watched"].exists()
     assert Run("vit", 1).record()["environment"].items() >= provenance.describe_commit().items()
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("paper_outputs/runs"), shutil.rmtree("paper_outputs/weights")

@@ -66,6 +66,7 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     subprocess.run(["git", "init", "--quiet"], check=True)
     monkeypatch.setattr(reproduce, "repro", lambda *options: None)
     monkeypatch.setattr(subprocess, "run", lambda command, run=subprocess.run, **options: run(["true"], **options))
+    monkeypatch.setattr(fan_out, "take_over", lambda settings, no_tracking: None)
     monkeypatch.setattr(fan_out, "is_there", lambda run, config: True)
     monkeypatch.setattr(fan_out, "main", lambda arguments: trained.append(arguments))
     monkeypatch.setattr(reproduce.times, "estimate", lambda *_: 1500.0)

@@ -125,11 +125,11 @@ def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(re
     fan_out.digest.cache_clear()
     trainings = []
 
-    def here(jobs, at_a_time, options):
+    def here(jobs, at_a_time):
         for run, _ in jobs:
             trainings.append(str(run))
-            run_main(monkeypatch, *fan_out.command(run)[2:])
-            yield run
+            run_main(monkeypatch, *fan_out.command(run)[3:])
+            yield [run]
 
     monkeypatch.setattr(fan_out, "here", here)
     monkeypatch.setattr(fan_out, "recorded", list)  # the made-up ones are not whole

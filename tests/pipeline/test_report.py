@@ -21,9 +21,10 @@ from pipeline.config.params import RunConfig
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.report import __main__ as report
-from pipeline.report import page
+from pipeline.report import figures, page
 from pipeline.report.page import TEMPLATES, to_html, word_count
 from pipeline.results import runs
+from pipeline.studies import charts
 from pipeline.training.run import Run
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
@@ -205,6 +206,40 @@ def test_an_image_alone_is_a_figure_with_its_source():
     )
     assert "<figure" in html and "<svg/>" in html and "What <em>it</em> shows from figures/a.svg" in html
     assert html.count("<figure") == 1 and sections == [("a-dv", "A dv")]
+
+
+def test_a_figure_for_a_narrow_screen_stacks_panels_with_labels_of_their_own():
+    drawing, panels = charts.panels(2, sharey=True)
+    for axes in panels:
+        axes.plot([0, 1], [0.0004, 2], label="a line")
+    charts.legend(drawing, panels[0].get_lines())
+    wide = figures.svg(drawing)
+    narrow = figures.svg(figures.stack(drawing))
+    left, right = (axes.get_position() for axes in drawing.axes)
+    assert left.y0 > right.y1 and left.x0 == right.x0
+    assert all(axes.yaxis.get_ticklabels()[0].get_visible() for axes in drawing.axes)
+    assert wide.count("a line") == narrow.count("a line") == 1
+
+
+def test_a_page_has_a_drawing_for_each_width_with_ids_of_its_own(written):
+    markdown = (written / "report.md").read_text(encoding="utf-8")
+    html = (written / "report.html").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\([^)]*\.svg\)", markdown)
+    assert html.count('class="roomy"') == html.count('class="narrow"') == len(shown) > 5
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("path", "steps"),
+    [
+        ("M 37.31 162.40 \nL 37.36 16.6 \nL 40 16.6 \n", "M37.3 162.4l0.1-145.8 2.6 0"),
+        ("M 0 0 \nL 0.04 0 \nL 0.08 0 \nL 0.12 0", "M0 0l0 0 0.1 0 0 0"),  # errors do not add up
+        ("M 0 3 \nC 0.8 3 1.5 2.7 2.1 2.1 \nz\n", "M 0 3 \nC 0.8 3 1.5 2.7 2.1 2.1 \nz\n"),
+    ],
+)
+def test_a_line_is_written_by_its_steps(path, steps):
+    assert figures.relative(path) == steps
 
 
 def test_plain_numbers_are_what_files_hold():

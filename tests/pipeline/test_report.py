@@ -26,25 +26,25 @@ from pipeline.report.page import TEMPLATES, to_html, word_count
 from pipeline.results import runs
 from pipeline.studies import charts
 from pipeline.training.run import Run
+from tests.language import DIALECT
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
 MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables")
-# What a text may have digits in: names of parts of papers, years, data sets, and identifiers
+# Texts that may have digits: names of parts of papers, years, data sets, and identifiers
 NAMES = re.compile(
     r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"
     r" ?[\d.]+(?:(?:,| and| to) [\d.]+)*"
     r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day)[^|\n]{0,40}? \(?(19|20)\d\d"
     r"|CIFAR-10|b?float(16|32|64)|W[12]|[A-Z]-?\d|[₀-₉²³]"
-    r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # and parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
+    r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
 )
-DIALECT = ("so many of", "is asked", " told", "undecided about", "anew", "lest ")
 
 
 def workspace(folder: Path) -> None:
-    """What the pages are made from, in a folder of its own."""
+    """Links the inputs of the pages into a folder of its own."""
     for name in ("params.yaml", "osa", "docs", "dvc.yaml", "dvc.lock"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "pipeline", folder / "pipeline")  # locks behind a link are those of another workspace
+    shutil.copytree(ROOT / "pipeline", folder / "pipeline")  # locks behind a link belong to another workspace
     shutil.copy(ROOT / "README.md", folder)
     (folder / "paper_outputs").mkdir()
     for name in MADE_FROM:
@@ -92,7 +92,7 @@ def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_pages_show_whatever_runs_are_there(share, tmp_path, monkeypatch):
-    """And no row of dashes, for those that are not. Studies that train nothing are as committed."""
+    """Missing runs leave no row of dashes. Studies that train nothing are as committed."""
     monkeypatch.chdir(tmp_path)
     workspace(tmp_path)
     row, summarise, random = runs.run_row, report.summarise, np.random.default_rng(1)
@@ -169,7 +169,7 @@ def test_no_number_is_typed_into_a_template(template):
 
 
 def test_no_sentence_that_a_reader_sees_stands_in_python():
-    """Of what studies summarise and draw: but for docstrings and messages of errors, no text of five words or more."""
+    """Summaries and figures of studies have no text of five words or more, but for docstrings and messages of errors."""
     found = []
     for path in [*sorted((ROOT / "pipeline/studies").rglob("*.py")), ROOT / "pipeline/studies/charts.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -183,7 +183,7 @@ def test_no_sentence_that_a_reader_sees_stands_in_python():
 
 
 def shown(node: ast.AST) -> str:
-    """What a literal or an f-string shows, with a word for each value put in."""
+    """Text of a literal or an f-string, with a word for each value put in."""
     if isinstance(node, ast.JoinedStr):
         return "".join(map(shown, node.values))
     if isinstance(node, ast.FormattedValue):

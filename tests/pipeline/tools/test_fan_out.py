@@ -1,4 +1,4 @@
-"""Runs that are trained side by side, here or on a cluster, are there once each, with the bits of one trained alone."""
+"""Runs that are trained side by side, here or on a cluster, exist once each, with the bits of a run trained alone."""
 
 import contextlib
 import io
@@ -132,7 +132,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     assert "interrupted" in capsys.readouterr().err and time.monotonic() - start < 50
     assert not begun[2].exists() and not fan_out.PROCESSES
     signal.signal(number, signal.SIG_IGN)
-    with fan_out.alone(Path("lock")):  # what nohup ignores stays ignored
+    with fan_out.alone(Path("lock")):  # signals that nohup ignores stay ignored
         assert signal.getsignal(number) == signal.SIG_IGN
     signal.signal(number, outside)
 
@@ -182,7 +182,7 @@ def test_dvc_is_told_of_each_run_that_was_trained_here_and_of_no_other(monkeypat
     with pytest.raises(SystemExit):
         fan_out.main([])
     assert committed == [Run("osa_exact", 0)] and "`dvc commit -f train@osa_exact-0`" in capsys.readouterr().err
-    assert commit(Run("vit", 0, "depth"))  # of which DVC knows nothing
+    assert commit(Run("vit", 0, "depth"))  # DVC does not know it
 
 
 def test_who_else_works_here_is_named(monkeypatch, capsys):
@@ -250,11 +250,11 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch):
     pytest.importorskip("ray", reason="needs requirements-cluster.txt")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves beside other tests
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves next to other tests
     from ray.cluster_utils import Cluster
 
     write_params(run=BOTH | {"seeds": [0, 1]})
-    options = {"num_cpus": 1, "node_ip_address": "127.0.0.2"}  # of this machine; Ray replaces 127.0.0.1 by an outer address
+    options = {"num_cpus": 1, "node_ip_address": "127.0.0.2"}  # this machine; Ray replaces 127.0.0.1 by an outer address
     cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
     try:
         node = cluster.add_node(**options)

@@ -1,4 +1,4 @@
-"""What depth and six_blocks make of their runs: shares of seeds, and means of those that train alone."""
+"""Summaries of runs by depth and six_blocks: shares of seeds, and means of those that train alone."""
 
 import math
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Orthogonal attention on the CPU as torch.compile sees it: one operator, which chooses its route by the values it is given.
+"""Orthogonal attention on the CPU as torch.compile sees it: one operator, which chooses its route by values.
 
 A trace has no values, and the routes of osa/functional.py then take a fixed number of doublings where one series would do: a
-compiled step of osa_exact, of 128 images on one core, takes 2.8 s by them, and 0.30 s by this operator, as eagerly.
+compiled step of osa_exact, of 128 images on one core, takes 2.8 s by these routes, and 0.30 s by the operator, as eagerly.
 """
 
 import itertools
@@ -14,20 +14,20 @@ from osa import functional, linalg
 from osa.linalg import Scale
 from osa.runtime import autograd_in_an_operator, constant_to_a_trace, is_transformed
 
-KEPT: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of what autograd recorded, for the backward pass
+KEPT: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of autograd's graph, for the backward pass
 NUMBERS = itertools.count()
 INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Whether torch.compile traces these tensors on the CPU, outside of function transforms, which take operators apart.
+    """Tells whether torch.compile traces these tensors on the CPU, outside of function transforms, which split operators.
 
     A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
     """
     return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 
 
-@constant_to_a_trace  # which takes is_exporting() for true
+@constant_to_a_trace  # a trace takes is_exporting() for true
 def _goes_elsewhere() -> bool:
     return is_transformed() or torch.compiler.is_exporting()
 
@@ -63,11 +63,11 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     "osa::attend_by_value_backward", mutates_args=(), schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]"
 )
 def _gradients(query, key, value, scale, number, grad, *options):
-    """From the graph that is kept, whose tensors have no shape that a trace could know, or from one that is made again."""
+    """Gradients from the graph that is kept, whose tensors have no shape that a trace could know, or from a new graph."""
     inputs, output = KEPT.get(number.item()) or _recorded(query, key, value, scale, *options)
     with autograd_in_an_operator():
         grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)
-    return [x.contiguous() for x in grads]  # which parts those of query and key, that share memory
+    return [x.contiguous() for x in grads]  # separates the gradients of query and key, which share memory
 
 
 def _recorded(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *options) -> tuple[list[Tensor], Tensor]:

@@ -1,6 +1,6 @@
 """Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
 
-To be read from the top: the equations, the plain code that is them, what is checked, and the fast routes to the same.
+Read from the top: the equations, the plain code of the equations, the checks of arguments, and the fast routes.
 """
 
 import math
@@ -45,7 +45,7 @@ METHODS = get_args(Method)
 
 
 class MethodOptions(TypedDict):
-    """A method and what it alone has, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
+    """A method and its own options, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
 
     method: Method
     num_iterations: int | None
@@ -54,7 +54,7 @@ class MethodOptions(TypedDict):
 
 SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
 WIDE, LOST = 2.0**-10, 2.0**-3  # eps · scale · ‖M‖_F² above which iterations go on in float64, and above which in no type
-ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D, and what reaches singular values of 10⁻³
+ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D; enough for singular values of 10⁻³
 
 
 def orthogonal_attention(
@@ -73,13 +73,13 @@ def orthogonal_attention(
 ) -> Tensor:
     """exp(S) V with S = scale · (Q Kᵀ − K Qᵀ) (Eq. 5), where exp(S) is orthogonal.
 
-    S has rank ≤ 2d, and so needs no N×N matrix (Theorem 2.1). With the columns of B an orthonormal basis of those of
+    S has rank ≤ 2d, and so needs no N×N matrix (Theorem 2.1). With B an orthonormal basis of the column space of
     M = [Q, K] (N×2d),
 
         exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
 
-    "qr_literal" is these equations in code, with B of the reduced QR of M (Section 3): see `_qr_literal`. The others are
-    fast routes, with J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM. They all read
+    "qr_literal" is these equations in code, with B of the reduced QR of M (Section 3): see `_qr_literal`. The other methods
+    are fast routes, with J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM. All of these read
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
@@ -108,28 +108,28 @@ def orthogonal_attention(
     ‖M‖₂², or is NaN. "qr_literal" is as exact as torch's matrix exponential.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: for Q ≈ K, for tokens that share a
-    large part, for outliers. Where that would show, "exact" and "cayley" take M T of the same S (see `balanced`), and where
-    that is not enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read, both take
-    M R⁻¹ (see `_without_reading`), and all but "qr" compute in float64 on the CPU. A kernel of CUDA chooses between M T and
-    a basis by itself. Where it has more tokens or wider heads than it holds a basis of, and where a method has no digit
-    left, the result is NaN, with a warning; exp(S) of an S whose ‖S‖_F cannot be read and exceeds 69,000 is NaN too. On CUDA
-    all products of float32 inputs are in full float32 even where the program allows TF32; under torch.compile, and in the
-    backward pass of "qr_literal", its setting holds.
+    large part, for outliers. Where the error would show, "exact" and "cayley" take M T of the same S (see `balanced`), and
+    where balancing is not enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read,
+    "exact" and "cayley" take M R⁻¹ (see `_without_reading`), and all methods but "qr" compute in float64 on the CPU. A
+    kernel of CUDA chooses between M T and a basis by itself. Where it has more tokens or wider heads than it holds a basis
+    of, and where a method has no digit left, the result is NaN, with a warning; exp(S) of an S whose ‖S‖_F cannot be read
+    and exceeds 69,000 is NaN too. On CUDA all products of float32 inputs are in full float32 even where the program allows
+    TF32; under torch.compile, and in the backward pass of "qr_literal", its setting holds.
 
     Args:
         query: (..., N, d).
         key: (..., N, d).
         value: (..., N, d_value).
         attn_mask: boolean, True for tokens that take part and False for padding: (..., 1, N), or (..., N, N) with equal
-            rows. The others get what they get without padding, to rounding, and a padded token its own value. The gradient
-            of "qr_literal" needs more tokens of full rank than that leaves.
+            rows. The output of unpadded tokens is that without padding, to rounding; a padded token gets its own value.
+            The gradient of "qr_literal" needs more tokens of full rank than padding leaves.
         dropout_p, is_causal: 0 and False, as no other attention matrix is orthogonal.
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
         enable_gqa: repeat the heads of key and value, dimension −3, to as many as query has.
         method: one of the table's.
         num_iterations: K of Eq. 9, for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7) alone.
-        epsilon: ε of Section 3, which those two add to ‖M‖_F.
+        epsilon: ε of Section 3, which the same two methods add to ‖M‖_F.
 
     Returns:
         (..., N, d_value), of value's type. With bfloat16 or float16 inputs the small matrices are float32.
@@ -138,6 +138,11 @@ def orthogonal_attention(
         TypeError: query, key, value or the mask is no tensor, or the scale no real number.
         ValueError: the shapes, types or devices do not match, the method is unknown, or an argument asks for a matrix that
             is not orthogonal.
+
+    Example:
+        >>> query, key, value = torch.randn(3, 2, 4, 50, 16)  # each (batch, heads, tokens, width)
+        >>> orthogonal_attention(query, key, value, scale=0.1 / 16**0.5).shape
+        torch.Size([2, 4, 50, 16])
     """
     check_neutral(dropout_p, is_causal)
     check_tensors(query, key, value)
@@ -165,6 +170,11 @@ def orthogonal_attention_matrix(
 
     Returns:
         (..., N, N).
+
+    Example:
+        >>> a = orthogonal_attention_matrix(*torch.randn(2, 50, 16, dtype=torch.float64))
+        >>> bool((a @ a.mT - torch.eye(50)).abs().max() < 1e-12)
+        True
     """
     check_tensors(query, key)
     scale = _checked(query, key, query, scale, method, num_iterations, epsilon)
@@ -201,7 +211,7 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
         raise ValueError(f"epsilon must be a finite number of 0 or more, not {epsilon!r}")
 
 
-@constant_to_a_trace  # in which torch says no if asked directly
+@constant_to_a_trace  # a trace that asks torch directly gets False
 def _goes_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
@@ -215,7 +225,7 @@ def _checked(
     num_iterations: int | None,
     epsilon: float,
 ) -> Scale:
-    """The scale, once nothing is found wrong with any argument."""
+    """Checks all arguments and returns the scale."""
     check_method(method, num_iterations, epsilon)
     if method in ("qr", "qr_literal") and _goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
@@ -231,7 +241,7 @@ def _checked(
     except RuntimeError:
         raise ValueError(f"the batch dimensions of query, key and value must broadcast, not {batches}") from None
     if scale is None:
-        return 1 / math.sqrt(query.shape[-1] or 1)  # of no columns S is 0 at any scale
+        return 1 / math.sqrt(query.shape[-1] or 1)  # without columns S is 0 at any scale
     if not isinstance(scale, (Tensor, Real)) or (isinstance(scale, Tensor) and scale.is_complex()):
         raise TypeError(f"scale must be a real number or a tensor of them, not {scale!r}")
     if not isinstance(scale, Tensor):
@@ -276,7 +286,7 @@ def _by_basis(function: Function, query: Tensor, key: Tensor, value: Tensor, sca
 
 
 def _by_any_gram(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """By Gram matrices of M, or of M T as `balanced` makes it where M asks for that, or by a basis where both fail."""
+    """Computes by Gram matrices of M, or of M T from `balanced` if M is unbalanced, or by a basis if both fail."""
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
         wide = _wide(m)
@@ -296,11 +306,11 @@ def _mixing(function: Function, gram: Tensor, products: Tensor, scale: Tensor) -
 
 
 def _without_reading(function: Function, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
-    """By M R⁻¹ with a constant R, and NaN where digits are lost: a NaN shows, and a wrong number does not.
+    """Computes with M R⁻¹ for a constant R, and gives NaN where digits are lost: a NaN shows, a wrong number does not.
 
-    A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which so is constant in
-    the derivatives, of every order. With that of `root` M R⁻¹ is near to orthonormal and Z to skew whatever the rank of M,
-    and the error at most about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
+    A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which is therefore
+    constant in derivatives of every order. With R of `root`, M R⁻¹ is near to orthonormal and Z to skew whatever the rank of
+    M, and the error at most about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
     """
     m = balanced(m)
     if _goes_to_onnx():
@@ -373,7 +383,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """By Gram matrices alone, (b, N, 2d) and (b, N, d_value); `gram` is MᵀM where it is known, without a gradient."""
+    """Computes by Gram matrices alone, (b, N, 2d) and (b, N, d_value); `gram` is MᵀM if known, without a gradient."""
     if is_recorded(m, v, scale):
         return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
     return _by_differentiable_gram(m, v, scale, mixing, gram)
@@ -385,7 +395,7 @@ def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing,
 
 
 class _ByGram(torch.autograd.Function):
-    """`_by_differentiable_gram` with its own backward: autograd's for the small matrices, five products for the others."""
+    """`_by_differentiable_gram` with its own backward: autograd for the small matrices, five products for the large ones."""
 
     @staticmethod
     def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor) -> Tensor:
@@ -412,7 +422,7 @@ class _ByGram(torch.autograd.Function):
 
 
 def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor:
-    """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
+    """Computes by an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(torch.bmm(basis.mT, m)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
     moved = torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
@@ -420,7 +430,7 @@ def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor
 
 
 def _is_small(skew: Tensor) -> bool:
-    """Whether [S] f([S]) W is as exact as f([S]) [S] W: a large [S] would enlarge the rounding of f by its norm."""
+    """Tells whether [S] f([S]) W is as exact as f([S]) [S] W: a large [S] enlarges the rounding of f by its norm."""
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
 
 
@@ -441,7 +451,7 @@ class _ByBasis(torch.autograd.Function):
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
     This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. With
-    create_graph=True the gradient, and its own, are those of `_without_reading`, the same function, in float64.
+    create_graph=True the gradient and its derivatives come from `_without_reading`, the same function, in float64.
     """
 
     @staticmethod
@@ -477,7 +487,7 @@ class _ByBasis(torch.autograd.Function):
 
 
 def _in_double(function: Function, m: Tensor, v: Tensor) -> Tensor:
-    """The same of S = M J Mᵀ with derivatives of every order and no branch."""
+    """The function of S = M J Mᵀ in float64, with derivatives of every order and no branch."""
     one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
     return _without_reading(function, m.double(), v.double(), one).to(v.dtype)
 

@@ -9,12 +9,12 @@ from torch import Generator, Tensor, nn
 QueryKey = Literal["zero_query", "zero_key", "small"]
 ValueOut = Literal["orthogonal", "gaussian"]
 LECUN = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
-QUERY_KEY, VALUE_OUT = get_args(QueryKey), get_args(ValueOut)  # of signal-preserving attention
+QUERY_KEY, VALUE_OUT = get_args(QueryKey), get_args(ValueOut)  # options of signal-preserving attention
 SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
 
 
 class Attention(Protocol):
-    """What is initialised of an attention layer: four linear layers (d, d), which num_heads heads share."""
+    """Parts of an attention layer that are initialised: four linear layers (d, d), which num_heads heads share."""
 
     embed_dim: int
     num_heads: int
@@ -25,14 +25,14 @@ class Attention(Protocol):
 
 
 class ScaledAttention(Attention, Protocol):
-    """With a number for each head that multiplies its values, and one for its attention."""
+    """Attention with a number for each head that multiplies its values, and one that multiplies its attention."""
 
     shortcut: nn.Parameter
     residual: nn.Parameter
 
 
 class TwoLayers(Protocol):
-    """What is initialised of an MLP: its linear layers (H, d) and (d, H)."""
+    """Parts of an MLP that are initialised: its linear layers (H, d) and (d, H)."""
 
     fc1: nn.Linear
     fc2: nn.Linear
@@ -41,16 +41,21 @@ class TwoLayers(Protocol):
 def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """A draw from the uniform distribution on the Stiefel manifold {W ∈ ℝ^{n×m}: WᵀW = I} (Algorithm 1).
 
-    The reduced QR decomposition of a Gaussian matrix, with the signs of R's diagonal moved into Q: without that
+    Takes the reduced QR decomposition of a Gaussian matrix and moves the signs of R's diagonal into Q: without this
     correction the draw would depend on the sign convention of the QR routine (Mezzadri 2006).
 
     Args:
         n, m: the shape, n ≥ m ≥ 1.
-        generator: of the default device. Default: torch's global one.
-        dtype: of the result. Default: torch's default. The arithmetic is float64.
+        generator: a generator of the default device. Default: torch's global one.
+        dtype: type of the result. Default: torch's default. The arithmetic is float64.
 
     Raises:
         ValueError: n < m or m < 1.
+
+    Example:
+        >>> w = stiefel_uniform(64, 16, dtype=torch.float64)
+        >>> bool((w.T @ w - torch.eye(16)).abs().max() < 1e-12)
+        True
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
@@ -71,6 +76,11 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 
     Raises:
         ValueError: the weight is not a matrix.
+
+    Example:
+        >>> w = scaled_uniform_orthogonal_(torch.empty(256, 64))
+        >>> bool((w.T @ w - 4 * torch.eye(64)).abs().max() < 1e-4)
+        True
     """
     if weight.dim() != 2:
         raise ValueError(f"scaled_uniform_orthogonal_ fills matrices [out, in], not a tensor of shape {tuple(weight.shape)}")
@@ -186,8 +196,8 @@ def init_signal_preserving_attention_(
     """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
     Args:
-        query_key: of W^Q and W^K one is zero and the other an orthogonal draw, "zero_query" as in the paper or "zero_key";
-            or "small", both are orthogonal draws times 0.1.
+        query_key: "zero_query" as in the paper, or "zero_key": one of W^Q and W^K is zero and the other an orthogonal draw;
+            or "small": both are orthogonal draws times 0.1.
         value_out: W^V and W^O are each one "orthogonal" draw, or "gaussian", N(0, 1/d) (their Figure 9).
 
     Raises:
@@ -224,7 +234,7 @@ def _zero_biases_and_alpha(attention: Attention, alpha: float) -> None:
     for linear in (attention.query, attention.key, attention.value, attention.out):
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)
-    alphas = getattr(attention, "alpha", None)  # of orthogonal attention alone
+    alphas = getattr(attention, "alpha", None)  # only orthogonal attention has any
     if alphas is not None:
         alphas.fill_(alpha)
 
@@ -242,7 +252,7 @@ def init_suo_mlp_(
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as a reading of the weight as [in, out] would.
-        gain: of the second layer, by which it makes good what the activation takes from the mean square.
+        gain: factor of the second layer, which restores the mean square that the activation reduces.
     """
     for linear in (mlp.fc1, mlp.fc2):
         scaled_uniform_orthogonal_(linear.weight, generator=generator)
@@ -324,7 +334,7 @@ def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 
 def trunc_normal_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """The weight as positions and [cls], N(0, 0.02²) on two standard deviations, and a zero bias."""
+    """The weight like positions and [cls], N(0, 0.02²) on two standard deviations, and a zero bias."""
     truncated_normal_(linear.weight, 0.02, generator=generator)
     nn.init.zeros_(linear.bias)
 

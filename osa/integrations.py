@@ -35,6 +35,9 @@ def timm_attention(
     Raises:
         ImportError: timm is not installed.
         ValueError: the method is unknown, or α is not finite.
+
+    Example:
+        >>> timm.create_model("vit_tiny_patch16_224", attn_layer=timm_attention())  # doctest: +SKIP
     """
     check_method(method, num_iterations, epsilon)
     _check_finite("alpha_init", alpha_init)
@@ -42,7 +45,7 @@ def timm_attention(
 
 
 class _Made(type):
-    """The type of classes that a call makes: pickle writes the call, as models of timm keep their attention's class."""
+    """Type of the classes that a call makes. Pickle writes the call, as models of timm keep their attention's class."""
 
     made_by: tuple[Method, int | None, float, float]
 
@@ -72,7 +75,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
             return self.proj_drop(self.proj(y))
 
         def dropout_p(self) -> float:
-            """What `attn_drop` asks for, which would act on the attention matrix."""
+            """Dropout that `attn_drop` asks for, which would act on the attention matrix."""
             if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
                 raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
             return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
@@ -84,7 +87,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _found_again(made: "_Made") -> Any:
-    """What pickle writes for a class of `_timm_class`; a class that is derived from one it finds by name."""
+    """The call that pickle writes for a class of `_timm_class`; pickle finds derived classes by name."""
     return (_timm_class, made.made_by) if "made_by" in vars(made) else made.__qualname__
 
 
@@ -108,13 +111,17 @@ def register_with_transformers(
     hand: `from_pretrained` takes `attn_implementation=name` there.
 
     Args:
-        name: a new one, or one registered by this function before.
+        name: a new name, or one registered by this function before.
         method, num_iterations, epsilon: as for `orthogonal_attention`.
         alpha: α, which multiplies the model's own scale, 1/√d_v as a rule.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: the method is unknown, α is not finite, or the name is another attention's or no word.
+
+    Example:
+        >>> register_with_transformers("osa")  # doctest: +SKIP
+        >>> AutoModel.from_pretrained("bert-base-uncased", attn_implementation="osa")  # doctest: +SKIP
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -147,7 +154,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: the heads (B, N, h, d_v), and the attention matrices (B, h, N, N) where asked for."""
+    """Attention in the form that transformers calls: the heads (B, N, h, d_v), and on demand matrices (B, h, N, N)."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")

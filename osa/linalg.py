@@ -14,8 +14,8 @@ from torch import Tensor
 
 from osa.runtime import has_values, is_eager
 
-Scale = float | Tensor  # of Q Kᵀ − K Qᵀ
-KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # by function: what fits, and the kernel
+Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
+KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # function → (test of arguments, kernel)
 EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
 
 POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
@@ -31,19 +31,19 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
 
 _RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
 _MAX_DOUBLINGS = 14  # where ρ cannot be read off the data
-_LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # ρ = 49,152 that these doublings reach
+_LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
 IMBALANCE = 128.0  # largest `imbalance` whose loss is allowed: A = exp(S) is then orthogonal to 100 eps max(1, ‖S‖₂) or so
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Operators in the types of their inputs, whatever the program has chosen for the device."""
+    """Runs operators in the types of their inputs, whatever autocast the program has chosen for the device."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the former only knows shapes
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """A backward pass `without_autocast`, should the program call it inside: its operators take operands of one type."""
+    """Wraps a backward pass in `without_autocast`, as its operators take operands of one type."""
 
     @wraps(backward)
     def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:
@@ -56,8 +56,8 @@ def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 def qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis of the columns of M by the reduced QR decomposition (Section 3).
 
-    Householder's on the CPU, where it is the faster. On CUDA it goes through the batch one by one and waits for the host;
-    float32 matrices take `cholesky_qr_basis` there.
+    The CPU takes Householder's QR, which is the faster there. On CUDA Householder's QR goes through the batch one by one and
+    waits for the host, so that float32 matrices take `cholesky_qr_basis`.
 
     Args:
         m: (..., N, 2d_v).
@@ -71,11 +71,11 @@ def qr_basis(m: Tensor) -> Tensor:
 
 
 def cholesky_qr_basis(m: Tensor) -> Tensor:
-    """The same from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, for whole batches and without a guard to read.
+    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, for whole batches, reading no value.
 
-    Householder's Q is that of M + E, ‖E‖ a few eps ‖M‖ (Higham 2002, Theorem 19.4): an E of that size on the diagonal costs
-    nothing, and no null vector of M is one of M + E. A shift of the first decomposition, in float64, makes up for its
-    rounding; the second removes what is left of BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
+    Householder's Q is the exact Q of M + E, ‖E‖ a few eps ‖M‖ (Higham 2002, Theorem 19.4). An E of this size on the diagonal
+    costs no accuracy, and no null vector of M is one of M + E. A shift of the first decomposition, in float64, makes up for
+    its rounding; the second removes what is left of BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -121,7 +121,7 @@ def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
 class _NewtonSchulzGram(torch.autograd.Function):
     """`_newton_schulz_gram` with a backward of two products an iteration.
 
-    G_{k+1} = ¼ (9G − 6G² + G³) with G = G_k. With E the gradient of G_{k+1}, symmetric, that of G_k is therefore
+    G_{k+1} = ¼ (9G − 6G² + G³) with G = G_k. With E the gradient of G_{k+1}, symmetric, the gradient of G_k is therefore
     ¼ (9E − 6 (EG + GE) + EG² + GEG + G²E) = R + Rᵀ with Y = EG − 4E and R = ¼ (Y + ½Yᵀ) G + 9/8 E.
     """
 
@@ -166,8 +166,8 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, which singular matrices have too.
 
-    A Taylor polynomial by Horner's rule in Z², on blocks as narrow as Y, of the least degree whose remainder, in value and
-    gradient, is below the rounding for the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too).
+    Evaluates a Taylor polynomial by Horner's rule in Z², on blocks as narrow as Y, of the least degree whose remainder, in
+    value and gradient, is below the rounding for the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too).
 
     For ρ > 4, Z is halved s times, to ρ ≤ 1, and its φ₁ doubled as often, φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
     e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). Where ρ cannot be read s is fixed, and the result
@@ -208,8 +208,8 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, with which the Cayley transform is (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
-    By LU, and on CUDA, where that of a batch waits for the host, by the Cholesky decomposition of WᵀW with W = I − Z/2: in
-    float64, as its condition number is that of W squared.
+    Solves by LU. On CUDA, where the LU of a batch waits for the host, it solves by the Cholesky decomposition of WᵀW with
+    W = I − Z/2, in float64, since the condition number of WᵀW is that of W squared.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, for which W is never singular.
@@ -229,9 +229,9 @@ def solved_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.
+    """Tells whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.
 
-    A Gram matrix that overflows has none.
+    A Gram matrix that overflows has no digits to keep.
 
     Args:
         gram: MᵀM, (b, 2d, 2d), whose values can be read.
@@ -246,8 +246,8 @@ def imbalance(z: Tensor) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of a Z with imaginary spectrum, (b, n, n), the root taken as 1 to 64: (b, 1, 1).
 
     The numerator is 0 for a normal Z, and else the square of its departure from normality (Henrici 1962). Times eps it
-    is about the error of φ₁(Z) in exp(S); the denominator, about ‖S‖₂, is what the norm itself costs. Beyond 64 errors of
-    what is not normal grow faster than the norm.
+    is about the error of φ₁(Z) in exp(S); the denominator, about ‖S‖₂, is what the norm itself costs. Beyond 64 the
+    errors of the part that is not normal grow faster than the norm.
     """
     spectrum = square_moduli(z)
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -274,7 +274,7 @@ def root(m: Tensor) -> Tensor:
 
 
 def warn_of_loss(is_lost: Tensor) -> None:
-    """Warns if any of it is true: on CUDA, whose answers are not waited for, in a later call, and not from a CUDA graph."""
+    """Warns if any entry is true: on CUDA in a later call, as nobody waits for its answers, and not from a CUDA graph."""
     answers = []
     if not is_lost.is_cuda:
         answers = [is_lost.any()]
@@ -295,7 +295,7 @@ _UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # answers of CUDA, on their
 
 @torch.library.custom_op("osa::warn_where_lost", mutates_args=())
 def warn_where_lost(is_lost: Tensor) -> Tensor:
-    """The same, after `warn_of_loss`: an operator, so that traces and function transforms warn too."""
+    """Calls `warn_of_loss` in an operator, so that traces and function transforms warn too."""
     warn_of_loss(is_lost)
     return is_lost.clone()
 
@@ -311,8 +311,8 @@ def balanced(m: Tensor) -> Tensor:
     the term of the pair that it multiplies: the shorter column loses its projection on the longer one, then one is
     multiplied by s and the other by 1/s, which makes them equally long.
 
-    T is a constant of the derivatives: the function does not depend on it. The subtraction is in float64, lest Q ≈ K in
-    float32 lose digits to it, except on Apple's GPUs (MPS), which do not have it.
+    T is a constant of the derivatives: the function does not depend on it. The subtraction is in float64, so that Q ≈ K in
+    float32 loses no digits, except on Apple's GPUs (MPS), which do not have it.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -325,9 +325,9 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # of which no digit is left where one is a multiple of the other
+    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # no digit is left where one is a multiple of the other
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
-    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # beside a column of zeros float32 still holds the other
+    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # next to a column of zeros float32 still holds the other
     return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
 
 
@@ -338,7 +338,7 @@ def apply_j(x: Tensor) -> Tensor:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Products of float32 matrices in float32 on CUDA: TF32, with its 10 bits, would leave A orthogonal to 10⁻³ only."""
+    """Keeps products of float32 matrices in float32 on CUDA: TF32, of 10 bits, would leave A orthogonal to 10⁻³ only."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return _ieee_products()
@@ -346,7 +346,7 @@ def full_precision(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def _ieee_products() -> Iterator[None]:
-    """Through both of torch's settings, of which one raises where the other was changed alone."""
+    """Switches TF32 off by both of torch's settings, of which one raises where the other was changed alone."""
     matmul = torch.backends.cuda.matmul
     before, legacy = matmul.fp32_precision, None
     with suppress(RuntimeError):  # the program has changed the newer one alone
@@ -368,12 +368,12 @@ def flat(x: Tensor) -> Tensor:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph takes up what is done with x, for later."""
+    """Tells whether a CUDA graph records the operations on x, for later."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded(*inputs: Tensor) -> bool:
-    """Whether autograd, and no trace or function transform, records what is done with the inputs."""
+    """Tells whether autograd, and no trace or function transform, records the operations on the inputs."""
     return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
@@ -383,7 +383,7 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
+    """Tells whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
     return x.device.type == "cpu" and is_eager(x) and has_values(x)
 
 
@@ -428,8 +428,8 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 class _Phi1Times(torch.autograd.Function):
     """The Taylor polynomial of φ₁(Z) Y, given Z² without a gradient, with a backward that accumulates in place.
 
-    With E the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!, those of Y and ZY are ΣH_j and ΣH_j / (2j + 2) to begin
-    with, and that of Z² is ΣH_{j−1} P_jᵀ / (2j (2j + 1)).
+    With E the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!, the gradients of Y and ZY begin as ΣH_j and ΣH_j / (2j +
+    2), and the gradient of Z² is ΣH_{j−1} P_jᵀ / (2j (2j + 1)).
     """
 
     @staticmethod
@@ -461,7 +461,7 @@ class _Phi1Times(torch.autograd.Function):
 
 def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of function(*inputs) as autograd finds it, for a backward pass that is itself to be differentiated."""
-    views = [x.view_as(x) for x in inputs]  # where one input was made from another, the gradients stay apart
+    views = [x.view_as(x) for x in inputs]  # an input may depend on another: their gradients stay apart
     needed = [x for x in views if x.requires_grad]
     grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
     return tuple(next(grads) if x.requires_grad else None for x in views)

@@ -1,4 +1,4 @@
-"""What the arguments of `scaled_dot_product_attention` mean to orthogonal attention: padding, repeated heads, or nothing."""
+"""Arguments of `scaled_dot_product_attention` in orthogonal attention: padding, repeated heads, and those refused."""
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def check_neutral(dropout_p: float, is_causal: bool) -> None:
 
 
 def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key with zeros for the tokens that a mask leaves out: they neither read nor are read.
+    """Query and key with zeros for the tokens that a mask leaves out, which then neither read nor are read.
 
     Args:
         query, key: (..., N, d).

@@ -1,6 +1,6 @@
-"""The paper's models by name, built and initialised by Section 4 and Appendix D; beside them models that are made for depth.
+"""The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
 
-`ModelConfig` lists every option once. One that picks a part does so in a dict below; a new part is one more entry there.
+`ModelConfig` lists every option once. An option that picks a part does so in a dict below; a new part is one more entry.
 """
 
 import dataclasses
@@ -63,8 +63,9 @@ from osa.options import (
 )
 from osa.vit import VisionTransformer, blocks_of
 
-# What an option can pick. Each entry takes the whole configuration. Of an attention it returns what makes the layer of a
-# block from its number, and what initialises it; of an MLP what initialises it, for an activation with this gain and kappa.
+# Parts that an option can pick. Each entry takes the whole configuration. An attention's entry returns two functions, one
+# that makes the layer of a block from its number, one that initialises it. An MLP's entry returns the latter, for an
+# activation with this gain and kappa.
 
 Initialise = Callable[..., None]
 Parts = tuple[Callable[[int], SelfAttention], Initialise]
@@ -143,7 +144,7 @@ MLP_INIT: dict[MLPStart, Callable[["ModelConfig", float, float], Initialise]] = 
     "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
-ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # for the depth of a network
+ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # shaped for the depth of a network
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
@@ -168,7 +169,7 @@ def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a model is made of, and which of the initialisations fits it. None of an attention's own option: its default."""
+    """Parts of a model, and the initialisations that fit them. An attention's own option that is None has its default."""
 
     attention: AttentionKind
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
@@ -211,7 +212,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How the weights start, whatever the architecture: an option that concerns another one than the model's is idle."""
+    """Start of the weights, for any architecture: an option that concerns another architecture is idle."""
 
     alpha: float = 0.1
     """Initial α of orthogonal attention."""
@@ -231,7 +232,7 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes, by default those of Appendix D: see `VisionTransformer`."""
+    """Sizes of a model, Appendix D's by default: see `VisionTransformer`."""
 
     image_size: int = _option(28, least=1)
     in_channels: int = _option(1, least=1)
@@ -275,7 +276,7 @@ class ModelConfig(Sizes, Start, Architecture):
             check_method(self.method, self.num_iterations)
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of these options that are not None."""
+        """The named options that are not None."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
@@ -294,7 +295,7 @@ TYPES = get_type_hints(ModelConfig)
 
 
 def check_own(options: dict[str, Any]) -> None:
-    """Raises ValueError if one of the options is given and belongs to another attention than theirs."""
+    """Raises ValueError if an option is given that belongs to another attention."""
     for name, value in options.items():
         owners = OPTIONS[name].metadata.get("attention") if name in OPTIONS else None
         if value is not None and owners and (attention := options["attention"]) not in owners:
@@ -350,7 +351,7 @@ MODELS: dict[str, Options] = {
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # Of He et al. 2023
+    # Attention of He et al. 2023
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,
@@ -360,7 +361,7 @@ MODELS: dict[str, Options] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# The same with both layers of an MLP drawn together, which 72 blocks need at this width
+# Both layers of an MLP drawn from one frame, which 72 blocks need at this width
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -373,7 +374,7 @@ MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# Of Ji et al. 2025, who keep LayerNorm
+# Initialisation of Ji et al. 2025, who keep LayerNorm
 _JI: Options = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
@@ -384,12 +385,16 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
     Args:
         name: "osa_qr", "osa_ns", "vit", "vit_noskip" or "vit_noskip_nonorm", the paper's five (Section 5), or another one of
             `MODELS`.
-        generator: of the default device, for every draw. Default: torch's global one.
+        generator: a generator of the default device, for every draw. Default: torch's global one.
         changes: options of `ModelConfig` that replace the model's own, e.g. depth=12.
 
     Raises:
         ValueError: there is no such model, or an option has an impossible value.
         TypeError: there is no such option.
+
+    Example:
+        >>> create_model("osa_iso", depth=12)(torch.randn(8, 1, 28, 28)).shape
+        torch.Size([8, 10])
     """
     check_model(name)
     return build_vit(**MODELS[name] | changes, generator=generator)
@@ -399,12 +404,16 @@ def build_vit(*, generator: Generator | None = None, **options: Unpack[Options])
     """A Vision Transformer of Appendix D from its options, initialised; it keeps them as its `config`.
 
     Args:
-        generator: of the default device, for every draw. Default: torch's global one, of which nothing is drawn otherwise.
-        options: of `ModelConfig`, which says what each does.
+        generator: a generator of the default device, for every draw. Default: torch's global one.
+        options: options of `ModelConfig`.
 
     Raises:
         ValueError: an option has an impossible value.
         TypeError: there is no such option, or one without a default is missing.
+
+    Example:
+        >>> build_vit(attention="orthogonal", method="qr", skip=False, norm=False, mlp_init="suo").config.depth
+        6
     """
     for name in options:
         if name not in OPTIONS:
@@ -447,7 +456,7 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Which of `MODELS` a configuration is of, whatever its sizes and start: the one that says most, or None."""
+    """Name in `MODELS` that a configuration is of, whatever its sizes and start: the most specific one, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)

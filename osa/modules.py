@@ -17,13 +17,13 @@ from osa.runtime import has_hooks
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
-NORM_EPS = 1e-6  # of LayerNorm in the original ViT
+NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 
 class SelfAttention(nn.Module):
     """Query, key, value and output projections of multi-head self-attention; subclasses say how tokens are mixed.
 
-    All take `device` and `dtype` of their weights, as layers of torch do.
+    Every class takes `device` and `dtype` of the weights, as layers of torch do.
 
     Head i owns rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight, so
     that the sum over heads of A_i X W^V_i W^O_i (Eq. 4) is one product with the concatenated heads.
@@ -120,7 +120,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (3d, d) and bias of one product that does what calling the three parts does, or None where there is none."""
+    """Weight (3d, d) and bias of one product that replaces the calls of three layers, or None if no product can."""
     if not all(map(_is_plain, parts)):
         return None
     weights = [part.weight for part in parts]
@@ -131,14 +131,14 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether it is a linear layer as torch makes it, parametrised or not: no subclass, no `forward` or hook of its own."""
+    """Tells whether a layer is torch's own Linear, parametrised or not: no subclass, no `forward` or hook of its own."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are of torch's own class, as a subclass may know no concatenation, and share shape, type and device."""
+    """Tells whether tensors share shape, type, device and torch's own class, as a subclass may know no concatenation."""
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 
@@ -159,6 +159,10 @@ class OrthogonalSelfAttention(SelfAttention):
     Raises:
         ValueError: h does not divide d, 2 d_v > d, the method is unknown, the iterations are not its own, or a number is
             impossible.
+
+    Example:
+        >>> OrthogonalSelfAttention(embed_dim=64, num_heads=4)(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
     """
 
     def __init__(
@@ -216,6 +220,10 @@ class SoftmaxSelfAttention(SelfAttention):
 
     Raises:
         ValueError: num_heads does not divide embed_dim.
+
+    Example:
+        >>> SoftmaxSelfAttention(embed_dim=64, num_heads=4)(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
     """
 
     def __init__(
@@ -271,6 +279,11 @@ class Block(nn.Module):
 
     Raises:
         ValueError: the shortcut is not in [0, 1].
+
+    Example:
+        >>> block = Block(OrthogonalSelfAttention(64, 4), MLP(64, 256), embed_dim=64, skip=False, norm=False)
+        >>> block(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
     """
 
     attention: Any
@@ -308,7 +321,7 @@ class Block(nn.Module):
         return self.join(y, self.mlp(self.norm2(y)))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
-        """A sublayer's input x and output y as what leaves it."""
+        """Joins a sublayer's input x and output y by its skip connection."""
         if not self.skip:
             return y
         return x + y if self.shortcut is None else self.shortcut * x + math.sqrt(1 - self.shortcut**2) * y

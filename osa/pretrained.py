@@ -1,6 +1,6 @@
 """Models as folders: `model.safetensors` has the weights, `config.json` the options that build the model around them.
 
-That is how the Hugging Face Hub has models. A model card, README.md, says what is known of them.
+The Hugging Face Hub has models in the same form. A model card, README.md, describes each.
 """
 
 import dataclasses
@@ -52,11 +52,14 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Args:
         model: the model, or what torch.compile, a data-parallel wrapper or an average of weights holds it in.
-        folder: made where it is missing.
+        folder: the folder, created if missing.
 
     Raises:
         ValueError: no configuration builds the model: it was built in another way, or has been changed since.
         ImportError: the package safetensors is not installed.
+
+    Example:
+        >>> save_pretrained(osa.create_model("osa_qr"), "my_model")
     """
     save_file = _safetensors().save_file
     model = unwrapped(model)
@@ -114,13 +117,17 @@ def load_pretrained(path: str | Path, *, name: str | None = None, folder: str | 
 
     Args:
         path: the folder; or a file of weights alone, of the model that `create_model` builds by `name`.
-        name: which of `MODELS` it has to be, of whatever size and start. A folder says it itself.
+        name: the name in `MODELS` that the model must have, whatever its size and start. A folder has the name itself.
         folder: the path, where the name stands in its place: `load_pretrained("osa_qr", folder="my_model")`.
 
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the configuration is of another model, weights and configuration disagree, or a file has no name.
         ImportError: the package safetensors is not installed.
+
+    Example:
+        >>> save_pretrained(osa.create_model("osa_qr"), "my_model")
+        >>> model = load_pretrained("my_model")
     """
     load_file = _safetensors().load_file
     from safetensors import SafetensorError
@@ -163,7 +170,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        options.pop("mlp_bias_std", None)  # of older folders: how biases started
+        options.pop("mlp_bias_std", None)  # older folders have it: how biases started
         names = [each for each in (name, options.pop("model", None)) if each is not None]  # older folders say none
         with torch.device("meta"):
             model = build_vit(**options)
@@ -179,7 +186,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
 
 
 def _remedy(folder: Path) -> str:
-    """What else a path may have been meant to be."""
+    """Suggests what a wrong path may have been meant to be."""
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
     others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors")))
@@ -187,7 +194,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _card(model: VisionTransformer, config: ModelConfig) -> str:
-    """What weights and configuration say of a model, in the form of the Hugging Face Hub."""
+    """Model card in the form of the Hugging Face Hub, from weights and configuration."""
     name = model_name(config)
     attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -1,6 +1,6 @@
 """Orthogonal self-attention as the paper writes it: dense, float64, slow. The yardstick of the tests.
 
-To be read beside the paper. Every function casts its tensors to float64, or to the `dtype` that it is given, builds the N×N
+Read it next to the paper. Every function casts its tensors to float64, or to the `dtype` that it is given, builds the N×N
 matrices that the rest of the package avoids, and is differentiable, so that autograd through it is the yardstick of the
 gradients as well. Nothing here is shared with the modules it checks.
 

@@ -1,4 +1,4 @@
-"""What torch is doing at the moment: the one place that leans on names which torch does not document.
+"""The state of torch at the moment: the one place that leans on names which torch does not document.
 
 A version of torch that changes one of them breaks this file and no other; the scheduled tests run it with the oldest and the
 newest.
@@ -16,13 +16,13 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # of torch.func
+VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
 
 
 def is_eager(x: Tensor, *but: TransformType) -> bool:
-    """Whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative.
+    """Tells whether operations on x run now and once: no trace, function transform or forward-mode derivative.
 
-    `but` names function transforms that are allowed. One may be under way that does not wrap x itself.
+    `but` names function transforms that are allowed. A transform may be under way that does not wrap x itself.
     """
     return not (
         torch.compiler.is_compiling()
@@ -41,12 +41,12 @@ def constant_to_a_trace(function: Callable[[], bool]) -> Callable[[], bool]:
 
 @constant_to_a_trace
 def is_transformed() -> bool:
-    """Whether a function transform or a forward-mode derivative is under way, in what a compiler traces too."""
+    """Tells whether a function transform or a forward-mode derivative is under way, in code that a compiler traces too."""
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether x is more than its shape, type and device, which are all that a fake tensor has."""
+    """Tells whether x has values: a fake tensor has its shape, type and device alone."""
     return not is_fake(x)
 
 
@@ -57,13 +57,13 @@ def assert_later(condition: Tensor, message: str) -> None:
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """With real tensors and no function transform, inside of whatever is under way."""
+    """Runs with real tensors and no function transform, inside of any trace or transform."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 
 def autograd_in_an_operator() -> AbstractContextManager:
-    """Operators run below autograd, which this switches on again."""
+    """Switches autograd on inside an operator, which runs below autograd."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
@@ -71,7 +71,7 @@ def autograd_in_an_operator() -> AbstractContextManager:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether more happens in a call of the module than its `forward`."""
+    """Tells whether a call of the module does more than its `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(map(bool, hooks))
 

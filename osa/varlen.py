@@ -41,6 +41,11 @@ def orthogonal_attention_varlen(
 
     Raises:
         TypeError, ValueError: as for `orthogonal_attention`; or the offsets do not fit.
+
+    Example:
+        >>> packed = torch.randn(30, 4, 16)  # 10 and 20 tokens of four heads
+        >>> orthogonal_attention_varlen(packed, packed.roll(1), packed, torch.tensor([0, 10, 30])).shape
+        torch.Size([30, 4, 16])
     """
     check_tensors(query, key, value)
     if not query.dim() == key.dim() == value.dim() == 3:

@@ -16,7 +16,7 @@ from osa.init import init_xavier_mlp_, truncated_normal_, xavier_linear_
 from osa.modules import MLP, NORM_EPS, Block
 from osa.runtime import uncompiled
 
-Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # of blocks: patches, or these and [cls]
+Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # outputs of blocks: patches, or patches and [cls]
 
 
 class VisionTransformer(nn.Module):
@@ -31,7 +31,7 @@ class VisionTransformer(nn.Module):
         mlp_ratio: hidden width of the MLPs over d.
         attention: makes the attention module of a block from its number, 0 to depth − 1.
         skip, norm, norm_eps, shortcut: see `Block`; with norm there is a final LayerNorm too.
-        activation: of the MLPs.
+        activation: activation of the MLPs.
         normalise_tokens: divide each token by its root mean square before the first block, once and without a parameter.
         in_channels: channels of the image.
         embedding_std: σ of positions and [cls].
@@ -117,7 +117,7 @@ class VisionTransformer(nn.Module):
         return self.forward_head(self._features(images, num_outputs=1))  # only [cls] leaves the last block
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """What leaves the last block and its norm, (B, C, H, W) → (B, N, d)."""
+        """Tokens after the last block and its norm, (B, C, H, W) → (B, N, d)."""
         return self._features(images, num_outputs=None)
 
     def forward_intermediates(
@@ -131,15 +131,15 @@ class VisionTransformer(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> Intermediates | tuple[Tensor, Intermediates] | dict[str, Tensor | Intermediates]:
-        """What leaves single blocks, as models of timm give it, beside `forward_features`.
+        """Tokens after single blocks, in the form of timm's models, with the output of `forward_features`.
 
         Args:
             images: (B, C, H, W).
             indices: the numbers of the blocks, negative ones from the end; or how many of the last. None: all.
-            return_prefix_tokens: [cls], (B, 1, d), beside the patches of each block, as a pair.
+            return_prefix_tokens: give a pair for each block, its patches and its [cls], (B, 1, d).
             norm: apply the final norm to each.
             stop_early: run no block after the last of these; the features are then of that block.
-            output_fmt: of the patches, "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
+            output_fmt: form of the patches, "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
             intermediates_only: give no features.
             output_dict: give a dictionary, "image_features", "image_intermediates" and "image_intermediates_prefix".
 
@@ -175,7 +175,7 @@ class VisionTransformer(nn.Module):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def _numbers(self, indices: int | Sequence[int] | None) -> set[int]:
-        """The numbers of blocks that `forward_intermediates` is asked for."""
+        """Numbers of the blocks whose output `forward_intermediates` returns."""
         depth = len(self.blocks)
         if indices is None:
             indices = depth
@@ -190,7 +190,7 @@ class VisionTransformer(nn.Module):
 
     def reset_classifier(self, num_classes: int) -> None:
         """A new head, by Xavier, of the device and type of the weights; 0 for none."""
-        token = self.cls_token  # which no adapter replaces
+        token = self.cls_token  # no adapter replaces it
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)
@@ -199,7 +199,7 @@ class VisionTransformer(nn.Module):
             self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether training keeps no more than each block's input for the backward pass, and computes the rest again."""
+        """Switches checkpointing: training keeps each block's input for the backward pass, and computes the rest again."""
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:

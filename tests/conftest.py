@@ -21,6 +21,6 @@ def fixed_seed():
 
 @pytest.fixture(autouse=True)
 def environment_restored():
-    """What a test, or a library it calls, leaves in os.environ: mlflow.set_tracking_uri sets a variable there."""
+    """Restores os.environ after a test, as libraries write to it: mlflow.set_tracking_uri sets a variable."""
     with mock.patch.dict(os.environ):
         yield

@@ -1,4 +1,4 @@
-"""What README and docs/ say is so: their links, commands, parameters and snippets work."""
+"""Links, commands, parameters and snippets of README and docs/ work."""
 
 import ast
 import importlib.util
@@ -31,7 +31,7 @@ def blocks(language):
 
 
 def spans():
-    """What stands between single backticks."""
+    """Texts between single backticks."""
     return [span for page in PAGES.values() for span in re.findall(r"`([^`\n]+)`", FENCED.sub("", page))]
 
 
@@ -43,12 +43,12 @@ def commands():
             if word in ("|", "&&"):
                 yield words
                 words = []
-            elif words or not re.fullmatch(r"[A-Z_]+=.*", word):  # of the environment
+            elif words or not re.fullmatch(r"[A-Z_]+=.*", word):  # a variable of the environment
                 words.append(word)
 
 
 def options(name):
-    """For each command with this option all its values."""
+    """Values of an option, for each command that has it."""
     found = [[words[i + 1] for i, word in enumerate(words[:-1]) if word == name] for words in commands()]
     return [group for group in found if group]
 
@@ -82,7 +82,7 @@ def test_dvc_takes_its_commands():
 
     parser, run = get_main_parser(), params.load(ROOT / "params.yaml").run
     content = params.read(ROOT / "dvc.yaml")
-    stages = content["stages"].keys() | {"{}"}  # what xargs fills in
+    stages = content["stages"].keys() | {"{}"}  # xargs fills it in
     stages |= {f"train@{variant}-{seed}" for variant in run.variants for seed in run.seeds}
     stages |= {f"evaluate@{variant}" for variant in run.variants}
     stages |= {f"{group}@{study}" for group in ("analytic", "on_images") for study in content["stages"][group]["foreach"]}
@@ -180,7 +180,7 @@ def test_files_in_the_text_and_in_the_layout_exist():
     listed = {line.split()[0] for line in tree.splitlines()}
     assert listed >= {f"{path.parent.name}/" for path in ROOT.glob("*/*.py")}
     named = {span for span in spans() if re.fullmatch(r"(osa|pipeline|notebooks|docs)/[a-z_0-9./]+\.\w+", span)}
-    made = {"paper_outputs/weights/"}  # by training
+    made = {"paper_outputs/weights/"}  # training makes it
     assert {path for path in (listed | named) - made if not (ROOT / path).exists()} == set()
 
 

@@ -47,7 +47,7 @@ def test_the_same_logits_and_gradients(models):
 
 @pytest.mark.slow
 def test_ten_steps_of_the_recipe_have_the_same_losses(models):
-    """By the pipeline's optimiser and clipping, as params.yaml and paper.yaml have them."""
+    """The pipeline's optimiser and clipping give the same losses, as params.yaml and paper.yaml have them."""
     config = params.resolve_recipe(params.load(ROOT / "params.yaml"), params.load_paper(), "osa_qr")
     recipe = config.train
     assert (recipe.epochs, recipe.batch_size) == (minimal.EPOCHS, minimal.BATCH)
@@ -65,7 +65,7 @@ def test_ten_steps_of_the_recipe_have_the_same_losses(models):
 
 
 def test_it_trains_and_says_what_to_expect(tmp_path, capsys):
-    """On the images that the pipeline would read."""
+    """The notebook trains on the images that the pipeline would read."""
     write_mnist(tmp_path, train=20, test=50)
     loaded = idx.load(tmp_path)
     for split, expected in (("train", loaded.train_images), ("t10k", loaded.test_images)):

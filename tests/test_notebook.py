@@ -18,7 +18,7 @@ def read():
 
 
 def shown(notebook):
-    """What each cell shows: kinds of data, tables as they are, which come from files, and text without its numbers."""
+    """Output of each cell: kinds of data, tables as they are, which come from files, and text without its numbers."""
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
         data = [output["data"] for output in outputs if "data" in output]
@@ -27,7 +27,7 @@ def shown(notebook):
 
 
 def accuracies(notebook):
-    """In per cent, as the tour prints them."""
+    """Accuracies in per cent, as the tour prints them."""
     (text,) = ("".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells if cell.id == "train")
     return [int(number) for number in re.findall(r"(\d+)%", text)]
 

@@ -1,4 +1,4 @@
-"""`pip install .` gives `osa` and nothing else: its wheel is built, installed beside torch alone, and trains."""
+"""`pip install .` gives `osa` and nothing else: its wheel is built, installed with torch alone, and trains."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ print(osa.__file__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built without network, from a copy: setuptools writes beside what it builds."""
+    """Built without network, from a copy: setuptools writes into the folder that it builds."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -59,7 +59,7 @@ def test_holds_osa_and_nothing_else(wheel):
 
 
 def test_its_page_is_rendered_and_its_links_lead_somewhere_from_there(wheel):
-    """As PyPI checks it when it is uploaded; a page there has no files beside it."""
+    """PyPI checks the page when it is uploaded; a page there has no files next to it."""
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel], check=True)
     links = re.findall(r"\]\(([^)]+)\)", PAGE)
     assert links and all(link.startswith("https://") for link in links)

@@ -24,7 +24,7 @@ ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; r
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same of bfloat16 and float16, computed in float32, on CUDA not in TF32, and rounded once."""
+    """Computes a map of bfloat16 and float16 in float32, on CUDA not in TF32, and rounds once."""
 
     @wraps(rotation)
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, in the order of i and then j. Onto SO(n).
 
-    Planes with one i + j have no index in common, and two that have one come in the same order by i + j as by i and j. So
-    2n − 3 steps of up to n/2 rotations at once make the same product, of 3n²(n − 1) operations. The backward pass undoes
-    them step by step and needs memory of n² alone; it has no derivative itself.
+    Planes with one i + j have no index in common, and planes that share an index come in the same order by i + j as by i and
+    j. So 2n − 3 steps of up to n/2 rotations at once make the same product, of 3n²(n − 1) operations. The backward pass
+    undoes them step by step and needs memory of n² alone; it has no derivative itself.
 
     Rotors cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n), multiplied in the same order with θ = −X_ji, turn vectors
     by this very matrix: a rotor layer is this map.
@@ -62,7 +62,7 @@ class _Givens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, i: Tensor, j: Tensor, n: int) -> Tensor:
-        cos, sin = x.new_ones(len(x), 2 * n, n, 1), x.new_zeros(len(x), 2 * n, n, 1)  # by step and row
+        cos, sin = x.new_ones(len(x), 2 * n, n, 1), x.new_zeros(len(x), 2 * n, n, 1)  # (b, step, row, 1)
         cos[:, i + j, i, 0] = cos[:, i + j, j, 0] = x.cos()
         sin[:, i + j, i, 0] = x.sin()
         sin[:, i + j, j, 0] = -x.sin()
@@ -81,7 +81,7 @@ class _Givens(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, cos, sin, i, j = ctx.saved_tensors
         n = rows.shape[-1]
-        rows, products = torch.cat([rows, grad.mT], dim=-1), torch.zeros_like(sin)  # each row beside its gradient
+        rows, products = torch.cat([rows, grad.mT], dim=-1), torch.zeros_like(sin)  # each row next to its gradient
         for t in range(2 * n - 3, 0, -1):
             touched = slice(max(0, t - n + 1), min(t, n - 1) + 1)
             block = rows[:, touched]
@@ -93,7 +93,13 @@ class _Givens(torch.autograd.Function):
 
 @_in_float32
 def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """exp(A) = I + A φ₁(A), by matrix products alone. Onto SO(n)."""
+    """exp(A) = I + A φ₁(A), by matrix products alone. Onto SO(n).
+
+    Example:
+        >>> q = exponential(torch.randn(8, 8, dtype=torch.float64))
+        >>> orthogonality_error(q) < 1e-12
+        True
+    """
     a = _skew(x)
     base = _identity(x).expand_as(x) if base is None else base
     return base + a @ phi1_times(a, base)
@@ -103,8 +109,8 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I: all of SO(n) without the eigenvalue −1.
 
-    The inverse is by LU, and on CUDA (I + A/2)(I + AᵀA/4)⁻¹ by the Cholesky decomposition of what is positive definite for
-    any A. It has no second derivative.
+    The inverse is taken by LU. On CUDA it is (I + A/2)(I + AᵀA/4)⁻¹, by the Cholesky decomposition of I + AᵀA/4, which is
+    positive definite for any A. The map has no second derivative.
     """
     return _Cayley.apply(x, _identity(x) if base is None else base)
 
@@ -138,7 +144,7 @@ def _inverse_by_lu(half: Tensor) -> Tensor:
 
 
 def _inverse_by_cholesky(half: Tensor) -> Tensor:
-    """The same as (I + H)(I + HᵀH)⁻¹."""
+    """(I − H)⁻¹ of a skew-symmetric H as (I + H)(I + HᵀH)⁻¹."""
     identity = _identity(half)
     factor = torch.linalg.cholesky_ex(identity + half.mT @ half).L
     inner = torch.linalg.solve_triangular(factor, (identity + half).mT, upper=False)
@@ -150,7 +156,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2: almost all of SO(n).
 
     det = (−1)ⁿ (−1)ⁿ = 1. The product of all reflections at once is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain
-    et al. 2006). Fewer than n − 1 of them do not reach all of SO(n). It has no second derivative.
+    et al. 2006). Fewer than n − 1 reflections do not reach all of SO(n). The map has no second derivative.
     """
     return _Householder.apply(x, _identity(x) if base is None else base)
 
@@ -223,7 +229,7 @@ class Orthogonal(nn.Module):
         return MAPS[self.name](full.unflatten(-1, (n, n)), self.base)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Takes an orthonormal weight, (..., n, n), as the base, and returns the X of it, which is 0.
+        """Takes an orthonormal weight, (..., n, n), as the base, and returns its X, which is 0.
 
         Raises:
             ValueError: the weight is not square, or not orthonormal.
@@ -238,22 +244,34 @@ class Orthogonal(nn.Module):
 
 
 def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
-    """Parametrises the weight of a linear layer, orthonormal already, by the map of that name: see `Orthogonal`."""
+    """Parametrises the weight of a linear layer, orthonormal already, by the map of that name: see `Orthogonal`.
+
+    Example:
+        >>> layer = nn.Linear(16, 16)
+        >>> _ = orthonormal_(layer.weight)
+        >>> is_orthonormal(orthogonal_(layer, "cayley").weight)
+        True
+    """
     register_parametrization(linear, "weight", Orthogonal(name))
     return linear
 
 
 def orthogonality_error(weight: Tensor) -> float:
-    """The largest ‖WᵀW − I‖_F over the batch, or ‖WWᵀ − I‖_F where W is wide, in float64."""
+    """The largest ‖WᵀW − I‖_F over the batch, or ‖WWᵀ − I‖_F where W is wide, in float64.
+
+    Example:
+        >>> orthogonality_error(torch.eye(16))
+        0.0
+    """
     w = weight.detach().double()
     w = w.mT if w.shape[-2] < w.shape[-1] else w
     return torch.linalg.matrix_norm(w.mT @ w - _identity(w.mT @ w)).max().item()
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """Whether the columns of W, or the rows where it is wide, are orthonormal to `ORTHONORMAL` or the rounding of W's type.
+    """Tells whether the columns of W, or the rows of a wide W, are orthonormal to `ORTHONORMAL` or the rounding of its type.
 
-    Those of a NaN are not. Weights without values, on the meta device, count as such.
+    A weight with a NaN is not orthonormal. Weights without values, on the meta device, count as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
     return weight.is_meta or orthogonality_error(weight) <= max(ORTHONORMAL, rounding)
@@ -261,7 +279,12 @@ def is_orthonormal(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def orthonormal_(weight: Tensor) -> Tensor:
-    """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ; leaves one that is so alone."""
+    """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ; keeps an orthonormal W.
+
+    Example:
+        >>> is_orthonormal(orthonormal_(torch.randn(16, 64)))
+        True
+    """
     if not is_orthonormal(weight):
         u, _, v = torch.linalg.svd(weight.double(), full_matrices=False)
         weight.copy_(u @ v)
@@ -273,15 +296,19 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
     """Takes a step U from an orthonormal W along the Stiefel manifold: the geodesic of the canonical metric that begins with
     the projection of U onto the tangent space, U − W (WᵀU + UᵀW)/2.
 
-    That is exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998): orthogonal attention (Eq. 5) with the query K and W
-    for key and value, of time O(m k² + k³). U ∝ W, such as decoupled weight decay, moves nothing. One Newton–Schulz step
-    W (3I − WᵀW)/2 after it keeps rounding from adding up.
+    The result is exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998): orthogonal attention (Eq. 5) with the query K
+    and W for key and value, of time O(m k² + k³). U ∝ W, such as decoupled weight decay, moves nothing. One Newton–Schulz
+    step W (3I − WᵀW)/2 after it keeps rounding from adding up.
 
     Args:
         weight, step: (..., m, k); where m < k, rows are orthonormal.
 
     Returns:
         (..., m, k).
+
+    Example:
+        >>> is_orthonormal(retract(torch.eye(64, 16), 0.1 * torch.randn(64, 16)))
+        True
     """
     if weight.shape[-2] < weight.shape[-1]:
         return retract(weight.mT, step.mT).mT
@@ -298,7 +325,7 @@ Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that, stac
 
 @dataclass(frozen=True)
 class Constraint:
-    """Which projections of an attention are orthonormal: each group of them stacked, head by head or as whole matrices."""
+    """Orthonormal projections of an attention: each group of projections stacked, head by head or as whole matrices."""
 
     groups: tuple[tuple[str, ...], ...]
     per_head: bool = True
@@ -331,7 +358,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     """Replaces the weights of a constraint, in every block, by the nearest orthonormal ones.
 
     Args:
-        model: with `blocks`, each of an `attention`.
+        model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
         by: one of `MAPS`, which then parametrises the weights, or "retraction", where `StiefelConstraint` has to keep them.
 
@@ -342,7 +369,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     if by != RETRACTION and constraint.per_head:
         whole = " or ".join(name for name, other in CONSTRAINTS.items() if not other.per_head)
         raise ValueError(f"{by} parametrises whole matrices, {whole}, and not {name}")
-    constrained_parameters(model, name)  # which are there
+    constrained_parameters(model, name)  # raises if a weight is no parameter
     for block in blocks_of(model):
         for views in constraint.views(block.attention):
             _write(views, orthonormal_(torch.cat(views, dim=-2)))
@@ -370,15 +397,22 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 class StiefelConstraint:
     """Keeps the weights that `constrain_` made orthonormal on their manifolds through the steps of any optimiser.
 
-    It finds the weights in the model at every step: they may move to another device or type in between.
+    It finds the weights in the model at every step, as a model may move to another device or type in between.
+
+    Example:
+        >>> model = osa.create_model("osa_exact")
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> constrain_(model, "value_out", by="retraction")
+        >>> with StiefelConstraint(model, "value_out").project_step():
+        ...     optimizer.step()
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model, self.name = model, name
-        self.weights()  # which are there
+        self.weights()  # raises if there are none
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Of each group of the constraint the views of every block."""
+        """Views of every block, for each group of the constraint."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 
@@ -389,7 +423,7 @@ class StiefelConstraint:
     @contextmanager
     def project_step(self) -> Iterator[None]:
         """Replaces the step that an optimiser takes inside by its `retract`."""
-        constrained_parameters(self.model, self.name)  # which can be written to
+        constrained_parameters(self.model, self.name)  # raises if a weight cannot be written to
         before = self.weights()
         yield
         for group, old, new in zip(self._groups(), before, self.weights(), strict=True):

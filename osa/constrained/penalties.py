@@ -17,7 +17,7 @@ from osa.vit import blocks_of
 def gram_penalty(weight: Tensor) -> Tensor:
     """Σ (σᵢ² − 1)² over the singular values of W, the lesser of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², summed over the batch.
 
-    They differ by the constant |m − n|, and so have one gradient, 4 W (WᵀW − I). The least value is 0, of orthonormal
+    The two differ by the constant |m − n|, and so have one gradient, 4 W (WᵀW − I). The least value is 0, of orthonormal
     columns or rows.
 
     Args:
@@ -25,6 +25,10 @@ def gram_penalty(weight: Tensor) -> Tensor:
 
     Returns:
         ().
+
+    Example:
+        >>> gram_penalty(2 * torch.eye(3))
+        tensor(27.)
     """
     wide = weight.shape[-2] < weight.shape[-1]
     gram = weight @ weight.mT if wide else weight.mT @ weight
@@ -34,8 +38,8 @@ def gram_penalty(weight: Tensor) -> Tensor:
 def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch.
 
-    Of a row-stochastic A it is between 0, which only permutations reach, and N(N − 1), where all rows are one and the same
-    unit vector; uniform attention has N − 1, a saddle. Of an orthogonal A it is 0. It takes N³ multiply–adds for each head.
+    A row-stochastic A has a penalty between 0, which only permutations reach, and N(N − 1), where all rows are one and the
+    same unit vector; uniform attention has N − 1, a saddle. An orthogonal A has 0. It takes N³ multiply–adds for each head.
 
     Args:
         a: (B, num_heads, N, N).
@@ -53,7 +57,7 @@ def projection_penalty(attention: Attention, *, separate: bool = False) -> Tenso
     Σ WᵢWᵢᵀ = I instead; the paper does not say which.
 
     Args:
-        separate: the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 where each is orthogonal.
+        separate: take the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 where each is orthogonal.
     """
     weights = torch.stack([part.weight for part in (attention.query, attention.key, attention.value, attention.out)])
     return gram_penalty(weights if separate else weights.flatten(0, 1))
@@ -102,13 +106,12 @@ PENALTIES: dict[str, tuple[Term, ...]] = {
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """The model's output, and the penalty of that name summed over its blocks.
 
-    The output is computed as ever. What needs the attention matrices makes them anew from the inputs that the blocks had,
-    in time and memory of N² for each head.
+    The output is unchanged. Penalties on attention matrices compute them again from the inputs of the blocks, in time and
+    memory of N² for each head.
 
     Args:
-        model: with `blocks`, each of an `attention` and an `mlp`; or a wrapper of such a model, as DistributedDataParallel.
-        images: what the model takes.
-        name: one of `PENALTIES`.
+        model: a model with `blocks`, each with an `attention` and an `mlp`; or a wrapper of such a model, as
+        DistributedDataParallel. images: input of the model. name: one of `PENALTIES`.
 
     Returns:
         The output, and a tensor ().
@@ -116,6 +119,9 @@ def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, T
     Raises:
         ValueError: there is no such penalty, the model has no blocks, or what enters them is not shown: torch.compile runs
             no hooks.
+
+    Example:
+        >>> logits, penalty = with_penalty(osa.create_model("vit"), torch.randn(2, 1, 28, 28), "VAR-I")
     """
     if name not in PENALTIES:
         raise ValueError(f"penalty {name!r} is unknown; choose one of {', '.join(PENALTIES)}")

@@ -24,7 +24,7 @@ from osa.modules import Device, Dtype, SelfAttention, first_rows
 Kernel = Literal["uniform", "exponential"]
 KERNELS = get_args(Kernel)
 FASTEST = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
-FLOOR = 1e-15  # of entries that are positive, but below what an eigendecomposition tells from 0
+FLOOR = 1e-15  # least entry: positive, but below what an eigendecomposition tells from 0
 
 # Kernels and their schedules
 
@@ -69,7 +69,7 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 
 
 def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) -> list[float]:
-    """What the attention of each block has to reach where a normalised skip α x + √(1 − α²) f(x) takes it to the schedule.
+    """Kernels that the attention of each block must reach so that a normalised skip α x + √(1 − α²) f(x) is on schedule.
 
     Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
     a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23;
@@ -77,11 +77,11 @@ def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) ->
 
     Args:
         kernel: one of `KERNELS`.
-        schedule: of blocks 0 to L.
+        schedule: numbers of blocks 0 to L.
         shortcut: α, 0 for none.
 
     Returns:
-        Of blocks 1 to L.
+        The numbers of blocks 1 to L.
 
     Raises:
         ValueError: there is no such kernel, because α is too large.
@@ -193,6 +193,10 @@ def signal_preserving_attention(
 
     Raises:
         ValueError: an argument has an impossible value.
+
+    Example:
+        >>> signal_preserving_attention("exponential", num_tokens=50, depth=36, last=0.2).shape
+        torch.Size([36, 50, 50])
     """
     if num_tokens < 1 or depth < 1:
         raise ValueError(f"num_tokens and depth must be 1 or more, not {num_tokens} and {depth}")
@@ -275,7 +279,7 @@ class SignalPreservingSelfAttention(SelfAttention):
 
 
 def _keep_buffers(attention: SignalPreservingSelfAttention, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Completes a state dict of a time when the buffers were no part of it."""
+    """Completes an older state dict, which lacks the buffers."""
     for name, buffer in attention.named_buffers(recurse=False):
         if not buffer.is_meta:
             state.setdefault(prefix + name, buffer)
@@ -309,8 +313,13 @@ class ValueSkipInitSelfAttention(SelfAttention):
 def alpha_of_depth(total: float, depth: int) -> float:
     """α = `total`/L for orthogonal attention in a network of L blocks.
 
-    With ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2 of the OSA paper), L layers whose W^O is drawn for all h heads together
-    multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v): bounded in depth if α falls as 1/L and the activation keeps ‖X‖₂.
+    With ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2 of the OSA paper), L layers whose W^O is drawn for all h heads
+    together multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v): bounded in depth if α falls as 1/L and the activation
+    keeps ‖X‖₂.
+
+    Example:
+        >>> alpha_of_depth(0.36, 36)
+        0.01
     """
     return total / depth
 
@@ -359,12 +368,16 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1).
 
     Raises:
-        ValueError: no GELU is as curved as so few nonlinearities need: for a slope of 5 their number is 5 or more.
+        ValueError: no GELU is as curved as so few MLPs need: a slope of 5 needs 5 or more.
+
+    Example:
+        >>> round(float(dks_gelu(36)(torch.randn(1_000_000)).square().mean()), 1)
+        1.0
     """
     if depth < 1:
         raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
-    limit = math.pi / (math.pi - 1)  # of a ReLU, as a → ∞
+    limit = math.pi / (math.pi - 1)  # limit of a ReLU, as a → ∞
     if not 1 < target < limit:
         raise ValueError(
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
@@ -384,12 +397,12 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 @functools.cache
 def tat_leaky_relu(depth: int, cosine: float = 0.9) -> ShapedLeakyReLU:
-    """Leaky ReLU by Tailored Activation Transformation: `depth` of them take a cosine of 0 to `cosine` (Zhang et al. 2022).
+    """Leaky ReLU by Tailored Activation Transformation: `depth` layers take a cosine of 0 to `cosine` (Zhang et al. 2022).
 
     He et al. 2023 (H.1) take 0.9.
 
     Raises:
-        ValueError: so few take it to less, even with a negative slope of 0: for 0.9 their number is 13 or more.
+        ValueError: the depth is too small to reach the cosine, even with a negative slope of 0: 0.9 needs 13 or more.
     """
 
     def reached(negative_slope: float) -> float:
@@ -409,7 +422,12 @@ def tat_leaky_relu(depth: int, cosine: float = 0.9) -> ShapedLeakyReLU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1): the factor of a weight behind φ that keeps q = 1 (He et al. 2023, H.1)."""
+    """1/√E φ(z)² for z ~ N(0, 1): the factor of a weight behind φ that keeps q = 1 (He et al. 2023, H.1).
+
+    Example:
+        >>> round(gain(gelu), 3)
+        1.534
+    """
     return 1 / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 
@@ -423,8 +441,8 @@ def gelu_tanh(x: float) -> float:
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-# The trapezoidal rule on [−12, 12] integrates what is as smooth as a Gaussian to the last bit, and z φ(z) and φ(z)² of leaky
-# ReLUs too, whose kink at 0 is a node.
+# The trapezoidal rule on [−12, 12] integrates functions as smooth as a Gaussian to the last bit, and z φ(z) and φ(z)² of
+# leaky ReLUs too, whose kink at 0 is a node.
 GRID = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]  # z and its weight
 
 

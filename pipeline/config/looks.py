@@ -33,6 +33,7 @@ LINE_WIDTH = 1.6
 STYLE = {
     "svg.hashsalt": "figure_1",  # element names that do not change from run to run
     "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
+    "font.sans-serif": ["DejaVu Sans"],  # whose widths the layout has; a page sets its own
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,

@@ -19,6 +19,7 @@ from typing import Any
 
 import matplotlib
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from pipeline import studies
 from pipeline.config import params
@@ -36,6 +37,7 @@ from pipeline.training.run import FOLDER as RUNS
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
 ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
+NARROW = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # of dvc.yaml
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
@@ -74,7 +76,7 @@ def write(name: str, only: str | None = None) -> None:
     for each in on_page(name):
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
-            summary = summarise(each, lab.of(each), FIGURES / name, commits)
+            summary = summarise(each, lab.of(each), name, commits)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name != "research" and only is None:
@@ -82,8 +84,8 @@ def write(name: str, only: str | None = None) -> None:
         shown = ("table_2", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
         figure_1 = figures.figure_1(lab.tables["histories"], lab.params)
-        files.write_text(FOLDER / "figure_1.svg", figures.svg(figure_1, ["paper_outputs/tables/histories.csv", *commits]))
         files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
+        write_figure(figure_1, FOLDER / "figure_1.svg", name, ["paper_outputs/tables/histories.csv", *commits])
     write_page(name, context, lab)
 
 
@@ -120,7 +122,13 @@ def common(lab: Lab) -> dict[str, Any]:
     return page.plain(content)
 
 
-def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str, Any]:
+def write_figure(figure: Figure, path: Path, of_page: str, sources: list[str]) -> None:
+    """Writes a figure for wide screens and, in a folder of its own, for narrow ones."""
+    files.write_text(path, figures.svg(figure, sources))
+    files.write_text(NARROW / of_page / path.name, figures.svg(figures.stack(figure), sources))
+
+
+def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
     """A study's numbers, {} where nothing is measured, and its figures as files; `commits` made the runs of Table 2."""
     one = studies.get(name)
     settings, tables = studies.settings(name), {}
@@ -135,7 +143,7 @@ def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str
         with matplotlib.rc_context(STYLE):
             drawing = draw(settings, tables, lab)
         if drawing is not None:
-            files.write_text(folder / f"{figure}.svg", figures.svg(drawing, sources=sources))
+            write_figure(drawing, FIGURES / of_page / f"{figure}.svg", of_page, sources)
     return page.plain(one.summarise(settings, tables, lab))
 
 
@@ -164,8 +172,9 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
     drawings = {}
     for path in set(re.findall(r"\]\(((?:figures/\w+/)?\w+\.svg)\)", markdown)):
         if (FOLDER / path).exists():
-            drawing = (FOLDER / path).read_text(encoding="utf-8")
-            drawings[path] = figures.inline(drawing, Path(path).stem.replace("_", "-"))
+            wide, narrow = (each.read_text(encoding="utf-8") for each in (FOLDER / path, NARROW / name / Path(path).name))
+            stem = Path(path).stem.replace("_", "-")
+            drawings[path] = figures.inline(wide, stem, "roomy") + figures.inline(narrow, f"{stem}-narrow", "narrow")
     body, sections = page.to_html(markdown, drawings, lambda path: source_line(path, name))
     frame = {"body": Markup(body), "sections": sections, "page": name, "curves": curves(lab)}
     frame["labels"] = {variant: lab.label(variant) for variant in lab.params.run.variants}

@@ -1,6 +1,7 @@
-"""Figure 1, and figures as files and as parts of a page."""
+"""Figure 1, and figures as files and as parts of a page, for wide and for narrow screens."""
 
 import io
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -16,6 +17,12 @@ from pipeline.report.numbers import scripted
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
 # After a letter that is moved, an invisible one moves back; baseline-shift would, but not every browser knows it.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
+NARROW = 3.6, 2.8  # inches: the width of a figure on a phone, and the most that a panel has of its height
+UNSEEN = re.compile(  # what matplotlib writes and a page does not need
+    r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
+    r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
+    re.DOTALL,
+)
 DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 
 
@@ -43,6 +50,24 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
         return figure
 
 
+def stack(figure: Figure) -> Figure:
+    """The same figure for a narrow screen: its panels one below the other, each with its own labels."""
+    panels, height = figure.axes, min(figure.get_figheight(), NARROW[1])
+    if len(panels) > 1:
+        for place, axes in zip(figure.add_gridspec(len(panels), 1), panels, strict=True):
+            axes.set_subplotspec(place)
+            axes.tick_params(labelleft=True)  # which panels in a row share
+        figure.set_size_inches(NARROW[0], height * len(panels))
+    else:
+        figure.set_size_inches(NARROW[0], figure.get_figheight())
+    for legend in list(figure.legends):
+        handles, labels = legend.legend_handles, [each.get_text() for each in legend.get_texts()]
+        legend.remove()
+        with matplotlib.rc_context(STYLE):
+            figure.legend(handles, labels, loc="outside lower center", ncols=2, handlelength=3)
+    return figure
+
+
 def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     """The figure as SVG whose bytes depend on what it shows alone, with powers and indices in place; its metadata name the
     files that it was drawn from."""
@@ -51,6 +76,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     # matplotlib names clips and markers by digests of coordinates, whose last bits differ from one layout to the next
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
+    text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
     return re.sub(r"(?<=>)[^<>]+(?=</text>)", lambda found: scripted(found[0], UP, DOWN), text)
 
 
@@ -66,9 +92,20 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
     return buffer.getvalue()
 
 
-def inline(svg_text: str, name: str) -> str:
-    """An <svg> element for a page: as wide as its place, in the page's colours, sharing no id with another figure."""
-    element = svg_text[svg_text.index("<svg") :]
+def relative(path: str) -> str:
+    """A line of an SVG by its steps, in tenths of a point, which takes half of the bytes; other paths as they are."""
+    if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
+        return path
+    points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]
+    (x, y), steps = points[0], itertools.pairwise(points)
+    steps = [f"{(x2 - x1) / 10:g} {(y2 - y1) / 10:g}" for (x1, y1), (x2, y2) in steps]
+    return f"M{x / 10:g} {y / 10:g}l{' '.join(steps)}".replace(" -", "-")
+
+
+def inline(svg_text: str, name: str, kind: str = "") -> str:
+    """An <svg> element of this class for a page: as wide as its place, in the page's colours, sharing no id with another."""
+    element = UNSEEN.sub("", svg_text[svg_text.index("<svg") :])
+    element = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", element)
     element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)
     element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
-    return re.sub(r' width="[^"]*" height="[^"]*"', "", element, count=1)
+    return re.sub(r' width="[^"]*" height="[^"]*"', f' class="{kind}"' if kind else "", element, count=1)

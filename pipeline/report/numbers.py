@@ -105,6 +105,17 @@ def span(counts: Iterable[int]) -> str:
     return " to ".join(dict.fromkeys(map(words, least_first[:1] + least_first[-1:])))
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in order, consecutive ones as a range: 0 to 4 and 7."""
+    groups = []
+    for value in sorted(numbers):
+        if groups and value == groups[-1][-1] + 1:
+            groups[-1].append(value)
+        else:
+            groups.append([value])
+    return listing(f"{group[0]} to {group[-1]}" if len(group) > 1 else f"{group[0]}" for group in groups)
+
+
 def listing(items: Iterable[str]) -> str:
     """a, b and c."""
     *others, last = list(items)

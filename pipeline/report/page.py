@@ -54,7 +54,7 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    names = "fixed signed grouped percent mean_sd interval number times words span listing"
+    names = "fixed signed grouped percent mean_sd interval number times words span ranges listing"
     made.filters |= {name: getattr(numbers, name) for name in names.split()}
     made.filters |= {"plain": params.plain, "verdict": verdict, "holds": holds, "label": lambda name: text(label(name))}
     return made

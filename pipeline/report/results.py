@@ -11,12 +11,13 @@ import pandas as pd
 
 from pipeline import studies
 from pipeline.config import params
-from pipeline.core import files, provenance
+from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.results.runs import of_table_2, recorded
 from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summarise
 from pipeline.studies.lab import TABLES, Lab
+from pipeline.studies.paper.benchmarks import short
 from pipeline.training.run import Run, same_config
 
 FOLDER = Path("paper_outputs")
@@ -77,13 +78,18 @@ def table_2_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
 
 
 def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
-    """Of Table 2's models the parameters, least and most, and on each machine the minutes of a run, least and most."""
-    parameters, minutes = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
-    for made in records.values():
-        minutes[provenance.machine(made["environment"])].append(made["seconds"] / 60)
+    """Parameters of Table 2's models, least and most; seeds of each kind of machine and minutes of a run there, least and
+    most."""
+    parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
+    for (_, seed), made in records.items():
+        machines[short(made["environment"])].append((seed, made["seconds"] / 60))
+    rows = []
+    for name, runs in machines.items():
+        seeds, minutes = zip(*runs, strict=True)
+        rows.append({"machine": name, "seeds": sorted({*seeds}), "least": min(minutes), "most": max(minutes)})
     return {
         "parameters": [int(parameters.min()), int(parameters.max())] if len(parameters) else None,
-        "minutes": [{"machine": name, "least": min(own), "most": max(own)} for name, own in sorted(minutes.items())],
+        "machines": sorted(rows, key=lambda row: row["seeds"]),
     }
 
 

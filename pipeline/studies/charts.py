@@ -8,10 +8,9 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from pipeline.config.looks import INK, PAGE, PALETTE
+from pipeline.config.looks import INK, LINE_WIDTH, PALETTE
 
 EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
-BEHIND_TEXT = {"facecolor": PAGE, "edgecolor": "none", "pad": 1}
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
@@ -35,15 +34,24 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
         axis.set_minor_locator(NullLocator())
 
 
+def interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
+    """A line from `low` to `high` at the height y; where it is cut at an end of `within`, an arrow says that it goes on."""
+    left, right = max(low, within[0]), min(high, within[1])
+    axes.plot([left, right], [y, y], color=colour, linewidth=LINE_WIDTH)
+    for end, is_cut, arrow in ((left, low < left, "<"), (right, high > right, ">")):
+        if is_cut:
+            axes.plot(end, y, arrow, color=colour, markersize=6)
+
+
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Writes each line's label beside its last point, over what lies there; labels that would touch keep `gap` of the axes'
-    height from one another."""
+    """Writes each line's label beside its last point, where lines should end together; labels that would touch keep `gap`
+    of the axes' height from one another."""
     axes.get_figure().draw_without_rendering()  # which settles the limits
     to_axes, labels = axes.transData + axes.transAxes.inverted(), []
     for line in (line for line in axes.lines if not line.get_label().startswith("_")):
         end = to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1])
         options = {"va": "center", "fontsize": 8, "color": line.get_color(), "annotation_clip": False}
-        options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points", "bbox": BEHIND_TEXT}
+        options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points"}
         labels.append(axes.annotate(line.get_label(), end, **options))
     spans = {label: label.get_window_extent().intervalx for label in labels}
     labels.sort(key=lambda label: label.xy[1])

@@ -85,7 +85,7 @@ def test_straightforward_models_compute_the_same(project, variant, shared_alpha)
     images = torch.randn(3, 1, 28, 28, dtype=torch.float64)
     torch.testing.assert_close(theirs(images), ours(images), rtol=1e-9, atol=1e-9)
     sizes = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
-    assert sizes[0] == sizes[1] or shared_alpha  # of which the script has one for each head
+    assert sizes[0] == sizes[1] or shared_alpha  # the script has one α for each head
     ours.blocks[0].attention.value.weight.data *= 1.5
     assert not torch.allclose(theirs(images), ours(images), rtol=1e-4, atol=1e-4)
 

@@ -114,7 +114,7 @@ def test_what_hangs_is_stopped_and_what_comes_too_late_is_not_begun(script, tmp_
 
 
 def test_the_peak_is_that_of_tensor_cores(monkeypatch):
-    """Which torch's attention in float32 uses; the setting is put back."""
+    """Torch's attention in float32 uses tensor cores; the setting is restored."""
     seen, product, before = [], torch.Tensor.__matmul__, torch.backends.cuda.matmul.fp32_precision
 
     def watched(a, b):

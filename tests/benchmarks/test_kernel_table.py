@@ -1,4 +1,4 @@
-"""What the compiler says of the kernels, beside what it said: paper_outputs/benchmarks/kernels.csv."""
+"""The compiler's report on the kernels, against its report in paper_outputs/benchmarks/kernels.csv."""
 
 import csv
 import os
@@ -32,7 +32,7 @@ def rows_of(path):
     ids=["short", "long", "fused"],
 )
 def test_the_compiler_finds_no_kernel_worse_than_it_did(methods, widths, architectures, tmp_path):
-    """In a process without the interpreter."""
+    """Runs in a process without the interpreter."""
     output, names = tmp_path / "new.csv", ("methods", "widths", "architectures")
     chosen = ["--output", output]
     for name, values in zip(names, (methods, widths, architectures), strict=True):
@@ -64,7 +64,7 @@ def test_a_program_a_head_is_what_the_design_asks_of_it():
     for row, spilled in ((forward, 300), (backward, 1000)):
         assert row["warnings"] == "" and int(row["spilled_bytes"]) <= spilled and int(row["programs"]) == 2
         assert int(row["hgmma"]) >= 4 * int(row["waits"]) > 0
-    assert forward["spilled_bytes"] == "0"  # so that no loop reloads anything
+    assert forward["spilled_bytes"] == "0"  # no loop reloads anything
     own = [row for (method, *_), row in rows.items() if method == "fused exact"]
     assert {row["width"] for row in own} == {"16", "32", "64"} and all(row["warnings"] == "" for row in own)
 

@@ -1,4 +1,4 @@
-"""Layers that are compared compute the same function; and what is made of their times."""
+"""Layers that are compared compute the same function; and the summary of their times."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def test_the_posts_layers_are_the_maps(n):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_rotors_are_givens_rotations(n):
-    """By the geometric product: R x R̃ turns x by the matrix of the same angles."""
+    """The geometric product R x R̃ turns x by the matrix of the same angles."""
     x, angles = numbers(3, n), numbers(n * (n - 1) // 2)
     torch.testing.assert_close(post.rotors(x, angles), x @ MAPS["givens"](-lower(angles, n)).mT)
 

@@ -19,7 +19,7 @@ from osa.init import stiefel_uniform
 from pipeline.benchmarks import post
 from pipeline.benchmarks.cost import cost
 
-N = 6  # of matrices whose size does not matter
+N = 6  # size of matrices where it does not matter
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def slope(function, x):
 
 
 def entries_multiplied(function):
-    """By element-wise products, as torch's profiler sees them."""
+    """Counts entries in element-wise products, as torch's profiler sees them."""
     with profile(record_shapes=True) as profiler:
         function()
     return sum(max(map(math.prod, e.shapes()[:2])) for e in profiler.kineto_results.events() if e.name() == "aten::mul")
@@ -82,7 +82,7 @@ def test_lipschitz_constants_do_not_stay_below_one():
     assert slope(nn.functional.gelu, torch.linspace(0, 3, 301)) > 1.128
     assert slope(nn.LayerNorm(N), 1e-3 * torch.randn(N)) > 100
     tokens = 10 * torch.randn(N, 3)
-    tokens[0] = 0  # beside which the slope grows with the square of the others (Kim et al. 2021)
+    tokens[0] = 0  # next to it the slope grows with the square of the others (Kim et al. 2021)
     attention = lambda x: torch.softmax(x @ x.mT, -1) @ x  # noqa: E731
     assert slope(lambda x: attention(x.view(N, 3)).flatten(), tokens.flatten()) > 10
 
@@ -199,7 +199,7 @@ def test_the_exponential_optimizer_keeps_what_it_finds():
         w = update(w, torch.randn(N, N), 0.01)
     assert orthogonality_error(w) > 0.1
     with pytest.raises(RuntimeError):
-        update(torch.randn(N), torch.randn(N), 0.01)  # of a bias
+        update(torch.randn(N), torch.randn(N), 0.01)  # a bias
 
 
 def test_the_exponential_optimizer_on_weights_that_are_not_square():

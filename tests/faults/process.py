@@ -49,7 +49,7 @@ class Training:
             self.process.start()
 
     def end(self) -> tuple[int, list[str]]:
-        """Its exit status, and its errors, warnings and tracebacks."""
+        """Exit status of the process, and its errors, warnings and tracebacks."""
         self.process.join()
         lines = self.log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
         self.log.unlink()
@@ -93,7 +93,7 @@ def mount(folder: str, kind: str, pages: int) -> None:
 
 
 def outputs() -> dict[Path, bytes]:
-    """The files of the run that are there, but for its record, which has the time of day."""
+    """The existing files of the run, but for its record, which has the time of day."""
     return {path: path.read_bytes() for path in RUN.files.values() if path.exists()}
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from osa.linalg import EPSILON, POLAR_EXPRESS
 
-REPRESENTATIVES = ["osa_ns", "osa_iso", "vit", "espa_skip", "uspa_causal", "vskipinit"]  # of all parts of the models
+REPRESENTATIVES = ["osa_ns", "osa_iso", "vit", "espa_skip", "uspa_causal", "vskipinit"]  # models that have all parts
 
 
 def _reads_what_it_draws() -> bool:
@@ -43,7 +43,7 @@ def draw(
     return tuple(torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
 
 
-DEGENERATE = {  # query and key for which M = [Q, K] has dependent columns, made of random ones
+DEGENERATE = {  # query and key for which M = [Q, K] has dependent columns, from random ones
     "zeros": lambda q, k: (0 * q, 0 * k),
     "equal": lambda q, k: (q, q),
     "nearly equal": lambda q, k: (q, q + 1e-3 * k),

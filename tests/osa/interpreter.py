@@ -130,7 +130,7 @@ class Races:
             yield self
 
     def forget(self) -> None:
-        """As at a barrier."""
+        """Forgets accesses, as at a barrier."""
         self.reads, self.writes = [], []
 
     @staticmethod

@@ -14,12 +14,12 @@ from tests.osa.helpers import draw, with_gradients
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # which torch.compile itself does
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile itself does so
 ]
 
 
 def attention_inputs(n, cancel=0.0):
-    """With `cancel`, those for which "exact" needs a basis."""
+    """Inputs of attention; with `cancel`, inputs for which "exact" needs a basis."""
     query, key, value = (x.detach() for x in draw(n, 3))
     key = key + cancel * key
     return [query + cancel * key @ torch.ones(3, 3).double(), key, value, torch.tensor(0.3).double()]
@@ -63,14 +63,14 @@ def test_values_and_gradients_are_the_eager_ones_at_any_size(name):
 
 
 def test_every_backward_pass_of_the_package_is_compared():
-    """Those of the attention are inside of the operator that a trace of it has; kernels have tests of their own."""
+    """Backward passes of the attention are inside of its operator; kernels have tests of their own."""
     functions = {each for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith("osa.")}
     names = {each.__name__ for each in functions if ".kernels" not in each.__module__}
     assert names == {"_ByGram", "_ByBasis", "_NewtonSchulzGram", "_Phi1Times", "_Givens", "_Cayley", "_Householder"}
 
 
 def test_a_compiled_model_runs_attention_once_a_step_and_keeps_nothing(monkeypatch):
-    """As much work as eager; what autograd keeps goes with the graph, and a graph that is lost is made again."""
+    """A compiled step does the work of an eager one. Autograd's tensors go with the graph; a lost graph is made again."""
     calls, plain = [], functional.plain_attention
     monkeypatch.setattr(functional, "plain_attention", lambda *arguments: calls.append(1) or plain(*arguments))
     torch.compiler.reset()

@@ -101,9 +101,9 @@ def test_batch_dimensions_and_scales_are_optional_and_broadcast(method):
 @pytest.mark.parametrize("degenerate", sorted(DEGENERATE.keys() - {"nearly equal"}))
 @pytest.mark.parametrize("method", METHODS)
 def test_rank_deficient_inputs(method, degenerate):
-    """Where M = [Q, K] has dependent columns the output is finite and right, and so are the gradients.
+    """Dependent columns of M = [Q, K] are no hindrance: the output is finite and right, and so are the gradients.
 
-    Except those of "qr_literal": autograd, which differentiates QR there, has no correct digit.
+    "qr_literal" is the exception: autograd, which differentiates QR there, has no correct digit.
     """
     query, key = DEGENERATE[degenerate](*draw(7, 3)[:2])
     query, key = query.detach().requires_grad_(), key.detach().requires_grad_()
@@ -116,7 +116,7 @@ def test_rank_deficient_inputs(method, degenerate):
     torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding)
     if degenerate not in ("dependent columns", "two tokens"):
         torch.testing.assert_close(actual, value, rtol=rounding, atol=rounding)  # S = 0
-    if method == "polar_express" and degenerate != "one token":  # which raises rounding from 0
+    if method == "polar_express" and degenerate != "one token":  # it raises rounding from 0
         rounding = math.prod(a for a, _, _ in POLAR_EXPRESS[:7]) ** 2 * 1e-15
     if method != "qr_literal" or degenerate in ("one token", "two tokens"):
         torch.testing.assert_close(gradients, expected_gradients, rtol=rounding, atol=rounding)
@@ -187,7 +187,7 @@ MUS = [1, 10, 1e2, 1e3, 1e4, 1e5]
 @pytest.mark.parametrize("name", SYMMETRIC)
 @pytest.mark.parametrize("method", ["exact", "cayley"])
 def test_no_digit_is_lost_where_query_and_key_nearly_cancel(method, name, mu, tokens, dtype):
-    """In float64, none but those that Q − K itself takes, in the reference as well."""
+    """Float64 loses the digits that Q − K itself takes, in the reference as well, and no others."""
     errors = errors_against_reference(cancelling(name, mu, tokens, dtype), method)
     assert max(errors) < (5e-6 if dtype == torch.float32 else 1e-12 + 1e-14 * mu), errors
 
@@ -196,7 +196,7 @@ def test_no_digit_is_lost_where_query_and_key_nearly_cancel(method, name, mu, to
 @pytest.mark.parametrize("name", SYMMETRIC)
 @pytest.mark.parametrize("method", ["exact", "cayley"])
 def test_where_no_value_can_be_read_the_result_is_right_or_nan(method, name, mu, monkeypatch):
-    """In a transform on the CPU it is right; in the inputs' own precision, as on CUDA, it is NaN where digits are lost."""
+    """A transform on the CPU gives the right result; the inputs' own precision, as on CUDA, NaN where digits are lost."""
     inputs = cancelling(name, mu, 53, torch.float32)
     each = lambda *inputs, method: torch.func.vmap(partial(attend, method=method))(*inputs)  # noqa: E731
     assert max(errors_against_reference(inputs, method, each)) < 5e-6 + 5e-15 * mu**2
@@ -208,7 +208,7 @@ def test_where_no_value_can_be_read_the_result_is_right_or_nan(method, name, mu,
     assert all(map(math.isnan, errors)) if is_lost else max(errors) < 1e-3, errors
 
 
-LOST = {  # what calls a function where no value of its inputs can be read
+LOST = {  # calls of a function where no value of its inputs can be read
     "vmap": lambda function, inputs: torch.func.vmap(function)(*inputs),
     "grad": lambda function, inputs: torch.func.grad(lambda query: function(query, *inputs[1:]).sum())(inputs[0]),
     "jvp": lambda function, inputs: torch.func.jvp(function, inputs, inputs)[1],
@@ -331,7 +331,7 @@ def test_types_that_differ_are_computed_in_the_widest(method, wide):
     inputs[wide] = inputs[wide].double()
     actual = orthogonal_attention(**inputs, scale=0.3, method=method)
     assert actual.dtype == inputs["value"].dtype
-    tolerance = 1e-12 if wide == "value" else torch.finfo(torch.float32).eps / 2  # of the one rounding at the end
+    tolerance = 1e-12 if wide == "value" else torch.finfo(torch.float32).eps / 2  # the one rounding at the end
     assert relative_error(actual, REFERENCE[method](**inputs, scale=0.3)) < tolerance
 
 
@@ -362,7 +362,7 @@ def test_bad_inputs_are_refused(shapes, options, cause):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_autocast_leaves_the_small_matrices_alone(method):
-    """In the backward pass too; that of "qr_literal" is autograd's."""
+    """The backward pass leaves them alone too, except autograd's of "qr_literal"."""
     inputs, cotangent = draw(53, 5, dtype=torch.float32), torch.randn(2, 3, 53, 7)
     expected = with_gradients(partial(attend, scale=0.3, method=method), inputs, cotangent)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -104,7 +104,7 @@ def test_the_output_over_all_norms(norm, mean):
 
 @pytest.mark.parametrize("norm", [0.5, 6.0, 30.0])
 def test_heads_have_a_scale_and_strides_of_their_own(norm):
-    """In one tensor, and in three of unequal strides. The second head's c is 0, with its gradient."""
+    """Heads lie in one tensor, or in three of unequal strides. The second head's c is 0, with its gradient."""
     *tensors, scale = inputs_of(37, 16, norm, heads=2)
     scale = torch.cat([scale, 0 * scale], 1)
     together = torch.stack(tensors, 2).permute(0, 3, 2, 1, 4)  # (batch, tokens, 3, heads, width)
@@ -118,7 +118,7 @@ def test_heads_have_a_scale_and_strides_of_their_own(norm):
 
 @INTERPRETED
 def test_rows_may_lie_2_to_the_31_entries_apart():
-    """In memory of which next to nothing is touched."""
+    """The memory is reserved, and next to nothing of it touched."""
     query, key, value, scale = inputs_of(3, 8, 1.0)
     far = torch.empty(2**31 + 8, dtype=HALF).as_strided(query.shape, (8, 8, 2**30, 1)).copy_(query)
     assert torch.equal(*(attend(x, key, value, scale, "exact") for x in (far, query)))

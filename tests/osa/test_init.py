@@ -66,7 +66,7 @@ def assert_mean(values, expected):
 def test_stiefel_moments_are_those_of_the_uniform_distribution(n, m):
     """E Q = 0, E Q_ij² = 1/n, E Q_ij⁴ = 3/(n(n + 2)). LAPACK's own signs make all Q_11 negative and fail the first.
 
-    So are those of UQV for fixed rotations U and V, whose rows and columns are uncorrelated.
+    The same holds for UQV with fixed rotations U and V, whose rows and columns are uncorrelated.
     """
     stream = generator(2)
     samples = torch.stack([stiefel_uniform(n, m, generator=stream) for _ in range(DRAWS)]).double()
@@ -88,7 +88,7 @@ def test_suo_weight_is_a_scaled_orthogonal_matrix(out_features, in_features):
 
 @pytest.mark.parametrize("d, num_heads", [(15, 3), (7, 1)])
 def test_jis_query_key_product_is_the_nearest_of_its_rank(d, num_heads):
-    """To a Z + b I with Z of N(0, 1/d) from the same stream: the error is what the singular values cut off make."""
+    """The target is a Z + b I with Z of N(0, 1/d) from the same stream; the singular values cut off make the error."""
     layer, stream = SoftmaxSelfAttention(d, num_heads).double(), generator(1)
     torch.nn.init.ones_(layer.query.bias)
     init_ji_attention_(layer, identity=0.7, noise=1.3, scale=1.5, generator=generator(1))

@@ -1,4 +1,4 @@
-"""What functions, layers and models cannot take is one sentence, with the argument's name and a remedy that works."""
+"""Bad inputs of functions, layers and models get one sentence, with the argument's name and a remedy that works."""
 
 import math
 

@@ -118,7 +118,7 @@ def test_timms_attention_is_ours_with_timms_weights():
     images = torch.randn(2, 3, 16, 16)
     ours.float()(images).sum().backward()
     assert all(block.attn.alpha.grad.abs().min() > 0 for block in ours.blocks)
-    model = timm_vit(attn_layer=integrations.timm_attention(), attn_drop_rate=0.1)  # which is refused in training
+    model = timm_vit(attn_layer=integrations.timm_attention(), attn_drop_rate=0.1)  # refused in training
     assert model.eval()(images).shape == (2, 7)
     with pytest.raises(ValueError, match="dropout_p"):
         model.train()(images)
@@ -152,7 +152,7 @@ def test_intermediates_are_given_as_timms_are():
 
 
 def test_timms_models_are_pickled_and_copied_with_their_attention():
-    """In a process, or another one: classes that are made by a call have no name that pickle could look up."""
+    """Pickling works in one process and between two: classes made by a call have no name that pickle could look up."""
     timm = pytest.importorskip("timm")
     settings = dict(method="newton_schulz", num_iterations=5, epsilon=1e-3, alpha_init=0.75)
     layer = integrations.timm_attention(**settings)
@@ -223,7 +223,7 @@ def test_berts_padding_is_left_out():
     with torch.no_grad():
         padded = model(words, attention_mask=mask).last_hidden_state
         assert relative_error(padded[1, :5], model(words[1:, :5]).last_hidden_state[0]) < 1e-5
-        assert relative_error(padded[1, :5], model(words).last_hidden_state[1, :5]) > 1e-3  # which reads the padding
+        assert relative_error(padded[1, :5], model(words).last_hidden_state[1, :5]) > 1e-3  # it reads the padding
         assert relative_error(padded, bert(attn_implementation="sdpa")(words, attention_mask=mask).last_hidden_state) > 1e-3
 
 
@@ -250,7 +250,7 @@ SETTINGS = dict(method="newton_schulz", num_iterations=5, epsilon=1e-3, alpha=2.
 
 @pytest.fixture
 def registered():
-    """With which a model that is loaded has to agree; and the name is free again afterwards."""
+    """Registers a name, with which a loaded model has to agree, and frees it afterwards."""
     pytest.importorskip("transformers")
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -268,7 +268,7 @@ def test_a_model_of_transformers_is_loaded_as_it_was_saved_or_refused(registered
         loaded = load.from_pretrained(tmp_path / "a")
         assert torch.equal(loaded(images).last_hidden_state, expected)
     loaded.save_pretrained(tmp_path / "b")
-    softmax = transformers.ViTModel.from_pretrained(tmp_path / "b", attn_implementation="sdpa")  # as it is asked for
+    softmax = transformers.ViTModel.from_pretrained(tmp_path / "b", attn_implementation="sdpa")  # the caller's choice
     assert relative_error(softmax(images).last_hidden_state, expected) > 0.1
     softmax.save_pretrained(tmp_path / "c")
     again = transformers.ViTModel.from_pretrained(tmp_path / "c")

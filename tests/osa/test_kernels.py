@@ -43,7 +43,7 @@ def attend(query, key, value, scale, method, num_iterations=None):
 
 
 def attend_and_warn(*arguments):
-    """What `attend` returns, and how often it warns of digits that are lost: on CUDA when the next call asks."""
+    """Output of `attend`, and the number of its warnings of lost digits: on CUDA when the next call asks."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         output = attend(*arguments)
@@ -90,7 +90,7 @@ def test_output_and_gradients_match_the_reference(method, tokens, width, value_w
 
 @pytest.fixture
 def one_program(monkeypatch):
-    """For all matrices, which it takes one after the other."""
+    """Runs one program for all matrices, one after the other."""
     monkeypatch.setattr(launch, "resident_programs", lambda device, num_warps: 1)
 
 
@@ -171,7 +171,7 @@ def symmetric_multiple(mu, tokens, width, norm=1.0):
 
 @pytest.mark.parametrize("mu", [30, 1e3, 1e4])
 def test_exact_takes_a_basis_where_no_balancing_helps(mu, monkeypatch):
-    """Its error is that of S itself, μ eps, and not μ² eps; where no basis fits it is NaN, and never a wrong number."""
+    """The error is that of S itself, μ eps, and not μ² eps; where no basis fits the result is NaN, never a wrong number."""
     query, key, value = symmetric_multiple(mu, 17, 5)
     assert max(errors("exact", query, key, value, scales(1.0))) < 1e-6 + 3e-7 * mu
     constants = launch.attention_constants
@@ -188,7 +188,7 @@ def test_exact_takes_a_basis_where_no_balancing_helps(mu, monkeypatch):
 
 @pytest.mark.parametrize("rows", [0, 16])
 def test_a_head_that_is_nan_leaves_the_others_alone(rows, monkeypatch):
-    """And is not warned of, with a basis at hand or without."""
+    """No warning names a NaN head, with a basis at hand or without."""
     constants = launch.attention_constants
     monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
     query, key, value = random(7, 3, 3, (1, 2))
@@ -236,7 +236,7 @@ def test_lengths_are_kept_at_any_norm_or_the_result_is_nan(method, rows, monkeyp
 
 @pytest.mark.parametrize("size, width", [(3, 5), (37, 3), (70, 35)])
 def test_phi1_alone(size, width):
-    """By registers, and by tensor cores; values and gradients, with and without doublings, against torch's exponential."""
+    """Values and gradients of registers and tensor cores, with and without doublings, against torch's exponential."""
     if size > SIZE.value and not launch.holds_phi1(size, DEVICE):
         pytest.skip("this GPU takes torch's products")
     z, y, cotangent = torch.randn(2, size, size), torch.randn(2, size, width), torch.randn(2, size, width)

@@ -1,4 +1,4 @@
-"""What surrounds the kernels of CUDA: when they are taken, how they are launched, and what they spare a device.
+"""Kernels of CUDA from outside: when they are taken, how they are launched, and the work that they save a device.
 
 Tensors of the CPU stand in for those of CUDA, or have no values; what a kernel computes is tested in test_kernels.py.
 """
@@ -209,7 +209,7 @@ def test_derivatives_of_derivatives_and_forward_ones_are_the_plain_routes(as_on_
 
 @pytest.fixture
 def untried(monkeypatch):
-    """As on a GPU with which no kernel was used yet, where no graph is recorded."""
+    """State of a GPU on which no kernel was used yet, and no graph is recorded."""
     monkeypatch.setattr(operators, "_TRIED", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -279,7 +279,7 @@ def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
     assert not operators.fits(long, long, long, None, "qr")
     assert all(operators.fits(each, each, each, None, "exact") for each in (long, longer))  # one form
     assert len(forms) == len(set(forms)) == 5
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # of a graph, in which none is tried
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # no kernel is tried in a graph
     assert operators.fits(x, x, x, None, "qr") and not operators.fits(y, y, y.bfloat16(), None, "qr")
 
 
@@ -287,7 +287,7 @@ def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
 @pytest.mark.usefixtures("as_on_cuda")
 @pytest.mark.parametrize("most", [256, 2])
 def test_rows_may_lie_2_to_the_31_entries_apart(monkeypatch, most):
-    """In memory of which next to nothing is touched."""
+    """The memory is reserved, and next to nothing of it touched."""
     monkeypatch.setattr(operators, "MAX_TOKENS", most)
     key, value = (x.bfloat16() for x in random(3, 2, 2, (1, 1))[1:])
     query = torch.empty(2**31 + 8, dtype=torch.bfloat16).as_strided(key.shape, (1, 1, 2**30, 1)).copy_(-key)
@@ -298,7 +298,7 @@ def test_rows_may_lie_2_to_the_31_entries_apart(monkeypatch, most):
 
 @pytest.mark.slow
 def test_the_library_knows_its_kernels_only_when_they_are_imported():
-    """And imports them only where there is a device."""
+    """The library imports them only where there is a device."""
     script = "import sys, osa; assert not {'triton', 'osa.kernels'} & sys.modules.keys(); before = len(osa.linalg.KERNELS)\n"
     script += "import osa.kernels; assert len(osa.linalg.KERNELS) == before + 2 and len(osa.linalg.KERNELS['attend']) == 2"
     if DEVICE.type == "cpu":

@@ -24,12 +24,12 @@ from osa.linalg import (
 from tests.osa.helpers import Results, draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]
-RADII = [0, 1e-6, 1e-3, 1, 2.9, 3.1, 11.9, 12.1, 1e2, 1e3]  # of the spectrum; φ₁Y changes its algorithm near 3 and 12
+RADII = [0, 1e-6, 1e-3, 1, 2.9, 3.1, 11.9, 12.1, 1e2, 1e3]  # spectral radii; φ₁Y changes its algorithm near 3 and 12
 
 
 @pytest.mark.parametrize("setting", ["medium", "high", "highest", "new"])
 def test_tf32_is_off_inside_and_is_put_back(setting):
-    """By both of torch's settings; either can be made, and read, without a device."""
+    """Both of torch's settings can be made, and read, without a device."""
     matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
     try:
         if setting == "new":
@@ -88,7 +88,7 @@ MATRICES = {
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_cholesky_basis_is_as_good_as_householders(name):
-    """As orthonormal, and as near to the column space, to within the rounding of float32 and a factor of 2."""
+    """The basis is as orthonormal, and as near to the column space, to within the rounding of float32 and a factor of 2."""
     m = MATRICES[name]()
     eps = torch.finfo(torch.float32).eps
     errors = []
@@ -114,7 +114,7 @@ def test_seven_steps_of_polar_express_make_small_singular_values_one(least):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_balanced_columns_are_short_and_make_the_same_matrix(dtype):
-    """In the second image Q = K in one column, in the third one column of Q is zero and one pair."""
+    """The second image has Q = K in one column; in the third a column of Q is zero, and a pair of columns."""
     query, key = torch.randn(2, 3, 11, 5, dtype=dtype)
     query *= torch.logspace(-3, 3, 5, dtype=dtype)
     query[1, :, 0] = key[1, :, 0]
@@ -167,7 +167,7 @@ def dense_phi1(z):
 @pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
 def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
-    """Also by the fixed loop of function transforms, where no branch depends on a value."""
+    """The fixed loop of function transforms, where no branch depends on a value, is right too."""
     z = matrices(radius, dtype).requires_grad_()
     y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype).requires_grad_()
     actual, expected = phi1_times(z, y), dense_phi1(z) @ y.double()
@@ -187,7 +187,7 @@ def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
 @pytest.mark.parametrize("radius", [0, 1e-3, 1, 1e3])
 @pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
 def test_both_ways_to_the_resolvent(matrices, radius):
-    """That of CUDA on the CPU: alike in value and gradients, float32 in float64."""
+    """CUDA's way, taken on the CPU, is alike in value and gradients, float32 in float64."""
     z = matrices(radius, torch.float32).requires_grad_()
     y = torch.randn(*z.shape[:-1], 5, requires_grad=True)
     cotangent = torch.randn_like(y)

@@ -115,7 +115,7 @@ def test_bfloat16_is_as_orthogonal_as_its_rounding():
 
 
 def test_where_no_digit_is_left_and_where_a_head_is_nan():
-    """The result is NaN, and that of the other head as before; with a warning where the inputs are not NaN themselves."""
+    """The result is NaN, and the other head's as before; with a warning where the inputs are not NaN themselves."""
     query, key, value = random(70, 4, 4, (1, 2))
     expected = attend(query, key, value, scales(0.01, 0.01), "exact")
     broken = query.clone()
@@ -144,7 +144,7 @@ def test_lengths_are_kept_at_any_norm_or_the_result_is_nan(norm):
 @INTERPRETED
 @pytest.mark.parametrize("near", [1.0, 1e-3])
 def test_no_program_reads_what_a_launch_writes(monkeypatch, near):
-    """So that none needs a barrier; between two launches all is in order."""
+    """No program needs a barrier; between two launches all is in order."""
     query, key, value = random(70, 5, 3, (1, 1))
     inputs, start = [x.requires_grad_() for x in (key + near * query, key, value)], launch.launch
     with Races().watch() as races:
@@ -192,10 +192,10 @@ class Memory:
 
 @INTERPRETED
 def test_launches_and_bytes(monkeypatch):
-    """What 65,536 tokens of one head in bfloat16 take of 132 multiprocessors, by half of both.
+    """Use that 65,536 tokens of one head in bfloat16 make of 132 multiprocessors, by half of both.
 
     Ideal is to read and write every tensor once. φ₁ is a launch forward, and two back; torch's own between Gram matrices are
-    small beside them.
+    small next to them.
     """
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
     monkeypatch.setattr(sequences, "LEAST_ROWS", 256)

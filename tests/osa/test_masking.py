@@ -22,7 +22,7 @@ def masks():
 @pytest.mark.parametrize("shape", masks())
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_changes_nothing(method, shape):
-    """Whatever stands in it; nor the gradients, but for "qr_literal", whose M loses its rank."""
+    """Any values may stand in it; the gradients do not depend on it either, but for "qr_literal", whose M loses its rank."""
     inputs = draw(TOKENS, WIDTH)
     shorter = [x[..., :LEFT, :].detach().requires_grad_() for x in inputs]
     for unread in inputs[:2]:
@@ -108,7 +108,7 @@ def draw_layer(name, wrap):
 @pytest.mark.parametrize("wrap", [lambda layer: layer, block_of], ids=["layer", "block"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_padding_of_layers_changes_nothing(name, wrap):
-    """Nor the gradients by weights and tokens. The masks are those of tokens, and those that the heads take."""
+    """Gradients of weights and tokens do not depend on it either. Masks are of tokens, or as the heads take them."""
     layer, x = draw_layer(name, wrap)
     keep = torch.stack([KEEP, torch.ones_like(KEEP)])  # (B, N)
     shorter = x[0, :LEFT].detach().requires_grad_()
@@ -116,7 +116,7 @@ def test_padding_of_layers_changes_nothing(name, wrap):
     cotangent = torch.randn_like(whole)
     actual = layer(x, attn_mask=keep)
     assert relative_error(actual[0, :LEFT], expected) < 1e-12 and relative_error(actual[1], whole) < 1e-12
-    assert relative_error(layer(x)[0, :LEFT], expected) > 1e-3  # which reads the padding
+    assert relative_error(layer(x)[0, :LEFT], expected) > 1e-3  # it reads the padding
     parameters = list(layer.parameters())
     ours = torch.autograd.grad(actual[0, :LEFT], [x, *parameters], cotangent[:LEFT], retain_graph=True)
     theirs = torch.autograd.grad(expected, [shorter, *parameters], cotangent[:LEFT])

@@ -1,4 +1,4 @@
-"""The models by name: what they are made of, how they start, and which options are refused. test_golden.py trains them."""
+"""The models by name: their parts, how they start, and which options are refused. test_golden.py trains them."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def test_the_generator_and_nothing_else_sets_the_initial_weights(name):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(weights(create(name)), first)
     assert not torch.equal(weights(create(name, seed=1)), first)
-    torch.manual_seed(0)  # of the global stream, which is the default
+    torch.manual_seed(0)  # the global stream is the default
     assert torch.equal(weights(create_model(name)), first)
 
 
@@ -62,7 +62,7 @@ def test_orthogonal_models_start_by_section_4_from_the_same_weights():
 @pytest.mark.parametrize("activation, depth", [("gelu", 1), ("dks_gelu", 5), ("tat_leaky_relu", 13)])
 @pytest.mark.parametrize("mlp_ratio", [1, 4])
 def test_isometric_mlps_keep_the_mean_square_on_average(activation, depth, mlp_ratio):
-    """Of tokens with q = 1, over draws of the weights; the limit of wide layers differs by the order of 1/width."""
+    """Tokens with q = 1 keep it on average over draws of weights; the limit of wide layers differs by order 1/width."""
     options = dict(depth=depth, embed_dim=96, mlp_ratio=mlp_ratio, activation=activation, mlp_init="isometric")
     x = nn.functional.rms_norm(torch.randn(200, 96), (96,))
     ratios = [block.mlp(x).square().mean().item() for seed in range(30) for block in create("vit", seed, **options).blocks]
@@ -71,7 +71,7 @@ def test_isometric_mlps_keep_the_mean_square_on_average(activation, depth, mlp_r
 
 
 def test_either_attention_by_the_others_initialisation():
-    """Its draws, in their order, zero biases, and alpha as ever."""
+    """The draws come in their order, with zero biases, and alpha as ever."""
     section_4, xavier = create("osa_exact").state_dict(), create("vit_noskip_nonorm").state_dict()
     softmax, orthogonal = create("vit_section_4").state_dict(), create("osa_xavier", alpha=0.3).state_dict()
     assert all(torch.equal(softmax[key], value) for key, value in section_4.items() if not key.endswith("alpha"))
@@ -166,7 +166,7 @@ def test_forward_pass_on_cuda_without_one(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the shapes' checks
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # raised by checks of shapes
 @pytest.mark.parametrize("name", ["vit", "osa_exact", "osa_ns", "espa"])
 def test_a_trace_or_an_export_takes_batches_of_another_size(name):
     model = create(name, image_size=8, embed_dim=16, num_heads=2, depth=2 if name != "espa" else 5).double()
@@ -179,7 +179,7 @@ def test_a_trace_or_an_export_takes_batches_of_another_size(name):
         torch.testing.assert_close(traced(more), model(more), rtol=1e-9, atol=1e-9)
 
 
-REFUSED = [  # beside those that have a remedy, below
+REFUSED = [  # more of these have a remedy, below
     ("espa", dict(attention_init="xavier"), "attention_init belongs to orthogonal or softmax"),
     ("vskipinit", dict(activation="tat_leaky_relu"), "cosine"),
     ("espa", dict(kernel="linear"), "kernel 'linear'.*uniform, exponential"),

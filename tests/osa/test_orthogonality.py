@@ -89,7 +89,7 @@ def matrix(query, key, scale, method):
 
 
 def one_by_one(query, key, scale, method, function=matrix):
-    """As a batch takes the route that its hardest matrix needs."""
+    """Matrices one by one, as a batch takes the route that its hardest matrix needs."""
     return torch.stack([function(*each, method) for each in zip(query, key, scale, strict=True)])
 
 
@@ -103,7 +103,7 @@ def in_a_graph(query, key, scale, method):
 
 
 def without_values(query, key, scale, method):
-    """In the inputs' own type and without a value that is read, as on CUDA without a kernel."""
+    """Runs in the inputs' own type and reads no value, as on CUDA without a kernel."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (functional, linalg):
             patch.setattr(module, "is_readable", lambda x: False)
@@ -120,7 +120,7 @@ may_lose_digits = pytest.mark.filterwarnings("ignore:orthogonal attention is NaN
 
 
 def has_digits(route, method, kind, norm, dtype):
-    """Whether a result is due: a route that reads values always has one, the others at moderate norms and kinds."""
+    """Tells whether a result is due: a route that reads values always has one, the others at moderate norms and kinds."""
     if route in READ:
         return True
     is_wide = method == "qr" or (route, dtype) == ("vmap", torch.float32)
@@ -161,7 +161,7 @@ def test_polar_express_keeps_lengths_to_float32_within_its_singular_values(dtype
 @every_route
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_newton_schulz_equals_its_equations_or_is_nan(dtype, route):
-    """It is not orthogonal by design, and its rounding grows with scale · ‖M‖₂²."""
+    """Newton–Schulz is not orthogonal by design, and its rounding grows with scale · ‖M‖₂²."""
     query, key, scale, cases = all_of_size(53, 5, dtype)
     sizes = scale[:, 0, 0] * torch.linalg.matrix_norm(torch.cat([query, key], dim=-1).double(), 2) ** 2
     identity = torch.eye(53, dtype=torch.float64)

@@ -31,7 +31,7 @@ def test_exponential_matches_the_eigendecomposition(tokens, width, scale):
 
 
 def test_the_cayley_transform_turns_by_twice_the_arctangent_of_half_the_angle():
-    """Of two tokens, whose S is angle · [[0, −1], [1, 0]]."""
+    """Two tokens have S = angle · [[0, −1], [1, 0]]."""
     query, key = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [5.0]])
     turned = reference.cayley_attention(query, key, torch.eye(2), 0.7)
     expected = reference.orthogonal_attention(query, key, torch.eye(2), 2 * math.atan(0.35))

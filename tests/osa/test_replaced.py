@@ -1,4 +1,4 @@
-"""Whatever stands in the place of a layer is called: subclasses, wrappers, patched forwards, hooks, quantised weights."""
+"""Any module in the place of a layer is called: subclasses, wrappers, patched forwards, hooks, quantised weights."""
 
 import copy
 
@@ -45,7 +45,7 @@ def wrapped(layer):
 
 
 def subclassed(layer):
-    """As loralib's Linear, which is an nn.Linear."""
+    """A subclass, as loralib's Linear is of nn.Linear."""
 
     class Adapted(type(layer)):
         def forward(self, *inputs):
@@ -57,7 +57,7 @@ def subclassed(layer):
 
 
 def patched(layer):
-    """As accelerate and some quantisers do it."""
+    """A patched forward, as accelerate and some quantisers have it."""
     factor, forward = nn.Parameter(torch.tensor(2.0, dtype=torch.float64)), layer.forward
     layer.forward = lambda *inputs: factor * forward(*inputs)
     return layer, factor
@@ -88,7 +88,7 @@ def draw(name):
 @pytest.mark.parametrize("make", [wrapped, subclassed, patched, hooked], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", MODULES)
 def test_every_layer_is_called(name, make):
-    """What doubles a layer's output does what doubled weights do, and learns."""
+    """Doubling a layer's output does what doubled weights do, and learns."""
     module, x = draw(name)
     leaves = [path for path, layer in module.named_modules() if not list(layer.children())]
     assert len(leaves) == {"mlp": 2, "block": 8, "osa_exact": 19, "vit": 19}.get(name, 4)
@@ -99,7 +99,7 @@ def test_every_layer_is_called(name, make):
             parameter.data *= 2
         factor = replace(actual, path, make)
         output = actual(x)
-        if parameters:  # which a norm that is left out has none of
+        if parameters:  # a norm that is left out has none
             assert relative_error(output, expected(x)) < 1e-12, path
         assert relative_error(output, module(x)) > 1e-4, path
         (gradient,) = torch.autograd.grad(output.square().sum(), factor)
@@ -121,7 +121,7 @@ def test_all_layers_at_once_and_pre_hooks_are_called(name):
 
 @pytest.mark.parametrize("biased", [("query",), ("query", "value"), ("key",)])
 def test_some_projections_may_have_a_bias(biased):
-    """As in BEiT and Whisper."""
+    """BEiT and Whisper have such biases."""
     layer, x = draw("orthogonal")
     full = copy.deepcopy(layer)
     for part in ("query", "key", "value"):
@@ -198,7 +198,7 @@ def test_layers_of_other_sizes_and_types_are_not_one_product():
 
 
 def test_the_three_of_the_paper_stay_one_product(monkeypatch):
-    """Also as parametrised weights, and as weights that a function gives them."""
+    """Parametrised weights, and weights that a function provides, stay one product too."""
     calls = []
     linear = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *x: calls.append(len(x[1])) or linear(*x))

@@ -54,7 +54,7 @@ def saved(state):
 def by_meta(module, _):
     state, empty = copy.deepcopy(module.state_dict()), copy.deepcopy(module).to("meta").to_empty(device="cpu")
     for tensor in (*empty.parameters(), *empty.buffers()):
-        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 10**6)  # what memory may hold
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 10**6)  # values that memory may hold
     empty.load_state_dict(state)
     return empty
 
@@ -155,7 +155,7 @@ def by_vector(model):
 
 
 def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
-    """Of a folder, whose configuration has the name; a file of weights alone needs one."""
+    """A folder's configuration has the name; a file of weights alone needs one."""
     pytest.importorskip("safetensors")
     model, folder = create("vit_noskip", num_classes=3), tmp_path / "a"
     osa.save_pretrained(model, folder)
@@ -164,7 +164,7 @@ def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
         osa.load_pretrained(folder),
         osa.load_pretrained(str(folder), name="vit_noskip"),
         osa.load_pretrained("vit_noskip", folder=folder),
-        osa.load_pretrained(folder / "model.safetensors"),  # beside its configuration
+        osa.load_pretrained(folder / "model.safetensors"),  # next to its configuration
     ]
     assert all(torch.equal(other(IMAGES), model(IMAGES)) and other.config == model.config for other in ways)
     for call in (
@@ -192,7 +192,7 @@ def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
 
 
 def test_folders_without_a_name_are_loaded(tmp_path):
-    """Those of an older version, and of models that have no name."""
+    """Folders of an older version, and of models that have no name, load."""
     pytest.importorskip("safetensors")
     models = {"a": create("osa_qr"), "b": osa.build_vit(**SIZES, attention="softmax", skip=True, norm=False, mlp_init="suo")}
     for place, model in models.items():
@@ -268,7 +268,7 @@ def add_adapter(model):
     attention.value.load_state_dict(plain.state_dict())  # with the same keys
 
 
-CHANGES = {  # what no configuration says, and where
+CHANGES = {  # changes that no configuration shows, and their places
     "another method": (
         lambda model: model.blocks[2].attention.options.update(method="newton_schulz"),
         "blocks.2.attention is",
@@ -298,10 +298,10 @@ CHANGES = {  # what no configuration says, and where
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.ao.quantization raises them
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_folder_cannot_say_is_refused_and_travels_whole(change, tmp_path):
-    """By torch.save, as the message says; and nothing is written."""
+    """Torch.save writes it whole, as the message says; save_pretrained writes nothing."""
     pytest.importorskip("safetensors")
     model, (edit, place) = create("osa_iso"), CHANGES[change]
     edit(model)
@@ -398,7 +398,7 @@ def assert_close(actual, expected):
         assert (ours - theirs).norm() <= 1e-11 * (theirs.norm() + 0.1)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of softmax under vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # softmax under vmap raises it
 @pytest.mark.parametrize("name", [*REPRESENTATIVES, "osa_exact", "osa_qr"])
 def test_gradients_of_each_image(name):
     model = create(name).double()
@@ -421,7 +421,7 @@ def test_shards_have_the_gradients_of_the_whole(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao.quantization
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.ao.quantization raises them
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_pruned_and_quantised_layers_are_called(name):
     pruned, plain = create(name), create(name)

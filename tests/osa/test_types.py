@@ -1,4 +1,4 @@
-"""What type checkers see of osa is what it does, so that they find a misspelt option."""
+"""Type checkers see options as they are, so that they find a misspelt one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Packed sequences: each as it is alone, whatever lies beside it, and offsets that do not fit are a sentence."""
+"""Packed sequences: each as it is alone, whatever its neighbours, and offsets that do not fit are a sentence."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def by_a_loop(query, key, value, **options):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("method", METHODS)
 def test_each_sequence_is_as_it_is_alone(method, dtype, tolerance):
-    """In value and gradient, by each head's scale; "qr_literal" has no gradient of matrices without full rank."""
+    """Values and gradients agree, with a scale for each head; "qr_literal" has no gradient of matrices without full rank."""
     inputs, scale = packed(dtype), torch.tensor([0.3, -0.5, 0.7]).view(3, 1, 1)
     actual = orthogonal_attention_varlen(*inputs, OFFSETS, scale=scale, method=method)
     expected = by_a_loop(*inputs, scale=scale, method=method)
@@ -54,7 +54,7 @@ def test_sequences_do_not_see_one_another_and_few_heads_repeat():
     query, key, value = packed()
     before = orthogonal_attention_varlen(query, key, value, OFFSETS)
     with torch.no_grad():
-        query[11], key[12], value[12] = torch.nan, torch.nan, torch.nan  # of the second sequence, and the fourth
+        query[11], key[12], value[12] = torch.nan, torch.nan, torch.nan  # the second sequence, and the fourth
     after = orthogonal_attention_varlen(query, key, value, OFFSETS)
     assert relative_error(after[:11], before[:11]) < 1e-12 and relative_error(after[29:], before[29:]) < 1e-12
     assert after[11:29].isnan().any(-1).all()

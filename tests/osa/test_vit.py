@@ -1,4 +1,4 @@
-"""What the Vision Transformer computes: against the reference end to end, and as parts of itself."""
+"""The Vision Transformer against the reference end to end, and against its own parts."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import osa
 from osa import reference
 from tests.osa.helpers import relative_error
 
-MODELS = {  # and whether they have skip connections and norms
+MODELS = {  # name → has skip connections and norms
     "osa_qr": (False, False),
     "osa_ns": (False, False),
     "vit": (True, True),

@@ -21,7 +21,7 @@ from tests.pipeline.mnist_files import write_mnist
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "model": {"patch_size": 7, "embed_dim": 12, "depth": 3, "num_heads": 2},  # N = 17, d_v = 6
-    "train": {"batch_size": 8},  # so that an epoch of 23 images has steps to leave out
+    "train": {"batch_size": 8},  # an epoch of 23 images has steps to leave out
 }
 EPOCHS, POINTS = 10, 4
 
@@ -47,7 +47,7 @@ def _write_yaml(path: Path, values: dict) -> None:
 
 
 def _read_yaml(path: Path) -> dict:
-    """By LibYAML, which is many times faster, and called hundreds of times here."""
+    """Reads YAML by LibYAML, which is many times faster: tests read hundreds of files."""
     return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
 
 
@@ -82,7 +82,7 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
 
 
 def measure() -> None:
-    """What the stages evaluate and tables do, for every run of Table 2 that is there, in the working directory."""
+    """Does the work of the stages evaluate and tables, for every existing run of Table 2, in the working directory."""
     for metrics in Path("paper_outputs/runs/table_2").glob("*/*/metrics.json"):
         evaluate.main(list(metrics.parts[-3:-1]))
     tables.main()

@@ -1,4 +1,7 @@
-"""Labels at the ends of lines: apart where lines end side by side, and elsewhere at the height of their own line."""
+"""Labels at the ends of lines are apart where lines end side by side, and elsewhere at the height of their own line.
+Intervals have an arrow at each end that is cut, and nowhere else."""
+
+import math
 
 import pytest
 
@@ -13,3 +16,15 @@ def test_labels_give_way_only_to_labels_beside_them():
     charts.label_ends(axes, gap=0.1)
     heights = {text.get_text(): text.xy[1] for text in axes.texts}
     assert heights == pytest.approx({"1 0.5": 0.46, "1 0.52": 0.56, "2 0.51": 0.51})
+
+
+@pytest.mark.parametrize(
+    ("ends", "drawn", "arrows"),
+    [((-1, 2), (-1, 2), {}), ((-18, 2), (-8, 2), {-8: "<"}), ((-math.inf, math.inf), (-8, 8), {-8: "<", 8: ">"})],
+)
+def test_an_arrow_says_that_an_interval_goes_on(ends, drawn, arrows):
+    _, (axes,) = charts.panels(1)
+    charts.interval(axes, *ends, 0, "#000000", (-8, 8))
+    line, *marks = axes.lines
+    assert tuple(line.get_xdata()) == drawn
+    assert {mark.get_xdata()[0]: mark.get_marker() for mark in marks} == arrows

@@ -116,7 +116,7 @@ def test_a_run_starts_if_its_loss_has_left_a_guess_halfway():
     }
     frames = {name: pd.DataFrame({"epoch": [0, 1, 2, 3, 4], "train_loss": own}) for name, own in losses.items()}
     assert {name: starts(own) for name, own in frames.items()} == {"late": False, "early": True, "blank": False}
-    assert starts(frames["late"], guess_loss=math.log(20))  # of twenty classes
+    assert starts(frames["late"], guess_loss=math.log(20))  # twenty classes
     assert runs(a=[0.9, None]).starting("a") == [0]
 
 

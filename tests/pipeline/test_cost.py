@@ -56,7 +56,7 @@ def householder(n, r):
 
 
 def columns(n, _):
-    """Of the Cholesky decomposition, column by column: the half of each outer product that is stored."""
+    """Counts of the Cholesky decomposition, column by column: the half of each outer product that is stored."""
     return sum((n - j) * (n - j + 1) // 2 for j in range(1, n))
 
 
@@ -80,7 +80,7 @@ def test_a_formula_is_told_apart_from_what_is_counted():
 
 
 def test_all_linear_algebra_of_the_library_has_a_count():
-    """On whatever device it is called."""
+    """Every operator has a count, on whatever device it is called."""
     calls = set()
     for path in (ROOT / "osa").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -99,7 +99,7 @@ def routes_of_cuda(monkeypatch):
 
 @pytest.mark.parametrize("name", ["vit", "osa_qr", "osa_ns", "osa_exact", "osa_qr_literal", "espa"])
 def test_a_step_on_cuda_has_a_count(name, routes_of_cuda):
-    """Of every model, with its loss, clipping and optimizer, and so of every method."""
+    """Every model has a count, with its loss, clipping and optimizer, and so has every method."""
     model = osa.create_model(name, embed_dim=8, depth=5, num_heads=2, patch_size=14)  # shaped for so many blocks at least
     optimizer = torch.optim.AdamW(model.parameters())
     images, labels = torch.randn(2, 1, 28, 28), torch.tensor([3, 7])
@@ -121,7 +121,7 @@ def test_a_step_on_cuda_has_a_count(name, routes_of_cuda):
     ],
 )
 def test_products_are_those_of_torchs_counter(function):
-    """Which has to be told of the product that adds in place."""
+    """Torch's counter needs an entry for the product that adds in place."""
     in_place = {torch.ops.aten.baddbmm_: lambda total, a, b, **_: 2 * math.prod(a) * b[-1]}
     forward = Call(function, tuple(inputs()))
     for call in (forward, forward.with_backward()):

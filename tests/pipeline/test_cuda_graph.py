@@ -73,7 +73,7 @@ def test_a_training_with_a_graph_gives_the_same_bits(variant, options, train):
 
 
 def test_a_graph_recorded_in_the_middle_of_a_training_leaves_it_as_it_was():
-    """As after a resumption: the optimiser has moments and counts already."""
+    """A graph recorded after a resumption: the optimiser has moments and counts already."""
     expected = result(training(with_graph=False))
     run = training(with_graph=False)
     images, labels = next(run.batches(0))
@@ -94,7 +94,7 @@ def test_where_the_recording_does_not_serve_the_training_goes_on_without(monkeyp
     expected = result(training(with_graph=False))
 
     def record(function):
-        function()  # and the model is not what it was
+        function()  # changes the model
         if fault == "recording fails":
             raise RuntimeError("operation not permitted when stream is capturing\nand so on")
         return lambda: None, function()

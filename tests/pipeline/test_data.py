@@ -41,7 +41,7 @@ def test_shapes_and_types(folder):
 SCALINGS = {
     "unit": lambda pixels, train: pixels / 255,
     "half": lambda pixels, train: pixels / 127.5 - 1,
-    "standard": lambda pixels, train: (pixels - train.mean()) / train.std(),  # of the training pixels, for both splits
+    "standard": lambda pixels, train: (pixels - train.mean()) / train.std(),  # statistics of training pixels
 }
 
 

@@ -145,7 +145,7 @@ def test_errors_are_those_of_the_precision_in_which_the_model_runs():
 
 def change_accuracy(images: float) -> None:
     metrics, made = Run("osa_ns", 1).metrics(), Run("osa_ns", 1).record()
-    metrics["test_accuracy"] += images / 97  # of the synthetic test set
+    metrics["test_accuracy"] += images / 97  # the synthetic test set's size
     path = Run("osa_ns", 1).folder / "metrics.json"
     files.write_json(path, metrics)
     files.write_json(Run("osa_ns", 1).folder / "record.json", made | {"metrics_sha256": files.sha256(path)})

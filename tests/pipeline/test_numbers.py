@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.report import numbers
-from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, scripted, signed
+from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, ranges, scripted, signed
 from pipeline.statistics.intervals import summarise
 
 
@@ -57,6 +57,7 @@ def test_three_significant_digits(value, text):
         (numbers.words(13), "13"),
         (numbers.span([3, 1, 2]), "one to three"),
         (numbers.span([5, 5]), "five"),
+        (ranges([9, 0, 2, 1, 5]), "0 to 2, 5 and 9"),
         (listing(["a"]), "a"),
         (listing(["a", "b", "c"]), "a, b and c"),
     ],

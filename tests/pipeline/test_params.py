@@ -77,7 +77,7 @@ def test_the_committed_parameters_are_valid_and_know_every_model_of_the_library(
 
 @pytest.mark.parametrize("section", params.SHARED)
 def test_the_committed_parameters_are_the_papers_recipe(section):
-    added = {"optimizer", "warmup_steps", "schedule"}  # which the recipe does not name, with the paper's values
+    added = {"optimizer", "warmup_steps", "schedule"}  # absent from the recipe, with the paper's values
     assert {key: value for key, value in RAW[section].items() if key not in added} == PAPER["recipe"][section]
     if section == "train":
         assert [RAW[section][key] for key in sorted(added)] == ["adamw", "constant", 0]
@@ -260,7 +260,7 @@ def test_a_merge_conflict_is_told_with_its_line_and_a_remedy_that_works_in_it():
         subprocess.run(command.split(), check=True, capture_output=True)
     assert params.load().train.epochs == 30
     files.write_text("params.yaml", "\n".join(line for line in lines if not line.startswith("<<<<<<<")))
-    assert "merge conflict" in refusal(params.load)  # which half mended is one still
+    assert "merge conflict" in refusal(params.load)  # half mended is still one
 
 
 def test_a_label_is_shown_as_it_is_written():
@@ -278,7 +278,7 @@ def test_every_way_to_write_a_number_is_a_number(text):
 @pytest.mark.parametrize("value", ["0.000001", "1e-3", "3"])
 def test_what_an_experiment_sets_is_what_we_read(value):
     files.write_text("params.yaml", (ROOT / "params.yaml").read_text(encoding="utf-8"))
-    apply_overrides("params.yaml", [f"train.learning_rate={value}"])  # of `dvc exp run -S`
+    apply_overrides("params.yaml", [f"train.learning_rate={value}"])  # as `dvc exp run -S` does
     assert params.load().train.learning_rate == float(value)
 
 

@@ -228,7 +228,7 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
 
 @pytest.mark.slow
 def test_no_result_that_somebody_changed_reaches_a_page(dvc):
-    """It is named, or made again."""
+    """A changed result is named, or made again."""
     dvc("repro")
     commit()
     first, machines = results(), Path("paper_outputs/benchmarks")

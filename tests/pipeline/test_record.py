@@ -1,4 +1,4 @@
-"""What a run was made with, and the key of its checkpoints."""
+"""Provenance of a run, and the key of its checkpoints."""
 
 import subprocess
 import time

@@ -21,29 +21,30 @@ from pipeline.config.params import RunConfig
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.report import __main__ as report
-from pipeline.report import page
+from pipeline.report import figures, page
 from pipeline.report.page import TEMPLATES, to_html, word_count
 from pipeline.results import runs
+from pipeline.studies import charts
 from pipeline.training.run import Run
+from tests.language import DIALECT
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
 MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables")
-# What a text may have digits in: names of parts of papers, years, data sets, and identifiers
+# Texts that may have digits: names of parts of papers, years, data sets, and identifiers
 NAMES = re.compile(
     r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"
     r" ?[\d.]+(?:(?:,| and| to) [\d.]+)*"
     r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day)[^|\n]{0,40}? \(?(19|20)\d\d"
     r"|CIFAR-10|b?float(16|32|64)|W[12]|[A-Z]-?\d|[₀-₉²³]"
-    r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # and parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
+    r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
 )
-DIALECT = ("so many of", "is asked", " told", "undecided about", "anew", "lest ")
 
 
 def workspace(folder: Path) -> None:
-    """What the pages are made from, in a folder of its own."""
+    """Links the inputs of the pages into a folder of its own."""
     for name in ("params.yaml", "osa", "docs", "dvc.yaml", "dvc.lock"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copytree(ROOT / "pipeline", folder / "pipeline")  # locks behind a link are those of another workspace
+    shutil.copytree(ROOT / "pipeline", folder / "pipeline")  # locks behind a link belong to another workspace
     shutil.copy(ROOT / "README.md", folder)
     (folder / "paper_outputs").mkdir()
     for name in MADE_FROM:
@@ -91,7 +92,7 @@ def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_pages_show_whatever_runs_are_there(share, tmp_path, monkeypatch):
-    """And no row of dashes, for those that are not. Studies that train nothing are as committed."""
+    """Missing runs leave no row of dashes. Studies that train nothing are as committed."""
     monkeypatch.chdir(tmp_path)
     workspace(tmp_path)
     row, summarise, random = runs.run_row, report.summarise, np.random.default_rng(1)
@@ -168,7 +169,7 @@ def test_no_number_is_typed_into_a_template(template):
 
 
 def test_no_sentence_that_a_reader_sees_stands_in_python():
-    """Of what studies summarise and draw: but for docstrings and messages of errors, no text of five words or more."""
+    """Summaries and figures of studies have no text of five words or more, but for docstrings and messages of errors."""
     found = []
     for path in [*sorted((ROOT / "pipeline/studies").rglob("*.py")), ROOT / "pipeline/studies/charts.py"]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -182,7 +183,7 @@ def test_no_sentence_that_a_reader_sees_stands_in_python():
 
 
 def shown(node: ast.AST) -> str:
-    """What a literal or an f-string shows, with a word for each value put in."""
+    """Text of a literal or an f-string, with a word for each value put in."""
     if isinstance(node, ast.JoinedStr):
         return "".join(map(shown, node.values))
     if isinstance(node, ast.FormattedValue):
@@ -205,6 +206,40 @@ def test_an_image_alone_is_a_figure_with_its_source():
     )
     assert "<figure" in html and "<svg/>" in html and "What <em>it</em> shows from figures/a.svg" in html
     assert html.count("<figure") == 1 and sections == [("a-dv", "A dv")]
+
+
+def test_a_figure_for_a_narrow_screen_stacks_panels_with_labels_of_their_own():
+    drawing, panels = charts.panels(2, sharey=True)
+    for axes in panels:
+        axes.plot([0, 1], [0.0004, 2], label="a line")
+    charts.legend(drawing, panels[0].get_lines())
+    wide = figures.svg(drawing)
+    narrow = figures.svg(figures.stack(drawing))
+    left, right = (axes.get_position() for axes in drawing.axes)
+    assert left.y0 > right.y1 and left.x0 == right.x0
+    assert all(axes.yaxis.get_ticklabels()[0].get_visible() for axes in drawing.axes)
+    assert wide.count("a line") == narrow.count("a line") == 1
+
+
+def test_a_page_has_a_drawing_for_each_width_with_ids_of_its_own(written):
+    markdown = (written / "report.md").read_text(encoding="utf-8")
+    html = (written / "report.html").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\([^)]*\.svg\)", markdown)
+    assert html.count('class="roomy"') == html.count('class="narrow"') == len(shown) > 5
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("path", "steps"),
+    [
+        ("M 37.31 162.40 \nL 37.36 16.6 \nL 40 16.6 \n", "M37.3 162.4l0.1-145.8 2.6 0"),
+        ("M 0 0 \nL 0.04 0 \nL 0.08 0 \nL 0.12 0", "M0 0l0 0 0.1 0 0 0"),  # errors do not add up
+        ("M 0 3 \nC 0.8 3 1.5 2.7 2.1 2.1 \nz\n", "M 0 3 \nC 0.8 3 1.5 2.7 2.1 2.1 \nz\n"),
+    ],
+)
+def test_a_line_is_written_by_its_steps(path, steps):
+    assert figures.relative(path) == steps
 
 
 def test_plain_numbers_are_what_files_hold():

@@ -141,7 +141,7 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
     assert seen == [final[: i + 1] for i in range(5)]
 
 
-# whether a run is of today
+# Currentness of a run
 
 
 def test_the_last_epoch_is_reported_whatever_the_best_was(monkeypatch):
@@ -168,7 +168,7 @@ def test_a_key_that_does_not_apply_makes_no_other_configuration():
     setting = config("vit")
     without = setting.model_dump()
     del without["variant"]["epsilon"]
-    del without["train"]["warmup_steps"], without["train"]["schedule"], without["train"]["optimizer"]  # of an older record
+    del without["train"]["warmup_steps"], without["train"]["schedule"], without["train"]["optimizer"]  # as an older record
     assert recorder.same_config(without, setting)
     assert not recorder.same_config(without | {"train": without["train"] | {"optimizer": "muon"}}, setting)
     assert not recorder.same_config(without | {"variant": without["variant"] | {"epsilon": 0.1}}, setting)
@@ -394,7 +394,7 @@ def test_files_of_two_trainings_are_no_run(monkeypatch):
     with pytest.raises(UserError, match="watched.csv"):
         run.record()
     (run.folder / "metrics.json").unlink()
-    (run.folder / "metrics.json").mkdir()  # which no file can replace, long after the weights were written
+    (run.folder / "metrics.json").mkdir()  # a folder, which no file can replace, long after the weights were written
     with pytest.raises(UserError, match="metrics.json cannot be written"):
         trained("vit")
     assert not (run.folder / "record.json").exists()

@@ -90,13 +90,13 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
 
 def test_a_run_of_another_configuration_is_not_the_studys(project):
     lab = Lab("a_study", params.load(), params.load_paper())
-    train(lab.run("vit"), config("vit"))  # of params.yaml, which is not the recipe
+    train(lab.run("vit"), config("vit"))  # params.yaml, which is not the recipe
     assert run_row(lab.run("vit"), lab.config("vit")) == {"status": "missing"}
 
 
 @pytest.mark.slow
 def test_a_broken_study_stops_no_training_and_no_other_study(tmp_path):
-    """In a copy of the code, where one study is no Python."""
+    """One study of a copy of the code is no Python."""
     for path in subprocess.check_output(
         ["git", "ls-files", "-co", "--exclude-standard", "osa", "pipeline", "params.yaml"], cwd=ROOT, text=True
     ).split():

@@ -110,7 +110,10 @@ def split(seeds, recorded, **changes):
 def test_table_2_has_recorded_seeds_of_models_that_are_as_they_were(project):
     assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [0, 1, 2]}
     assert split([1, 2], [1]) == {"vit": [1, 2], "osa_ns": [1, 2]}
-    assert split([2], [0, 1], train={"eps": 1e-7}) == {"vit": [2], "osa_ns": [2]}  # of another configuration they are none
+    assert split([2], [0, 1], train={"eps": 1e-7}) == {
+        "vit": [2],
+        "osa_ns": [2],
+    }  # runs of other settings do not count
     shutil.rmtree(RUNS / "osa_ns/0")
     assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [1, 2]}
 
@@ -149,7 +152,7 @@ def test_missing_and_unlisted_runs_are_named(project, capsys):
     summary = row("summary", "vit")
     assert summary[["n_finished", "n_diverged", "n_missing"]].tolist() == [1, 1, 1]
     assert math.isnan(summary["test_accuracy_std"])
-    text = (FOLDER / "runs.csv").read_text(encoding="utf-8")  # whole numbers stay whole beside empty fields
+    text = (FOLDER / "runs.csv").read_text(encoding="utf-8")  # whole numbers stay whole next to empty fields
     assert f",{files.read_json(RUNS / 'vit/0/metrics.json')['num_parameters']}," in text
 
 

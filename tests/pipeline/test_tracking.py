@@ -410,7 +410,7 @@ def test_runs_that_train_here_are_not_lost_while_those_of_another_folder_are_imp
     sync(), sync(Run("osa_qr", 0, [0.1, 0.6]).finish(Path("other")))
     assert by_name()["ViT, seed 0"].info.status == "RUNNING"
     training.start += timedelta(minutes=1)
-    training.train(1), sync()  # begun anew, of which nothing tells any longer
+    training.train(1), sync()  # started again, and nothing says so any longer
     single = client().search_runs(["1"], "tags.variant = 'vit' and tags.level = 'single'")
     assert sorted(run.info.status for run in single) == ["KILLED", "RUNNING"]
 

@@ -168,7 +168,7 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
     ],
 )
 def test_the_rate_of_each_step(warmup_steps, schedule, expected):
-    """As a training whose rates are set by hand, through both epochs."""
+    """Rates are those of a training whose rates are set by hand, through both epochs."""
     write_params(train={"warmup_steps": warmup_steps, "schedule": schedule})
     run = training("osa_exact")
     assert [loop.rate_factor(run.config.train, step, 8) for step in range(1, 9)] == pytest.approx(expected)

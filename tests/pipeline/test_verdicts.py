@@ -119,7 +119,7 @@ def test_power_is_how_often_the_rule_says_reproduced():
     draws = rng.standard_normal((2000, 2, 5)) * np.array(spreads)[:, None] + [[distance], [0]]
     seen = np.mean([judge(*draw).word == REPRODUCED for draw in draws])
     assert seen == pytest.approx(power_of_ranks(distance, spreads, 5, 5), abs=0.03)
-    assert power_of_ranks(100.0, spreads, 2, 2) == 0  # which no two runs can show
+    assert power_of_ranks(100.0, spreads, 2, 2) == 0  # no two runs can show it
     seen = np.mean([judge_contrast(draw, (1, -1)).word == REPRODUCED for draw in draws])
     assert seen == pytest.approx(power_of_contrast(distance, (1, -1), spreads, (5, 5)), abs=0.03)
 

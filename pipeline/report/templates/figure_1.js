@@ -1,13 +1,14 @@
 // Figure 1 answers: the line nearest to the pointer names its model, epoch and loss, and a click or Enter in the legend hides one.
-const figure = document.querySelector("#figure_1 svg");
-if (figure) {
+for (const figure of document.querySelectorAll("#figure_1 svg")) {
+  const prefix = figure.classList.contains("narrow") ? "figure-1-narrow" : "figure-1";
   const { labels, curves } = JSON.parse(document.getElementById("figure-1-data").textContent);
   const lines = [];
   for (const [curve, models] of Object.entries(curves)) {
     for (const [variant, points] of Object.entries(models)) {
-      const group = document.getElementById(`figure-1-${curve}.${variant}`);
+      const group = document.getElementById(`${prefix}-${curve}.${variant}`);
       const path = group?.querySelector("path");
-      const places = [...(path?.getAttribute("d") ?? "").matchAll(/(-?[\d.]+) (-?[\d.]+)/g)].map(([, x, y]) => [+x, +y]);
+      let [x, y] = [0, 0];  // a path is its first point and steps
+      const places = [...(path?.getAttribute("d") ?? "").matchAll(/(-?[\d.]+) ?(-?[\d.]+)/g)].map(([, dx, dy]) => [(x += +dx), (y += +dy)]);
       if (places.length !== points.length) continue;
       const seeds = figure.querySelectorAll(`[id^="${group.id}."]`);
       lines.push({ group, variant, points, places, path, seeds });
@@ -18,7 +19,7 @@ if (figure) {
   tip.hidden = true;
   figure.parentElement.parentElement.append(tip);
   const hint = "Point at a line for its values; click a name, or press Enter on it, to hide its line. ";
-  figure.closest("figure").querySelector("figcaption small").before(hint);
+  if (prefix === "figure-1") figure.closest("figure").querySelector("figcaption small").before(hint);
   const hide = () => {
     tip.hidden = true;
     for (const line of lines) for (const part of [line.group, ...line.seeds]) part.style.opacity = "";

@@ -35,6 +35,7 @@ DRAWN = {  # OSA's runs: how the MLPs are drawn
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
+SHALLOW = 36  # blocks that train for two epochs; more train for one
 HIGHEST = 30.0  # train loss that is drawn
 IMAGES = 8  # of the test set, in which tokens are watched
 
@@ -88,21 +89,26 @@ def step_times(path: Path) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Train loss of OSA: a line for each list of runs, and one of its own for seeds that fail."""
-    figure, (axes,) = charts.panels(1, 3.6)
+    """Train loss of OSA: a line for each list of runs, one of its own for seeds that fail, and a panel for each budget."""
+    figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in DRAWN.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
+        axes = panels[depth > SHALLOW]
         for curves in by_outcome(tables, name):
             mean = pd.concat(curves).groupby("step")["train_loss"].mean().clip(upper=HIGHEST)
-            label = f"{draws}, {depth} (n = {len(curves)})"
+            label = f"{draws}, {depth}\n(n = {len(curves)})"
             axes.plot(mean, color=COLOURS[draws], linestyle=DASHES[depth], linewidth=1.3, label=label)
-    if not axes.lines:
+    if not any(axes.lines for axes in panels):
         return None
-    charts.logarithmic(axes, "y")
-    axes.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
-    axes.axhline(TRAINS * GUESS_LOSS, **charts.EXPECTED)
-    axes.set(xlabel="Step", ylabel="Train loss")
-    charts.label_ends(axes)
+    for axes, title in zip(panels, (f"{SHALLOW} blocks", "More blocks"), strict=True):
+        charts.logarithmic(axes, "y")
+        axes.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
+        axes.axhline(TRAINS * GUESS_LOSS, **charts.EXPECTED)
+        axes.set(title=title, xlabel="Step", ylim=(0.18, None))
+        axes.margins(x=0)
+    panels[0].set_ylabel("Train loss")
+    for axes in panels:
+        charts.label_ends(axes, gap=0.15)
     return figure
 
 

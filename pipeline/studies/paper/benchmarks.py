@@ -49,7 +49,8 @@ def against_softmax(path: Path) -> list[dict[str, Any]]:
         softmax = own.loc[own["method"].str.startswith("sdpa"), "both"].min()
         exact = own.loc[own["method"] == "exact", "both"]
         if len(exact) and pd.notna(softmax):
-            row = {"machine": own["device"].iloc[0], "dtype": dtype.removeprefix("torch."), "heads": int(heads)}
+            device = short({"device_name": own["device"].iloc[0], "num_threads": None})
+            row = {"machine": device, "dtype": dtype.removeprefix("torch."), "heads": int(heads)}
             rows.append(row | {"speed": float(softmax / exact.iloc[0])})
     return rows
 
@@ -75,7 +76,7 @@ def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
 
 def short(environment: dict) -> str:
     """A machine as the head of a column: EPYC, 1 thread."""
-    threads = environment["num_threads"]
+    threads = None if environment.get("device") == "cuda" else environment["num_threads"]
     name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name
 

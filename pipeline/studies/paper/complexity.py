@@ -284,7 +284,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
         axes.set(title=title, xlabel="Tokens N", ylabel=unit)
         axes.set_xscale("log", base=2)
         charts.logarithmic(axes, "y")
-        charts.label_ends(axes)
+    charts.legend(figure, panels[0].get_lines())
     return figure
 
 

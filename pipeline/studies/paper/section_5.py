@@ -28,7 +28,8 @@ BASELINES = ("vit", "vit_noskip")
 # the study `recipes`; of the logarithm of the epochs to the losses at which speed is judged, over seeds 0 to 4 of Table 2.
 SPREADS = {"osa_qr": 0.20, "osa_ns": 0.88, "vit": 0.16, "vit_noskip": 0.63, "vit_noskip_nonorm": 9.9}
 LOG_SPREADS = {"osa_qr": 0.1, "vit": 0.095, "vit_noskip": 0.087}
-WIDEST = 8  # points of accuracy that a figure shows on either side of 0
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # points, and ratios, that a figure shows
+TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
 FRACTIONS = np.arange(1, 39) / 40  # of the second model's training: each point of a curve, but the last
 
 
@@ -118,36 +119,34 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
         own = [row for row in rows if row["kind"] == kind]
         for y, row in enumerate(own):
             verdict, colour = row["verdict"], looks.look(row["models"][0]).colour
-            axes.plot([verdict.low, verdict.high], [y, y], color=colour, linewidth=looks.LINE_WIDTH)
-            axes.plot(verdict.estimate, y, "o", color=colour, markersize=5)
+            charts.interval(axes, verdict.low, verdict.high, y, colour, WIDEST[kind])
+            if WIDEST[kind][0] <= verdict.estimate <= WIDEST[kind][1]:
+                axes.plot(verdict.estimate, y, "o", color=colour, markersize=5)
             axes.plot([verdict.limit] * 2, [y - 0.35, y + 0.35], **charts.EXPECTED)
             if row["paper"] is not None:
                 axes.plot(row["paper"], y, "D", color=looks.INK, markerfacecolor="#ffffff", markersize=4.5)
-        if kind == "accuracy":
-            left, right = axes.get_xlim()
-            axes.set_xlim(max(left, -WIDEST), min(right, WIDEST))  # an interval that reaches the edge goes on
         axes.set_yticks(range(len(own)), [sign.join(map(lab.label, row["models"])) for row in own])
         axes.set(xlabel=title, ylim=(len(own) - 0.5, -0.5))
     return figure
 
 
 def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """A dot for each run of Table 2 and a tick for the paper's number; models far below have a panel of their own."""
+    """A dot for each run of Table 2 and a bar for the paper's number, by log-odds, which spread what is near 100 %."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
         return None
-    low = [model for model in models if found[model] and min(found[model]) < 90]
-    figure = Figure(figsize=(7.2, 0.7 + 0.24 * len(models)), layout="constrained")
-    halves = [low, [model for model in models if model not in low]] if low else [models]
-    for axes, own in zip(np.atleast_1d(figure.subplots(1, len(halves), sharey=True)), halves, strict=True):
-        for model in own:
-            y, colour = models.index(model), looks.look(model).colour
-            axes.plot(found[model], [y] * len(found[model]), "o", color=colour, markersize=4, alpha=0.8)
-            if model in lab.paper.table_2:
-                axes.plot(lab.paper.table_2[model], y, "|", color=looks.INK, markersize=13, markeredgewidth=1.6)
-        axes.set_yticks(range(len(models)), map(lab.label, models))
-        axes.set(ylim=(len(models) - 0.5, -0.5), xlabel="Test accuracy (per cent)")
+    figure, (axes,) = charts.panels(1, 0.7 + 0.24 * len(models))
+    axes.set_xscale("logit")
+    for y, model in enumerate(models):
+        shares = [accuracy / 100 for accuracy in found[model]]
+        axes.plot(shares, [y] * len(shares), "o", color=looks.look(model).colour, markersize=4, alpha=0.8)
+        if model in lab.paper.table_2:
+            axes.plot(lab.paper.table_2[model] / 100, y, "|", color=looks.INK, markersize=13, markeredgewidth=1.6)
+    axes.set_xticks([tick / 100 for tick in TICKS], [f"{tick}" for tick in TICKS])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(models)), map(lab.label, models))
+    axes.set(ylim=(len(models) - 0.5, -0.5), xlabel="Test accuracy (per cent)")
     return figure
 
 

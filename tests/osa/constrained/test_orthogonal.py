@@ -40,7 +40,7 @@ def numbers(*shape, dtype=torch.float64):
 
 
 def float32_rounding(n):
-    """Of ‖QᵀQ − I‖_F: n · eps for ‖·‖₂ of a product, and √n times that."""
+    """Rounding of ‖QᵀQ − I‖_F: n · eps for ‖·‖₂ of a product, times √n."""
     return n**1.5 * torch.finfo(torch.float32).eps
 
 
@@ -73,7 +73,7 @@ def test_a_map_leads_to_rotations_with_the_derivative_a_at_0(name, n):
     assert torch.equal(function(zero), torch.eye(n, dtype=x.dtype).expand_as(x))  # to the last bit
     h = 1e-5
     torch.testing.assert_close((function(h * x) - function(-h * x)) / (2 * h), skew(x), rtol=0, atol=1e-8)
-    assert torch.equal(function(x.tril(-1)), w)  # what is on and above the diagonal does not count
+    assert torch.equal(function(x.tril(-1)), w)  # entries on and above the diagonal do not count
     torch.testing.assert_close(function(x)[1, 2], function(x[1, 2]))
     torch.testing.assert_close(function(x, base), w @ base)
     assert torch.equal(function(x, base=base), function(x, base)) and torch.equal(function(zero, base), base)
@@ -87,7 +87,7 @@ def test_gradients(name):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_both_ways_to_the_inverse_of_cayley(n):
-    """That of CUDA on the CPU: alike in value and, as the gradient is made of it, in gradient."""
+    """CUDA's way, taken on the CPU, is alike in value and, as the value enters it, in gradient."""
     half = skew(numbers(2, 3, n, n))
     expected = torch.linalg.inv(torch.eye(n, dtype=half.dtype) - half)
     for invert in (_inverse_by_lu, _inverse_by_cholesky):
@@ -148,7 +148,7 @@ def test_a_parametrised_weight_begins_as_it_was_and_stays_orthogonal(name):
     assert torch.equal(linear.weight, before)
     assert sum(p.numel() for p in linear.parametrizations.parameters()) == 10  # n(n − 1)/2, one for each degree of freedom
     optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, weight_decay=0.5)
-    for _ in range(50):  # that try to change lengths as well
+    for _ in range(50):  # each step tries to change lengths as well
         optimizer.zero_grad()
         linear(numbers(4, linear.in_features)).pow(3).sum().backward()
         optimizer.step()
@@ -172,7 +172,7 @@ def test_what_cannot_be_parametrised_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @every_map
 def test_begin_with_orthonormal_or_an_orthogonal_draw(name, dtype):
-    """As the error says; `orthonormal_` finds the nearest such matrix, and leaves one alone."""
+    """The error asks for it; `orthonormal_` finds the nearest such matrix, and leaves an orthonormal one alone."""
     for begin in (orthonormal_, lambda weight: weight.copy_(stiefel_uniform(64, 64, dtype=dtype))):
         linear = nn.Linear(64, 64, dtype=dtype)
         with pytest.raises(ValueError, match="orthonormal_"):
@@ -238,7 +238,7 @@ def test_a_constraint_holds_under_adamw_and_leaves_the_rest_free(name, constrain
     for old, new in zip(start, stiefel.weights(), strict=True):
         assert orthogonality_error(new) < float32_rounding(12) < 1e-3 < (new - old).norm()
     assert (before["blocks.0.mlp.fc1.weight"] - model.blocks[0].mlp.fc1.weight).norm() > 1e-3
-    with stiefel.project_step(), torch.no_grad():  # which writes the constrained parameters alone
+    with stiefel.project_step(), torch.no_grad():  # writes the constrained parameters alone
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
         for parameter in constrained_parameters(model, constraint):
             parameter.add_(torch.randn_like(parameter))
@@ -267,7 +267,7 @@ def to_other_layers(model):
 @pytest.mark.parametrize("move", [to_dtype, to_empty, to_other_parameters, to_other_layers])
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_a_constraint_follows_the_weights_of_its_model(constraint, move):
-    """Its own storage is theirs no more once the model has moved to another device or type, or has been loaded."""
+    """Weights have another storage once the model has moved to another device or type, or has been loaded."""
     model = small()
     constrain_(model, constraint, RETRACTION)
     stiefel = StiefelConstraint(model, constraint)
@@ -286,7 +286,7 @@ def test_a_constraint_follows_the_weights_of_its_model(constraint, move):
 def test_a_constraint_that_cannot_write_is_refused():
     model = small()
     constrain_(model, "whole_value_out", "cayley")
-    stiefel = StiefelConstraint(nn.DataParallel(model), "whole_value_out")  # which can be read
+    stiefel = StiefelConstraint(nn.DataParallel(model), "whole_value_out")  # a wrapper can be read
     assert max(map(orthogonality_error, stiefel.weights())) < float32_rounding(12)
     for call in (lambda: stiefel.project_step().__enter__(), lambda: constrain_(model, "value_out", RETRACTION)):
         with pytest.raises(ValueError, match="value.weight as a parameter of its own"):

@@ -1,4 +1,4 @@
-"""The penalties of Zhang et al. 2021 at matrices whose value is known, and beside a model that they leave alone."""
+"""The penalties of Zhang et al. 2021 at matrices whose value is known, and with a model that they leave alone."""
 
 import math
 
@@ -118,7 +118,7 @@ def test_wrapped_models_have_their_penalty_and_others_a_sentence():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of the compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
 @pytest.mark.parametrize("way", ["torch.compile", "in place", "block by block"])
 def test_a_compiled_model_is_a_sentence(way):
     """Hooks are no part of what was compiled without them."""

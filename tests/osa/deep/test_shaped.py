@@ -71,7 +71,7 @@ def test_matrices_follow_the_schedule_and_are_no_less_than_0(kernel, causal, num
         product = matrix @ product
         close(product @ product.mT, MAKE[kernel](num_tokens, value), 1e-11)
     for before, after in itertools.pairwise(schedule(kernel, depth)):
-        with pytest.raises(ValueError, match="must not fall"):  # which needs negative entries
+        with pytest.raises(ValueError, match="must not fall"):  # a fall needs negative entries
             attention_between(kernel, num_tokens, after, before, causal=causal)
     seen = torch.ones(num_tokens, num_tokens).tril() if causal else torch.ones(num_tokens, num_tokens)
     assert (matrices > 0).eq(seen.bool()).all() and not (matrices < 0).any()

@@ -12,7 +12,7 @@ from tests.pipeline.synthetic import write_params
 
 @pytest.fixture(scope="session")
 def small_project(tmp_path_factory):
-    """A folder with parameters and data, and what is read of it: made once, and copied for each test."""
+    """A folder with parameters and data, and a lab on it: written once, and copied for each test."""
     folder = tmp_path_factory.mktemp("small_project")
     write_params(folder)
     write_mnist(folder / "data/mnist", train=40, test=7)

@@ -1,4 +1,4 @@
-"""What studies share: layers as initialised and trained, the worst case of a check, claims about the runs that they list."""
+"""Summaries that studies share: layers as initialised and trained, the worst case of a check, claims about runs."""
 
 import math
 

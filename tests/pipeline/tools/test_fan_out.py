@@ -1,4 +1,4 @@
-"""Runs that are trained side by side, here or on a cluster, are there once each, with the bits of one trained alone."""
+"""Runs that are trained side by side, here or on a cluster, exist once each, with the bits of a run trained alone."""
 
 import contextlib
 import io
@@ -141,7 +141,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     assert "interrupted" in capsys.readouterr().err and time.monotonic() - start < 50
     assert not begun[2].exists() and not fan_out.PROCESSES
     signal.signal(number, signal.SIG_IGN)
-    with fan_out.alone(Path("lock")):  # what nohup ignores stays ignored
+    with fan_out.alone(Path("lock")):  # signals that nohup ignores stay ignored
         assert signal.getsignal(number) == signal.SIG_IGN
     signal.signal(number, outside)
 
@@ -328,7 +328,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, gpus):
     """Runs of all kinds, on nodes with a pretended GPU each or without."""
     pytest.importorskip("ray", reason="needs requirements-cluster.txt")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves beside other tests
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves next to other tests
     from ray.cluster_utils import Cluster
 
     write_params(run=BOTH | {"seeds": [0, 1]})

@@ -15,7 +15,7 @@ from pipeline.training.run import Run
 from tests.pipeline.trainings import trained, write_data, write_params
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning"),  # of DVC's own use of pygtrie
+    pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning"),  # DVC's own use of pygtrie
     pytest.mark.slow,
 ]
 GRAPH = """

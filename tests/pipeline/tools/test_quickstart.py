@@ -51,7 +51,7 @@ def test_all_is_done_shown_and_up_to_date(root, capfd):
     for variant, label in (("osa_qr", "OSA (QR)"), ("vit", "ViT")):
         made = files.read_json(root / f"quickstart/paper_outputs/runs/table_2/{variant}/0/metrics.json")
         accuracies[label] = f"{100 * made['test_accuracy']:.1f} %"
-        assert f"table_2/{variant}/0: {made['test_accuracy']:.1%}" in err and " left" in err  # also where it is no terminal
+        assert f"table_2/{variant}/0: {made['test_accuracy']:.1%}" in err and " left" in err  # without a terminal too
     shown = {line[2:30].strip(): line[30:].strip() for line in out.splitlines() if line.startswith("  ") and "%" in line}
     assert shown == accuracies and "skipping" not in out and "lock file" not in out and "dvc push" not in out
     environment = files.read_json(root / "quickstart/paper_outputs/runs/table_2/vit/0/record.json")["environment"]
@@ -63,7 +63,7 @@ def test_all_is_done_shown_and_up_to_date(root, capfd):
 
 
 def test_it_differs_from_the_root_in_size_alone():
-    """Whatever changes in params.yaml or dvc.yaml is to change here too."""
+    """A change in params.yaml or dvc.yaml is to change here too."""
     small, whole = (params.read(path) for path in (ROOT / "quickstart/params.yaml", ROOT / "params.yaml"))
     for section in ("run", "data", "model", "init", "train"):
         keys = small[section] | whole[section]

@@ -120,7 +120,7 @@ def killed_repro() -> None:
 
 
 def trained_study() -> None:
-    """As fan_out leaves a study's run that was trained again, and one more of it, and a run of Table 2 without DVC."""
+    """Runs as fan_out leaves them: one of a study trained again, one more of it, and one of Table 2 without DVC."""
     for seed in ("0", "1"):
         files.write_text(f"paper_outputs/runs/depth/vit/{seed}/record.json", "again\n")
         files.write_text(f"paper_outputs/weights/depth/vit/{seed}.safetensors", "again\n")

@@ -1,4 +1,4 @@
-"""A grid of values, trained beside the committed results, or an experiment read from git; honest about one seed."""
+"""A grid of values, trained next to the committed results, or an experiment read from git; honest about one seed."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""What depth and six_blocks make of their runs: shares of seeds, and means of those that train alone."""
+"""Summaries of runs by depth and six_blocks: shares of seeds, and means of those that train alone."""
 
 import math
 from pathlib import Path
@@ -54,10 +54,13 @@ def test_runs_that_are_not_there_are_listed_and_not_counted(lab):
     assert found["claims"]["osa_trains_at_72"]["osa_72"].estimate == pytest.approx(1 / 3)
 
 
-def test_the_figure_has_a_line_for_each_outcome(lab):
-    (axes,) = depth.draw(studies.settings("depth"), tables(LOSSES), lab).axes
-    assert len(axes.texts) == 3, "36 blocks, 72 that train, 72 that fail"
-    assert sum("(n = 2)" in text.get_text() for text in axes.texts) == 2, "36 blocks, and 72 that fail"
+def test_the_figure_has_a_line_for_each_outcome_and_labels_where_lines_end_together(lab):
+    shallow, deep = depth.draw(studies.settings("depth"), tables(LOSSES), lab).axes
+    assert [text.get_text() for text in shallow.texts] == ["independent, 36\n(n = 2)"]
+    assert sorted(text.get_text()[-7:] for text in deep.texts) == ["(n = 1)", "(n = 2)"], "72 that train, 72 that fail"
+    for axes in (shallow, deep):
+        ends = {line.get_xdata()[-1] for line in axes.lines if not line.get_label().startswith("_")}
+        assert len(ends) == 1, "no label lies over a line that goes on"
     assert depth.draw(studies.settings("depth"), tables({}), lab) is None
 
 

@@ -1,4 +1,4 @@
-"""The spread of |x|² after MLPs by hand and by samples, and that independent draws are told from isometric ones."""
+"""The spread of |x|² after MLPs by hand and by samples, and the difference of independent and isometric draws."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What attention alone makes of kernels, by hand and by samples; what is wrong on purpose does not pass."""
+"""Kernels after attention alone, by hand and by samples; code that is wrong on purpose does not pass."""
 
 import math
 

@@ -17,7 +17,7 @@ SETTINGS = Settings.model_validate({"runs": RUNS, "patches": [14, 7], "initial_s
 
 @pytest.mark.parametrize("tokens", [3, 11])
 def test_norms_of_one_head_are_those_of_dense_matrices(tokens):
-    """Of J₁ alone, with the value that A multiplies held fixed."""
+    """J₁ alone is compared, with the value that A multiplies held fixed."""
     generator = torch.Generator().manual_seed(7)
     x, scale = torch.randn(tokens, 6, generator=generator, dtype=torch.float64), 0.7
     w_query, w_key, w_value, w_out = weights = random_head(6, 2, generator)

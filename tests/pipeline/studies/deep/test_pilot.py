@@ -1,4 +1,4 @@
-"""What the pilot sees of the first steps of a training, which seeing them does not change."""
+"""First steps of a training as the pilot sees them, without changing them."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ SHALLOW = {"model": {"depth": 6}, "train": {"batch_size": 8}}
 
 @pytest.fixture
 def lab(lab):
-    """With three minibatches of eight images or fewer."""
+    """A lab with three minibatches of eight images or fewer."""
     write_mnist(Path("data/mnist"), train=23, test=7)
     return lab
 

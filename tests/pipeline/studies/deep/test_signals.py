@@ -62,7 +62,7 @@ def test_wrong_draws_and_schedules_are_noticed(name, wrong, lab, monkeypatch):
 def test_tokens_by_hand():
     """Two images: orthogonal tokens of unlike lengths; three that point one way."""
     orthogonal, alike = torch.diag(torch.tensor([1.0, 2.0, 3.0])), torch.ones(3, 3)
-    ends = {"q_low": 1.3 / 3, "q_high": 8.5 / 3}  # of 1, 4 and 9 thirds, a tenth of the way from the first and to the last
+    ends = {"q_low": 1.3 / 3, "q_high": 8.5 / 3}  # quantiles of 1, 4 and 9 thirds, a tenth of the way from either end
     assert of_tokens(orthogonal[None]) == pytest.approx({"q": 14 / 9, "cosine": 0, "rank": 3} | ends)
     assert of_tokens(alike[None]) == pytest.approx({"q": 1, "q_low": 1, "q_high": 1, "cosine": 1, "rank": 1})
     assert of_tokens(torch.stack([orthogonal, alike]))["rank"] == pytest.approx(2)
@@ -95,6 +95,6 @@ def test_condition_of_the_attention_matrices_multiplied(name, kappa, lab):
 
 
 def test_the_alpha_that_doubles_is_found_between_rungs(monkeypatch):
-    """Of a gradient 1 + (α/0.3)², which is 2 at α = 0.3."""
+    """The gradient 1 + (α/0.3)² is 2 at α = 0.3."""
     monkeypatch.setattr(signals, "first_gradient", lambda model, images, cotangent, alpha: 1 + (alpha / 0.3) ** 2)
     assert signals.doubling_alpha(None, None, None, 0.01) == pytest.approx(0.3, rel=0.02)

@@ -13,7 +13,7 @@ SETTINGS = {
     orthogonal_maps: orthogonal_maps.Settings(seeds=[0], sizes=[3, 7]),
     perturbation: perturbation.Settings(seeds=[0], images=1),
 }
-CHECKS = {  # by name, of a summary
+CHECKS = {  # name → check in a summary
     orthogonal_maps: lambda found: {f"{name} {key}": row[key] for name, row in found["maps"].items() for key in row},
     perturbation: lambda found: found,
 }

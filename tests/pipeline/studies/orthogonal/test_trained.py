@@ -1,4 +1,4 @@
-"""Lists of runs with penalties and constraints: what is watched of them, and what made-up runs come to."""
+"""Lists of runs with penalties and constraints: values watched in them, and summaries of synthetic runs."""
 
 import math
 
@@ -15,7 +15,7 @@ EPOCHS = (0, 1)
 
 
 def tables(settings, **changes):
-    """Two epochs of every run, with these values watched at the end; `finished` names the runs that are there."""
+    """Two epochs of every run, with these values watched at the end; `finished` names the runs that exist."""
     finished = changes.pop("finished", settings.runs)
     runs, histories, watched = [], [], []
     for name, (variant, _, seed) in settings.requests():

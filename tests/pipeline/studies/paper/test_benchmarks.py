@@ -17,7 +17,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(machine: str, name: str, content: dict | pd.DataFrame) -> None:
-    """What a benchmark leaves of a machine."""
+    """Writes the files that a benchmark leaves of a machine."""
     path = FOLDER / machine / name
     files.write_json(path, content) if isinstance(content, dict) else files.write_csv(path, content)
     files.write_record(path.parent, {})

@@ -23,7 +23,7 @@ SETTINGS = Settings(**SMALL)
 
 @pytest.fixture(scope="module")
 def tables():
-    """What is measured at tiny sizes. Tests only read it."""
+    """Measurements at tiny sizes. Tests only read them."""
     return complexity.measure(SETTINGS, None)
 
 
@@ -172,7 +172,7 @@ def test_code_that_forms_the_matrix_is_caught(tables, monkeypatch):
         ("osa_ns", "bytes", 1.06, False),  # memory alone is enough against a method
         ("osa_ns", "bytes", 1.04, True),
         ("osa_ns", "bytes", math.nan, False),  # too few sizes hold nothing
-        ("osa_qr_literal", "multiply_adds", 3.0, True),  # which is not checked
+        ("osa_qr_literal", "multiply_adds", 3.0, True),  # not checked
     ],
 )
 def test_a_power_that_is_too_high_fails(part, column, power, holds, tables):

@@ -1,4 +1,4 @@
-"""What is tried where the paper leaves a detail open, whole recipes, and attention or initialisation."""
+"""Alternatives where the paper leaves a detail open, whole recipes, and attention or initialisation."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_a_change_and_whether_it_matters(paper_lab):
 
 
 def test_of_many_alternatives_one_must_stand_out(paper_lab):
-    """Its own 95 % interval is beyond the margin, and not that of twenty together."""
+    """An alternative's own 95 % interval is beyond the margin, the joint one of twenty is not."""
     paper_lab.tables = learning({"vit": [97.0, 97.2, 97.4]})
     tables = {"runs": runs({"far": [98.5, 98.7, 98.9]})}
     assert left_open.summarise(settings(far=STANDARD), tables, paper_lab)["matter"]

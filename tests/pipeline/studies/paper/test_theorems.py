@@ -44,7 +44,7 @@ def measured(study, lab):
 
 
 def summary(study, lab):
-    """The summary; that of Theorem 4.1 by method."""
+    """The summary; Theorem 4.1 has one for each method."""
     settings, tables = settings_of(study), measured(study, lab)
     if study is not theorem_4_1:
         return study.summarise(settings, tables, lab)
@@ -176,7 +176,7 @@ def test_softmax_loses_rank_and_the_figure_is_the_same_each_time(lab):
 
 @pytest.mark.parametrize("tokens", ["gaussian", "mnist"])
 def test_eigenvalues_in_the_files_are_those_of_the_tokens(tokens, lab):
-    """At depth 0 the trace is ‖X‖²_F: the sum of the eigenvalues of X Xᵀ."""
+    """The trace at depth 0 is ‖X‖²_F: the sum of the eigenvalues of X Xᵀ."""
     tables, image = measured(theorem_2_2, lab), theorem_2_2._image_tokens(lab, 0)
     x = image if tokens == "mnist" else lab.normal(0, "theory/kernel", *image.shape)
     rows = tables["summary"].query("tokens == @tokens and depth == 0 and seed == 0")
@@ -266,7 +266,7 @@ def test_condition_of_a_whole_layer(lab):
     total = sum(w_value @ w_out for _, _, w_value, w_out in measures.head_weights(attention))
     own = table[(table["source"] == "osa_qr") & (table["layer"] == 3)]
     assert own["kappa_sum"].item() == pytest.approx(torch.linalg.cond(total).item(), rel=1e-6)
-    assert table.groupby(["seed", "layer"])["kappa_sum"].nunique().eq(1).all()  # so that the summary takes each once
+    assert table.groupby(["seed", "layer"])["kappa_sum"].nunique().eq(1).all()  # the summary takes each once
 
 
 def test_of_trained_layers_the_first_head_counts(lab):

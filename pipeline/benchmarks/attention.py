@@ -166,7 +166,7 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a backend of torch computes attention and its gradients for inputs of this kind, tried on few tokens."""
+    """Tells whether a backend of torch computes attention and its gradients for such inputs, by a try on few tokens."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells by warnings why a backend does not
@@ -178,7 +178,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
-    """Whether a call is worth its time and memory, given tokens and seconds of the last one."""
+    """Tells whether a call is worth its time and memory, given tokens and seconds of the last one."""
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
         return False  # torch.linalg.qr has no gradient for a wide matrix
@@ -201,7 +201,7 @@ def orthogonality_error(calls: dict[Key, Call], method: str, width: int) -> floa
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:
-    """By size: seconds of the best SDPA over "exact", and of the literal formulas over ours; absent where one is."""
+    """Ratios by size: seconds of the best SDPA over "exact", and of the literal formulas over ours; absent where one is."""
     pairs = [(BEST, "exact"), ("literal_qr", "qr"), ("literal_qr", "exact"), ("literal_newton_schulz", "newton_schulz")]
     result = []
     for (direction, width, tokens), rows in with_best(table).groupby(["pass", "width", "tokens"], sort=True):

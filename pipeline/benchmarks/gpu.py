@@ -230,7 +230,7 @@ def again(start: Callable, given: tuple) -> tuple:
 
 
 def vit_b16(tiny: bool) -> Rows:
-    """In bfloat16 by autocast, 128 images; with skips and LN, so that attention alone differs."""
+    """ViT-B/16 in bfloat16 by autocast, 128 images; with skips and LN, so that attention alone differs."""
     small = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
     batch = 1 if tiny else 128
@@ -245,7 +245,7 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """As replays: the whole step, its forward pass, both passes, and all of it with the identity in attention's place."""
+    """Replays of the whole step, its forward pass, both passes, and of all with the identity in attention's place."""
     images = torch.rand(1 if tiny else 128, 1, 28, 28, device=DEVICE)
     labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:
@@ -378,7 +378,7 @@ def seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
-            work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)
+            work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["capture"](work)
         else:
             work()
         once = clock(work, 1, DEVICE)
@@ -481,7 +481,7 @@ def write(path: Path, rows: Rows, until: float) -> None:
 
 
 def first_look(folder: Path) -> Iterator[str]:
-    """What decides: whether numbers are right, and how long a step takes with OSA, and a call."""
+    """Decisive numbers first: errors, and the time of a step with OSA, and of a call."""
     forms_found = read(folder / "forms.csv")
     kept = [row for row in forms_found if row["output"] != "nan"]  # which says that digits are lost
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]

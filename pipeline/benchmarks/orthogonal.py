@@ -111,7 +111,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Whether a call is worth its time, given n and seconds of the last one of its kind. The dense layer always is."""
+    """Tells whether a call is worth its time, given n and seconds of the last one of its kind. The dense layer always is."""
     name, code, n, tokens, direction = key
     before = last.get(((name, code), tokens, direction))
     if code == DENSE or before is None:

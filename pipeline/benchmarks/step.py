@@ -187,7 +187,7 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """By weights: each OSA model over ViT, both ours, and straightforward over ours for each model and for their sums.
+    """Ratios by weights: each OSA model over ViT, both ours, and straightforward over ours by model and for their sums.
 
     Where ours is a graph, eager over it too. A ratio of which not all models have been measured is absent.
     """

@@ -32,7 +32,7 @@ LARGEST_FILE, LARGEST_DATA = 2**28, 2**32  # bytes of a file, and of all pixels
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and of a NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # of reading an archive
-Place = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
+ImagePath = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
 Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read a file; None for a folder
 
 
@@ -83,7 +83,7 @@ def convert(wanted: params.Data, out: Path) -> None:
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
 
 
-def read(path: Path, resize: int | None) -> tuple[dict[Place, Image.Image], list[str], Counter, str]:
+def read(path: Path, resize: int | None) -> tuple[dict[ImagePath, Image.Image], list[str], Counter, str]:
     """The images under train/ and test/, their classes, how many have which size, and a digest of names and contents."""
     images, classes, sizes, digests, roots, num_bytes = {}, {}, Counter(), [], set(), 0
     for name, length, content in tqdm(members(path), unit=" files", leave=False, disable=None):
@@ -187,7 +187,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
     return image if image.width == size else image.resize((size, size), Image.Resampling.BILINEAR)
 
 
-def in_turns(places: list[Place]) -> list[Place]:
+def in_turns(places: list[ImagePath]) -> list[ImagePath]:
     """The first image of every class, then the second, and so on."""
     counts, ranked = Counter(), []
     for place in sorted(places):
@@ -198,7 +198,7 @@ def in_turns(places: list[Place]) -> list[Place]:
 
 
 def num_shared(train: np.ndarray, test: np.ndarray) -> int:
-    """How many test images are training images too, whatever their names and formats."""
+    """Counts the test images that are training images too, whatever their names and formats."""
     known = {hashlib.sha256(pixels).digest() for pixels in train}
     return sum(hashlib.sha256(pixels).digest() in known for pixels in test)
 

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from pipeline import studies
 from pipeline.config import params
-from pipeline.config.looks import STYLE, look
+from pipeline.config.looks import STYLE, look_of
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded
@@ -68,7 +68,7 @@ def write(name: str, only: str | None = None) -> None:
         raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
-        look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
+        look_of(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
     context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
     for each in on_page(name):
@@ -88,10 +88,10 @@ def write(name: str, only: str | None = None) -> None:
 
 
 def check_current(name: str) -> None:
-    """Asks DVC whether what a page is made from is what its stages would make.
+    """Asks DVC whether the inputs of a page are current.
 
     Raises:
-        UserError: a file was changed, or what it is made from.
+        UserError: an input, or an input of an input, was changed.
     """
     if name not in STAGES or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # within `dvc repro` it has looked
         return
@@ -107,7 +107,7 @@ def check_current(name: str) -> None:
 
 
 def common(lab: Lab) -> dict[str, Any]:
-    """What every page has besides the studies."""
+    """Content that every page has besides the studies."""
     records = results.read(lab)
     content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
     content |= {
@@ -117,7 +117,7 @@ def common(lab: Lab) -> dict[str, Any]:
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),
     }
-    return page.plain(content)
+    return page.to_json(content)
 
 
 def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str, Any]:
@@ -136,15 +136,15 @@ def summarise(name: str, lab: Lab, folder: Path, commits: list[str]) -> dict[str
             drawing = draw(settings, tables, lab)
         if drawing is not None:
             files.write_text(folder / f"{figure}.svg", figures.svg(drawing, sources=sources))
-    return page.plain(one.summarise(settings, tables, lab))
+    return page.to_json(one.summarise(settings, tables, lab))
 
 
 def sources_of(name: str) -> list[str]:
     """The files that a study's figures are drawn from, and the commit that measured them; the folder of its runs."""
     one, folder, sources = studies.get(name), study.FOLDER / name, []
     if one.measure:
-        made = files.read_json(folder / files.RECORD)
-        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([made["environment"].get("git_commit")])]
+        record = files.read_json(folder / files.RECORD)
+        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([record["environment"].get("git_commit")])]
     if one.read:
         sources.append(str(RUNS / name))
     return sources

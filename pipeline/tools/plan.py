@@ -26,7 +26,7 @@ SHOWN = 4  # names and reasons in a line
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("plan", __doc__).parse_args(arguments)
-    settings, records = params.load(), [made for _, made in recorded()]
+    settings, records = params.load(), [record for _, record in recorded()]
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -126,14 +126,14 @@ def counted(number: int) -> str:
 
 
 def cost(stages: list[str], settings: params.Params, records: list[dict]) -> str:
-    """How long these stages take, the trainings among them by the records."""
+    """The time that these stages take, trainings by the records."""
     jobs = {f"train@{run.variant}-{run.seed}": (run, config) for run, config in fan_out.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in jobs)
     return total([jobs[stage] for stage in stages if stage in jobs], records, others)
 
 
 def total(jobs: list[fan_out.Job], records: list[dict], others: float = 0) -> str:
-    """How long these trainings take one after another, and what else there is."""
+    """The time that these trainings take one after another, with `others` seconds more."""
     seconds = [times.estimate(run, config, records) for run, config in jobs]
     if None in seconds:
         return "; of unknown length"

@@ -45,7 +45,7 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
     """Makes data, runs and all that follows from them current. Returns how many runs were trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     repro("fetch")
-    left = [job for job in fan_out.table_2_jobs(settings) if not fan_out.is_there(*job)]
+    left = [job for job in fan_out.table_2_jobs(settings) if not fan_out.is_trained(*job)]
     if left:
         fan_out.main([*options])
     repro()
@@ -98,7 +98,7 @@ def show(text: str, bar: tqdm) -> None:
 
 
 def said_of(trained: int) -> str:
-    """Whether results are as committed."""
+    """Says whether results are as committed."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
@@ -116,7 +116,7 @@ def said_of(trained: int) -> str:
 def how_to_train(settings: params.Params) -> str:
     """The command that trains one model anew, and its time by the records."""
     (run, config), *_ = fan_out.table_2_jobs(settings)
-    seconds = times.estimate(run, config, [made for _, made in recorded()])
+    seconds = times.estimate(run, config, [record for _, record in recorded()])
     time = f" (about {times.duration(seconds)})" if seconds else ""
     return f"To train {settings.label(run.variant)} anew{time}: `. .venv/bin/activate`, then `{run.command}`."
 

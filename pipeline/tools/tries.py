@@ -20,11 +20,11 @@ import pandas as pd
 from markupsafe import Markup
 
 from pipeline.config import params
-from pipeline.config.params import Params, plain
+from pipeline.config.params import Params, as_yaml
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.report import figures, page
-from pipeline.statistics.intervals import CONFIDENCE, interval, summarise
+from pipeline.statistics.intervals import CONFIDENCE, interval, summary_of
 from pipeline.tools import fan_out, locks
 from pipeline.training.run import CURVES, FOLDER, TABLE_2, TRIES, Run
 
@@ -88,10 +88,10 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
     fan_out.digest(settings.data.source)  # before any process waits for it
-    with fan_out.alone(locks.TRY):
-        left = [job for job in jobs if not fan_out.is_there(*job)]
+    with fan_out.single_instance(locks.TRY):
+        left = [job for job in jobs if not fan_out.is_trained(*job)]
         try:
-            list(fan_out.train(left, chosen.jobs, chosen.no_tracking))
+            list(fan_out.train_all(left, chosen.jobs, chosen.no_tracking))
         finally:
             for run, _ in left:
                 run.weights.unlink(missing_ok=True)
@@ -140,10 +140,10 @@ def committed(name: str) -> dict[str, Seeds]:
 
 
 def parameters(record: dict[str, Any]) -> dict[str, str]:
-    """By their key, with the data."""
-    config = params.written_config(record["config"])
-    keys = {f"{section}.{key}": plain(value) for section, values in config.items() for key, value in values.items()}
-    return keys | {"data": record["data_sha256"][:8], "numerics": plain(record["numerics"])}
+    """Parameters of a run by key, with the data and the numerics."""
+    config = params.normalised_config(record["config"])
+    keys = {f"{section}.{key}": as_yaml(value) for section, values in config.items() for key, value in values.items()}
+    return keys | {"data": record["data_sha256"][:8], "numerics": as_yaml(record["numerics"])}
 
 
 def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
@@ -161,7 +161,7 @@ def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     shown["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
     if not all(finished):
         return shown | {"reading": "diverged"}
-    shown["difference"] = f"{summarise(finished[0]).mean - summarise(finished[1]).mean:+.2f}"
+    shown["difference"] = f"{summary_of(finished[0]).mean - summary_of(finished[1]).mean:+.2f}"
     low, high = interval(finished, (1, -1))
     if math.isnan(low):
         return shown | {"reading": "one seed, or no spread: no interval"}
@@ -171,7 +171,7 @@ def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
 
 def accuracy(runs: Seeds, finished: list[float]) -> str:
     """97.03 ± 0.15 (3), with the number of runs that diverged."""
-    found, num_diverged, parts = summarise(finished), len(runs) - len(finished), []
+    found, num_diverged, parts = summary_of(finished), len(runs) - len(finished), []
     if finished:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
         parts.append(f"{found.mean:.2f}{spread} ({found.n})")

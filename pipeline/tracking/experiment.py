@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.looks import INK, look
+from pipeline.config.looks import INK, look_of
 from pipeline.core.errors import UserError
 from pipeline.tracking import notes, store
 from pipeline.tracking.records import TABLE_2, Value
@@ -102,7 +102,7 @@ class Experiment:
         if command:
             title += f", seed {tags['seed']}"
             note += f"\n\nTo make it again: `{command}`."
-        colour = look(tags["variant"], among=self.settings.get("variants", ())).colour
+        colour = look_of(tags["variant"], among=self.settings.get("variants", ())).colour
         tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # of a user without a name, as in a container
             tags["mlflow.user"] = getpass.getuser()

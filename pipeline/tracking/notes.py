@@ -28,7 +28,7 @@ def title(tags: Mapping[str, str], settings: dict) -> str:
 
 
 def note(tags: Mapping[str, str], settings: dict, paper: "Paper") -> str:
-    """What the run is, and what the paper says of it."""
+    """Describes the run, with the paper's number and open questions."""
     lines = [f"**{title(tags, settings)}** (`{tags['variant']}`, study `{tags['study']}`)."]
     if tags["study"] == TABLE_2 and tags["variant"] in paper.table_2:
         lines += [f"The paper's Table 2 has {paper.table_2[tags['variant']]} %."]

@@ -56,13 +56,13 @@ def sync(
         by_family[training.family].append(training)
     client, lock = opened or store.connect()
     new = 0
-    with store.explained(), lock, _bar(len(trainings), "run") as bar:
+    with store.errors_as_user_errors(), lock, _bar(len(trainings), "run") as bar:
         experiment = Experiment(client)
         known = experiment.search(by_family if only else None)
         for name in sorted({*by_family, *known}, key=lambda name: (not name.startswith(f"{TABLE_2}/"), name)):
             family = Family(experiment, name, known.get(name, ()))
             for training in by_family[name]:
-                new += bool(_attempt(training, family.bring, training))
+                new += bool(_attempt(training, family.import_run, training))
                 bar.update()
             if base == Path() and not only:
                 family.end_lost_runs()
@@ -70,7 +70,7 @@ def sync(
             if base == Path() and name.startswith(f"{TABLE_2}/"):
                 family.attach_report()
     if with_models:
-        with store.explained(), lock:
+        with store.errors_as_user_errors(), lock:
             _log_models(experiment, [training for training in trainings if training.name.startswith(f"{TABLE_2}/")])
     return new, len(trainings)
 
@@ -122,7 +122,7 @@ class Family:
         self.parents: dict[str, Entry] = {}  # by configuration
         self.children: dict[str, list[Entry]] = defaultdict(list)  # by name, the newest first
         self.surplus: list[Entry] = []  # parents
-        self.told: set[str] = set()  # children that files tell of
+        self.seen: set[str] = set()  # children that files tell of
         for entry in entries:
             configuration = entry.tags.get("configuration", "")
             if not entry.is_parent:
@@ -132,17 +132,17 @@ class Family:
             else:
                 self.parents[configuration] = entry
 
-    def bring(self, training: Training) -> bool:
+    def import_run(self, training: Training) -> bool:
         """Brings a child up to what the files of its training say. Returns True if it is new."""
         entries = self.children[training.name]
         for entry in entries:
             if entry.status in ENDED and entry.tags.get("checksum") == _checksum(training, entry.tags):
-                self.told.add(entry.id)
+                self.seen.add(entry.id)
                 return False
         tags, status = _tags(training), training.status
         entry = next((entry for entry in entries if entry.start == training.started), None)
         if entry and entry.parameters and entry.status == status and tags.items() <= entry.tags.items():  # no new point
-            self.told.add(entry.id)
+            self.seen.add(entry.id)
             return False
         metrics, values = training.metrics(), training.values()  # before anything is written: malformed files leave no run
         if is_new := entry is None:
@@ -155,7 +155,7 @@ class Family:
             history = self.experiment.client.get_metric_history(entry.id, "epoch")
             known = {metric.step for metric in history}  # a resumed training repeats some
             values = [value for value in values if value[3] not in known]
-        self.told.add(entry.id)
+        self.seen.add(entry.id)
         if training.has_ended:
             self.experiment.log_files(entry, training.path.parent)
             once = {key: getattr(training.record, key) for key in COSTS}
@@ -173,7 +173,7 @@ class Family:
         for entries in self.children.values():
             for entry in entries:
                 is_ours = entry.tags.get("host") == platform.node()
-                if entry.status == "RUNNING" and is_ours and entry.id not in self.told:
+                if entry.status == "RUNNING" and is_ours and entry.id not in self.seen:
                     self.experiment.end(entry, "KILLED", _now())
 
     def settle(self) -> None:
@@ -265,14 +265,14 @@ def _tags(training: Training) -> dict[str, str]:
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
     tags |= {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
-    configuration = [record.study, record.name, record.data_sha256, params.written_config(record.config)]
+    configuration = [record.study, record.name, record.data_sha256, params.normalised_config(record.config)]
     tags |= {"run": training.name, "level": "single", "configuration": files.digest(configuration)[:16]}
     tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
     if not training.has_ended:
         tags["host"] = platform.node()
-    tags = {key: params.plain(value) for key, value in tags.items()}
+    tags = {key: params.as_yaml(value) for key, value in tags.items()}
     return tags | {"checksum": _checksum(training, tags)}
 
 
@@ -282,11 +282,11 @@ def _checksum(training: Training, tags: dict[str, str]) -> str:
 
 
 def _parameters(training: Training, metrics: dict[str, Any]) -> dict[str, str]:
-    from pipeline.config.params import plain
+    from pipeline.config.params import as_yaml
 
     parameters = {"seed": str(training.record.seed)}
     for section, values in training.record.config.items():
-        parameters |= {f"{section}.{key}": plain(value) for key, value in values.items() if value is not None}
+        parameters |= {f"{section}.{key}": as_yaml(value) for key, value in values.items() if value is not None}
     if metrics:
         parameters["num_parameters"] = str(metrics["num_parameters"])
     return parameters

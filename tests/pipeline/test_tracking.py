@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from pipeline import tracking
 from pipeline.config import params
-from pipeline.config.looks import look
+from pipeline.config.looks import look_of
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
@@ -184,7 +184,7 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
     assert child.data.metrics["difference_to_paper"] == round(90 - paper, 2)
     for run in (parent, child):  # in this order MLflow shows them, and Compare opens on the first
         assert list(run.data.metrics)[:2] == ["test_accuracy", "test_loss"]
-        assert run.data.tags["mlflow.runColor"] == look("osa_qr").colour
+        assert run.data.tags["mlflow.runColor"] == look_of("osa_qr").colour
         assert str(paper) in run.data.tags["mlflow.note.content"] and run.data.tags["mlflow.user"] != "unknown"
         (data,) = run.inputs.dataset_inputs
         assert (data.dataset.name, data.dataset.digest) == ("mnist", ("da7a" * 16)[:36])

@@ -41,7 +41,7 @@ def project(tmp_path, monkeypatch):
 
 
 def missing() -> list[tuple]:
-    return [job for job in fan_out.list_jobs(params.load()) if not fan_out.is_there(*job)]
+    return [job for job in fan_out.list_jobs(params.load()) if not fan_out.is_trained(*job)]
 
 
 def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
@@ -78,14 +78,14 @@ def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(monkey
 
 def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     run, config = trained("vit"), params.resolve(params.load(), "vit")
-    assert fan_out.is_there(run, config)
+    assert fan_out.is_trained(run, config)
     shutil.copytree(run.folder, "paper_outputs/runs/depth/vit/0")
     files.write_json("paper_outputs/runs/depth/vit/0/record.json", run.record() | {"study": "depth"})
     run.weights.unlink()
-    assert not fan_out.is_there(run, config)
-    assert fan_out.is_there(Run("vit", 0, "depth"), config)  # nothing evaluates its weights
+    assert not fan_out.is_trained(run, config)
+    assert fan_out.is_trained(Run("vit", 0, "depth"), config)  # nothing evaluates its weights
     write_params(run=BOTH, train={"eps": 1e-7})
-    assert not fan_out.is_there(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
+    assert not fan_out.is_trained(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
 
 
 def test_a_failure_is_named_when_the_others_have_ended():
@@ -132,7 +132,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     assert "interrupted" in capsys.readouterr().err and time.monotonic() - start < 50
     assert not begun[2].exists() and not fan_out.PROCESSES
     signal.signal(number, signal.SIG_IGN)
-    with fan_out.alone(Path("lock")):  # what nohup ignores stays ignored
+    with fan_out.single_instance(Path("lock")):  # what nohup ignores stays ignored
         assert signal.getsignal(number) == signal.SIG_IGN
     signal.signal(number, outside)
 

@@ -112,7 +112,7 @@ def test_only_runs_that_params_yaml_lists_are_compared(repository, tmp_path):
 
 
 def test_its_data_are_looked_for_before_any_training(repository, monkeypatch, capsys):
-    monkeypatch.setattr(fan_out, "train", lambda *_: pytest.fail("a training began"))
+    monkeypatch.setattr(fan_out, "train_all", lambda *_: pytest.fail("a training began"))
     fan_out.digest.cache_clear()
     with pytest.raises(SystemExit):
         tries.main(["vit", "--set", "model.depth=1,2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,11 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, dict]
     for path in sorted((base / FOLDER).glob(f"{study}/*/*/record.json")):
         run = Run.at(path.parent)
         yield run, run.record()
+
+
+def accuracy(metrics: dict) -> float:
+    """Test accuracy in per cent from a run's metrics; NaN if it diverged."""
+    return math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
 
 
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:

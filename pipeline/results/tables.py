@@ -7,7 +7,6 @@ again.csv.
 
 import itertools
 import json
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,7 +18,7 @@ import pandas as pd
 from pipeline.config.params import Params, load
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, entry_point
-from pipeline.results.runs import of_table_2
+from pipeline.results.runs import accuracy, of_table_2
 from pipeline.statistics.intervals import summary_of
 from pipeline.training.run import CURVES, TABLE_2, Run
 from pipeline.training.run import FOLDER as RUNS
@@ -189,8 +188,7 @@ def trained_again(params: Params) -> pd.DataFrame:
                 "seed": run.seed,
                 "same_weights": before["weights_sha256"] == record["weights_sha256"],
             }
-            for name, each in (("committed", json.loads(metrics)), ("here", run.metrics())):
-                row[name] = math.nan if each["diverged"] else 100 * each["test_accuracy"]
+            row |= {"committed": accuracy(json.loads(metrics)), "here": accuracy(run.metrics())}
             rows.append(row)
     return pd.DataFrame(rows, columns=[*RUN, "committed", "here", "same_weights"])
 

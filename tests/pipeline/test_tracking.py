@@ -31,11 +31,12 @@ from pipeline.tracking import experiment, records, store, ui
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views
 from pipeline.training import run as runs
+from pipeline.training.loop import COLUMNS
 from tests.pipeline import synthetic
 
 PAPER = params.load_paper()
 START = datetime.fromisoformat("2026-11-20T18:00:00+00:00")
-COLUMNS = "step,epoch,train_loss,train_accuracy,test_loss,test_accuracy"
+COMMIT = "c0ffee" * 6 + "c0ff"
 
 # MLflow 3.17 uses a loader strategy that SQLAlchemy 2.1 deprecates, and torch.export a buffer that is not writable.
 pytestmark = [
@@ -76,45 +77,35 @@ class Run:
     """A made-up training of `variant` with `seed`, whose k-th point has the test accuracy `accuracies[k]`."""
 
     def __init__(self, variant, seed, accuracies, *, minutes=0, diverged=False, study="table_2", **head):
-        self.accuracies, self.diverged, self.last = accuracies, diverged, len(accuracies) - 1
+        self.accuracies, self.last = accuracies, len(accuracies) - 1
         self.run = runs.Run(variant, seed, study, {"init": head} if head else {})
         self.config = {"data": {"source": "mnist"}, "init": {"head": "xavier"} | head}
         self.config |= {"train": {"epochs": self.last, "points_per_epoch": 1}}
         self.start = START + timedelta(minutes=minutes, seconds=seed)
         self.scratch = self.run.scratch.with_name(f"{seed}-0123456789ab")
+        points = [(117 * i, i, 2 - a, a / 2, 2.5 - a, a) for i, a in enumerate(accuracies)]
+        self.curve = [dict(zip(COLUMNS, point, strict=True)) for point in points]
+        if diverged:
+            self.curve[-1] |= {"train_loss": math.nan, "test_loss": math.nan}
 
-    def write(self, folder, status, count, delay=0, **digests):
-        rows = [f"{117 * i},{i},{2 - a},{a / 2},{2.5 - a},{a}" for i, a in enumerate(self.accuracies[:count])]
-        if self.diverged:
-            rows[-1] = f"{117 * self.last},{self.last},,{self.accuracies[-1] / 2},,{self.accuracies[-1]}"
-        files.write_text(folder / "history.csv", "\n".join([COLUMNS, *rows]) + "\n")
-        if status != "running":
-            digests["history_sha256"] = files.sha256(folder / "history.csv")
-        end = None if status == "running" else (self.start + timedelta(minutes=5)).isoformat()
-        record = {key: getattr(self.run, key) for key in ("study", "name", "variant", "overrides", "seed")}
-        record |= {"run_key": "0123456789abcdef", "status": status, "config": self.config, "data_sha256": "da7a" * 16}
-        record |= {"seconds": 300.0 + self.run.seed, "images_per_second": 1000.0, "numerics": 1, "resumptions": 0}
-        environment = {"git_commit": "c0ffee", "git_dirty": False, "torch": "2.11.0", "python": "3.11"}
-        record["environment"] = environment | {"device": "cpu", "device_name": "CPU", "num_threads": 1}
-        record |= {"started_at": self.start.isoformat(), "finished_at": end} | digests
-        record["timestamps"] = [round(self.start.timestamp() * 1000) + 1000 * i + delay for i in range(count)]
-        files.write_json(folder / "record.json", record)
+    def head(self, count, delay=0):
+        """The part of the record that is this training's own, up to its first `count` points."""
+        times = [round(self.start.timestamp() * 1000) + 1000 * i + delay for i in range(count)]
+        times = {"started_at": self.start.isoformat(), "seconds": 300.0 + self.run.seed, "timestamps": times}
+        return times | {"run_key": "0123456789abcdef", "data_sha256": "da7a" * 16, "images_per_second": 1000.0}
 
     def train(self, count, delay=0):
         """The first `count` points, as a training under way leaves them; `delay` as if some were measured again later."""
-        self.write(self.scratch, "running", count, delay)
+        files.write_text(self.scratch / "history.csv", runs.history_csv(self.curve[:count]))
+        record = synthetic.record(self.config, self.run) | {"status": "running", "finished_at": None}
+        files.write_json(self.scratch / "record.json", record | self.head(count, delay))
         return self
 
     def finish(self, base=Path(".")):
-        folder, accuracy, steps = base / self.run.folder, self.accuracies[-1], 117 * self.last
-        metrics = {"diverged": self.diverged, "diverged_at_step": steps if self.diverged else None, "steps": steps}
-        metrics |= {"test_accuracy": accuracy, "train_accuracy": accuracy / 2, "num_parameters": 31}
-        losses = {"train_loss": 2 - accuracy, "test_loss": 2.5 - accuracy}
-        metrics |= dict.fromkeys(losses) if self.diverged else losses
-        files.write_json(folder / "metrics.json", metrics)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        digests = {"metrics_sha256": files.sha256(folder / "metrics.json"), "weights_sha256": "0" * 64}
-        self.write(folder, "diverged" if self.diverged else "finished", len(self.accuracies), **digests)
+        end = {"finished_at": (self.start + timedelta(minutes=5)).isoformat()}
+        changes = self.head(len(self.curve)) | end
+        synthetic.write_ended(self.run, self.config, self.curve, base, num_parameters=31, **changes)
         return base
 
 
@@ -190,7 +181,7 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
         assert (data.dataset.name, data.dataset.digest) == ("mnist", ("da7a" * 16)[:36])
         assert "run" not in run.data.params and run.data.params["init.head"] == "xavier"
     assert child.data.params["seed"] == "1" and "seed" not in parent.data.params
-    tags = {"mlflow.parentRunId": parent.info.run_id, "mlflow.source.git.commit": "c0ffee", "mlflow.source.type": "LOCAL"}
+    tags = {"mlflow.parentRunId": parent.info.run_id, "mlflow.source.git.commit": COMMIT, "mlflow.source.type": "LOCAL"}
     tags |= {"run": "table_2/osa_qr/1", "variant": "osa_qr", "seed": "1", "current": "true"}
     assert child.data.tags.items() >= tags.items()
     assert f"`{runs.Run('osa_qr', 1).command}`" in child.data.tags["mlflow.note.content"]
@@ -601,7 +592,7 @@ def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, mo
             assert b"static-files/" in answer.read()
         name = by_name()["ViT, seed 0"].info.run_id
         with urllib.request.urlopen(f"{site}/get-artifact?path=history.csv&run_uuid={name}") as answer:
-            assert answer.read().decode().startswith(COLUMNS)
+            assert answer.read().decode().startswith("step,epoch,train_loss,")
         Run("vit", 1, [0.1, 0.2, 0.3]).train(2)
         until(lambda: "ViT, seed 1" in by_name())
         process.terminate()

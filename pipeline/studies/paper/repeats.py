@@ -4,14 +4,12 @@ On one kind of machine every bit of the weights and curves is the same. Elsewher
 that of one more seed; other studies that trained a model of Table 2 with the same configuration and seed show it.
 """
 
-import math
-
 import pandas as pd
 
 from pipeline.config import params
 from pipeline.config.params import Name, Section, Seed
 from pipeline.core import provenance
-from pipeline.results.runs import recorded
+from pipeline.results.runs import accuracy, recorded
 from pipeline.statistics.intervals import one_more_run
 from pipeline.studies import Request, Study, Tables
 from pipeline.studies.lab import Lab
@@ -58,8 +56,7 @@ def compare(again: Run, there: Run) -> dict:
     row["same_weights"] = after["weights_sha256"] == before["weights_sha256"]
     for end, of_run, run in (("", after, again), ("_there", before, there)):
         row[f"machine{end}"], row[f"torch{end}"] = provenance.machine(of_run["environment"]), of_run["environment"]["torch"]
-        metrics = run.metrics()
-        row[f"test_accuracy{end}"] = math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
+        row[f"test_accuracy{end}"] = accuracy(run.metrics())
     return row
 
 

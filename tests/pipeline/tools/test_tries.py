@@ -1,5 +1,6 @@
 """A grid of values, trained beside the committed results, or an experiment read from git; honest about one seed."""
 
+import math
 import subprocess
 
 import pytest
@@ -12,6 +13,7 @@ from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, tries
 from pipeline.training.loop import COLUMNS
 from pipeline.training.run import Run
+from tests.pipeline import synthetic
 from tests.pipeline.trainings import run_main, write_data, write_params
 
 COMMITTED = {
@@ -36,16 +38,11 @@ def write(folder, results, rate):
     """The files of made-up runs of Table 2, and params.yaml; None is a run that diverged."""
     for variant, accuracies in results.items():
         for seed, accuracy in enumerate(accuracies):
-            run = folder / "paper_outputs/runs/table_2" / variant / str(seed)
             config = {"train": {"learning_rate": rate if variant == "osa_qr" else 3e-4}, "init": {"head": "xavier"}}
-            record = {"variant": variant, "name": variant, "seed": seed, "config": config, "numerics": 1}
             key = f"{variant}{seed}" if variant == "osa_exact" else f"{variant}{seed}{rate}"
-            record |= {"data_sha256": "da7a" * 16, "run_key": key, "started_at": "2026-11-20T18:00:00+00:00"}
-            files.write_json(run / "record.json", record)
-            files.write_json(
-                run / "metrics.json", {"diverged": accuracy is None, "test_accuracy": accuracy and accuracy / 100}
-            )
-            files.write_text(run / "history.csv", f"{','.join(COLUMNS)}\n{','.join('1' * len(COLUMNS))}\n")
+            end = {"test_loss": math.nan} if accuracy is None else {"test_accuracy": accuracy / 100}
+            curve = [dict.fromkeys(COLUMNS, 1) | end]
+            synthetic.write_ended(Run(variant, seed), config, curve, folder, run_key=key)
     write_params(run={"variants": list(results), "seeds": [0, 1, 2]}, variants={"osa_new": osa.models.MODELS["osa_exact"]})
 
 

@@ -2,6 +2,7 @@
 
 import math
 import subprocess
+from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -139,9 +140,7 @@ def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(re
     assert {f"{model} model.depth={depth}" for model in ("vit", "osa_new") for depth in (1, 2)} <= shown.keys()
     assert shown["vit model.depth=2"][0].startswith("97.20") and shown["vit model.depth=2"][-1] == "lower"
     assert shown["osa_new model.depth=1"][0] == "not run"
-    content = tries.PAGE.read_text(encoding="utf-8")
-    assert "97.20 ± 0.10 (3)" in content and "vit model.depth=2" in content and "<svg" in content
-    assert not list(tries.PAGE.parents[2].glob("weights/*/*/*"))
+    assert not list(Path("paper_outputs/weights").glob("*/*/*"))
     assert git("status", "--porcelain") == "M params.yaml"
     tries.main(["osa_new"])  # as params.yaml has it
     assert trainings[8:] == ["tries/osa_new/0"] and Run("osa_new", 0).record() is None

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 from tqdm import tqdm
 
 import osa
@@ -135,6 +134,8 @@ def our_step(training: Training) -> Step:
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> Step:
     """The same of the straightforward script, from the same weights."""
+    from torchvision import datasets, transforms  # seconds to import
+
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
     loader = DataLoader(mnist, batch_size=config.train.batch_size, shuffle=True, drop_last=True)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))

@@ -15,7 +15,6 @@ import urllib.request
 from datetime import datetime, timedelta
 from pathlib import Path
 
-import mlflow
 import pytest
 import torch
 from filelock import FileLock
@@ -47,6 +46,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imports():
+    """MLflow takes seconds to import: not when tests are collected."""
+    global mlflow
+    import mlflow
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty project with a space in its path, and no MLflow but its own."""
@@ -61,7 +67,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def empty_database(tmp_path_factory):
+def empty_database(imports, tmp_path_factory):
     """MLflow takes seconds to make a database, and an instant to open one."""
     path = tmp_path_factory.mktemp("empty") / "mlflow.db"
     mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()

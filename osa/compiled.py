@@ -20,7 +20,7 @@ INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str m
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Whether torch.compile traces these tensors on the CPU, outside of function transforms, which take operators apart.
+    """Tells whether torch.compile traces these tensors on the CPU, outside function transforms, which take operators apart.
 
     A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
     """
@@ -63,7 +63,7 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     "osa::attend_by_value_backward", mutates_args=(), schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]"
 )
 def _gradients(query, key, value, scale, number, grad, *options):
-    """From the graph that is kept, whose tensors have no shape that a trace could know, or from one that is made again."""
+    """Takes gradients from the kept graph, whose tensors have no shape that a trace could know, or from a new one."""
     inputs, output = KEPT.get(number.item()) or _recorded(query, key, value, scale, *options)
     with autograd_in_an_operator():
         grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)

@@ -276,7 +276,7 @@ def _by_basis(function: Function, query: Tensor, key: Tensor, value: Tensor, sca
 
 
 def _by_any_gram(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """By Gram matrices of M, or of M T as `balanced` makes it where M asks for that, or by a basis where both fail."""
+    """Works with Gram matrices of M, or of M T from `balanced` where M needs it, or with a basis where both fail."""
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
         wide = _wide(m)
@@ -296,7 +296,7 @@ def _mixing(function: Function, gram: Tensor, products: Tensor, scale: Tensor) -
 
 
 def _without_reading(function: Function, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
-    """By M R⁻¹ with a constant R, and NaN where digits are lost: a NaN shows, and a wrong number does not.
+    """Works with M R⁻¹ and a constant R, and gives NaN where digits are lost: a NaN shows, and a wrong number does not.
 
     A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which so is constant in
     the derivatives, of every order. With that of `root` M R⁻¹ is near to orthonormal and Z to skew whatever the rank of M,
@@ -373,7 +373,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """By Gram matrices alone, (b, N, 2d) and (b, N, d_value); `gram` is MᵀM where it is known, without a gradient."""
+    """Works with Gram matrices alone, (b, N, 2d) and (b, N, d_value); `gram` is MᵀM if it is known, without a gradient."""
     if is_recorded(m, v, scale):
         return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
     return _by_differentiable_gram(m, v, scale, mixing, gram)
@@ -412,7 +412,7 @@ class _ByGram(torch.autograd.Function):
 
 
 def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor:
-    """By an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
+    """Works with an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(torch.bmm(basis.mT, m)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
     moved = torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
@@ -420,7 +420,7 @@ def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor
 
 
 def _is_small(skew: Tensor) -> bool:
-    """Whether [S] f([S]) W is as exact as f([S]) [S] W: a large [S] would enlarge the rounding of f by its norm."""
+    """Tells whether [S] f([S]) W is as exact as f([S]) [S] W: a large [S] would enlarge the rounding of f by its norm."""
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
 
 

@@ -14,7 +14,7 @@ SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
 
 
 class Attention(Protocol):
-    """What is initialised of an attention layer: four linear layers (d, d), which num_heads heads share."""
+    """An attention layer as initialisation sees it: four linear layers (d, d), which num_heads heads share."""
 
     embed_dim: int
     num_heads: int
@@ -25,14 +25,14 @@ class Attention(Protocol):
 
 
 class ScaledAttention(Attention, Protocol):
-    """With a number for each head that multiplies its values, and one for its attention."""
+    """An attention with a number for each head that multiplies its values, and one for its attention."""
 
     shortcut: nn.Parameter
     residual: nn.Parameter
 
 
 class TwoLayers(Protocol):
-    """What is initialised of an MLP: its linear layers (H, d) and (d, H)."""
+    """An MLP as initialisation sees it: its linear layers (H, d) and (d, H)."""
 
     fc1: nn.Linear
     fc2: nn.Linear

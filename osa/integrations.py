@@ -72,7 +72,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
             return self.proj_drop(self.proj(y))
 
         def dropout_p(self) -> float:
-            """What `attn_drop` asks for, which would act on the attention matrix."""
+            """The rate of `attn_drop`, which would act on the attention matrix."""
             if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
                 raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
             return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
@@ -84,7 +84,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _found_again(made: "_Made") -> Any:
-    """What pickle writes for a class of `_timm_class`; a class that is derived from one it finds by name."""
+    """The reference that pickle writes for a class of `_timm_class`; a class that is derived from one it finds by name."""
     return (_timm_class, made.made_by) if "made_by" in vars(made) else made.__qualname__
 
 
@@ -147,7 +147,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: the heads (B, N, h, d_v), and the attention matrices (B, h, N, N) where asked for."""
+    """The function that transformers calls: the heads (B, N, h, d_v), and on demand the attention matrices (B, h, N, N)."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")

@@ -229,7 +229,7 @@ def solved_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """Whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.
+    """Tells whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.
 
     A Gram matrix that overflows has none.
 
@@ -368,12 +368,12 @@ def flat(x: Tensor) -> Tensor:
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph takes up what is done with x, for later."""
+    """Tells whether a CUDA graph records the work on x, for later."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded(*inputs: Tensor) -> bool:
-    """Whether autograd, and no trace or function transform, records what is done with the inputs."""
+    """Tells whether autograd, and no trace or function transform, records what is done with the inputs."""
     return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
@@ -383,7 +383,7 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
+    """Tells whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
     return x.device.type == "cpu" and is_eager(x) and has_values(x)
 
 

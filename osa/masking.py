@@ -1,4 +1,4 @@
-"""What the arguments of `scaled_dot_product_attention` mean to orthogonal attention: padding, repeated heads, or nothing."""
+"""Arguments of `scaled_dot_product_attention` in orthogonal attention: padding, repeated heads, or nothing."""
 
 import torch
 from torch import Tensor

@@ -168,7 +168,7 @@ def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What a model is made of, and which of the initialisations fits it. None of an attention's own option: its default."""
+    """Architecture of a model, and the initialisation that fits it. None of an attention's own option: its default."""
 
     attention: AttentionKind
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
@@ -211,7 +211,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How the weights start, whatever the architecture: an option that concerns another one than the model's is idle."""
+    """Initialisation of the weights for any architecture: an option that concerns another one than the model's is idle."""
 
     alpha: float = 0.1
     """Initial α of orthogonal attention."""
@@ -275,7 +275,7 @@ class ModelConfig(Sizes, Start, Architecture):
             check_method(self.method, self.num_iterations)
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of these options that are not None."""
+        """The options of these names that are not None."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
@@ -447,7 +447,7 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Which of `MODELS` a configuration is of, whatever its sizes and start: the one that says most, or None."""
+    """The name in `MODELS` of a configuration, whatever its sizes and initialisation: the one that says most, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)

@@ -131,14 +131,14 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether it is a linear layer as torch makes it, parametrised or not: no subclass, no `forward` or hook of its own."""
+    """Tells whether it is torch's linear layer, parametrised or not: no subclass, no `forward` or hook of its own."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are of torch's own class, as a subclass may know no concatenation, and share shape, type and device."""
+    """Tells whether they are of torch's own class, as a subclass may not concatenate, and share shape, type and device."""
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 

@@ -179,7 +179,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
 
 
 def _remedy(folder: Path) -> str:
-    """What else a path may have been meant to be."""
+    """Suggests a path that may have been meant."""
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
     others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors")))
@@ -187,7 +187,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _card(model: VisionTransformer, config: ModelConfig) -> str:
-    """What weights and configuration say of a model, in the form of the Hugging Face Hub."""
+    """Describes a model from its weights and configuration, in the form of the Hugging Face Hub."""
     name = model_name(config)
     attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
     count = sum(parameter.numel() for parameter in model.parameters())

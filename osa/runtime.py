@@ -1,4 +1,4 @@
-"""What torch is doing at the moment: the one place that leans on names which torch does not document.
+"""State of torch at the moment: the one place that leans on names which torch does not document.
 
 A version of torch that changes one of them breaks this file and no other; the scheduled tests run it with the oldest and the
 newest.
@@ -20,7 +20,7 @@ VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # of torch.func
 
 
 def is_eager(x: Tensor, *but: TransformType) -> bool:
-    """Whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative.
+    """Tells whether what is done with x is done now and no more: no trace, function transform or forward-mode derivative.
 
     `but` names function transforms that are allowed. One may be under way that does not wrap x itself.
     """
@@ -41,12 +41,12 @@ def constant_to_a_trace(function: Callable[[], bool]) -> Callable[[], bool]:
 
 @constant_to_a_trace
 def is_transformed() -> bool:
-    """Whether a function transform or a forward-mode derivative is under way, in what a compiler traces too."""
+    """Tells whether a function transform or a forward-mode derivative is under way, in what a compiler traces too."""
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether x is more than its shape, type and device, which are all that a fake tensor has."""
+    """Tells whether x is more than its shape, type and device, which are all that a fake tensor has."""
     return not is_fake(x)
 
 
@@ -57,7 +57,7 @@ def assert_later(condition: Tensor, message: str) -> None:
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """With real tensors and no function transform, inside of whatever is under way."""
+    """Runs with real tensors and no function transform, inside of whatever is under way."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
@@ -71,7 +71,7 @@ def autograd_in_an_operator() -> AbstractContextManager:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether more happens in a call of the module than its `forward`."""
+    """Tells whether more happens in a call of the module than its `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(map(bool, hooks))
 

@@ -117,7 +117,7 @@ class VisionTransformer(nn.Module):
         return self.forward_head(self._features(images, num_outputs=1))  # only [cls] leaves the last block
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """What leaves the last block and its norm, (B, C, H, W) → (B, N, d)."""
+        """Output of the last block and its norm, (B, C, H, W) → (B, N, d)."""
         return self._features(images, num_outputs=None)
 
     def forward_intermediates(
@@ -131,7 +131,7 @@ class VisionTransformer(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> Intermediates | tuple[Tensor, Intermediates] | dict[str, Tensor | Intermediates]:
-        """What leaves single blocks, as models of timm give it, beside `forward_features`.
+        """Outputs of single blocks, as models of timm give them, beside `forward_features`.
 
         Args:
             images: (B, C, H, W).
@@ -199,7 +199,7 @@ class VisionTransformer(nn.Module):
             self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether training keeps no more than each block's input for the backward pass, and computes the rest again."""
+        """Sets whether training keeps each block's input alone for the backward pass, and computes the rest again."""
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:

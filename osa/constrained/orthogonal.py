@@ -251,7 +251,7 @@ def orthogonality_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """Whether the columns of W, or the rows where it is wide, are orthonormal to `ORTHONORMAL` or the rounding of W's type.
+    """Tells whether W's columns, or its rows where it is wide, are orthonormal to `ORTHONORMAL` or the rounding of W's type.
 
     Those of a NaN are not. Weights without values, on the meta device, count as such.
     """
@@ -298,7 +298,7 @@ Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that, stac
 
 @dataclass(frozen=True)
 class Constraint:
-    """Which projections of an attention are orthonormal: each group of them stacked, head by head or as whole matrices."""
+    """Orthonormal projections of an attention: each group of them stacked, head by head or as whole matrices."""
 
     groups: tuple[tuple[str, ...], ...]
     per_head: bool = True
@@ -378,7 +378,7 @@ class StiefelConstraint:
         self.weights()  # which are there
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Of each group of the constraint the views of every block."""
+        """Views of every block, for each group of the constraint."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

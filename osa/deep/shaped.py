@@ -69,7 +69,7 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 
 
 def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) -> list[float]:
-    """What the attention of each block has to reach where a normalised skip α x + √(1 − α²) f(x) takes it to the schedule.
+    """Targets of the attention of each block where a normalised skip α x + √(1 − α²) f(x) takes it to the schedule.
 
     Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
     a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23;

@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from osa.functional import ITERATIONS, METHODS, orthogonal_attention
-from pipeline.benchmarks import cost, results, straightforward
+from pipeline.benchmarks import cost, measurements, straightforward
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import DECAY, NORM, SEED, Inputs, exponential_dense
-from pipeline.benchmarks.results import BEST, SDPA, with_best
+from pipeline.benchmarks.measurements import BEST, SDPA, with_best
 from pipeline.core import provenance
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import rounded
@@ -79,14 +79,14 @@ def check(row: dict, peak: float) -> None:
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = results.parser("attention", __doc__)
+    parser = measurements.parser("attention", __doc__)
     parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
     parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
     parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
     options, device = parser.parse_args(arguments), provenance.default_device()
     table, peak = measure(options, device)
-    results.write(
+    measurements.write(
         file_name(options),
         table,
         device,
@@ -123,10 +123,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = max(peak, results.peak(device, dtype))  # anew at each size: the machine may have been busy before
+        peak = max(peak, measurements.peak(device, dtype))  # anew at each size: the machine may have been busy before
         errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
-            times, of = results.quantiles(seconds), cost.cost(calls[key], device)
+            times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
             row = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True)) | times
             row["tflops"] = 2 * of.multiply_adds / times["seconds"] / 1e12
             rows.append(row | {"peak_bytes": of.peak_bytes, "orthogonality_error": errors[key[0]]})

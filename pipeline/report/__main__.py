@@ -26,8 +26,8 @@ from pipeline.config.looks import STYLE, look_of
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded
-from pipeline.report import figures, page, results
-from pipeline.report.results import FOLDER, TABLE_2
+from pipeline.report import figures, page, table_2
+from pipeline.report.table_2 import FOLDER, TABLE_2
 from pipeline.statistics.verdicts import LEVEL
 from pipeline.studies import study
 from pipeline.studies.lab import Lab
@@ -78,7 +78,7 @@ def write(name: str, only: str | None = None) -> None:
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name != "research" and only is None:
-        files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
+        files.write_csv(TABLE_2, table_2.as_csv(context["table_2"], lab))
         shown = ("table_2", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
         figure_1 = figures.figure_1(lab.tables["histories"], lab.params)
@@ -108,10 +108,10 @@ def check_current(name: str) -> None:
 
 def common(lab: Lab) -> dict[str, Any]:
     """Content that every page has besides the studies."""
-    records = results.read(lab)
-    content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
+    records = table_2.read(lab)
+    content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, records), "compute": table_2.compute(records)}
     content |= {
-        "provenance": results.made_with(records),
+        "provenance": table_2.made_with(records),
         "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from pipeline.benchmarks.results import measured
+from pipeline.benchmarks.measurements import measured
 from pipeline.config.looks import PALETTE
 from pipeline.core import files
 from pipeline.core.provenance import machine

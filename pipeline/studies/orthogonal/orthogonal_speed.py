@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 
 from pipeline.benchmarks.cost import BOTH
+from pipeline.benchmarks.measurements import measured
 from pipeline.benchmarks.orthogonal import DENSE, OURS, POST, TRAINING_TOKENS
-from pipeline.benchmarks.results import measured
 from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from pipeline.benchmarks.results import TRAINED, measured
+from pipeline.benchmarks.measurements import TRAINED, measured
 from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab

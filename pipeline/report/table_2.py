@@ -43,7 +43,7 @@ def read(lab: Lab) -> dict[tuple[str, int], dict]:
     return records
 
 
-def table_2(lab: Lab) -> list[dict[str, Any]]:
+def rows(lab: Lab) -> list[dict[str, Any]]:
     """A row for each model: the paper's test accuracy, ours in per cent over the runs that start, where one more such run is
     expected if three or more do, and the accuracies of the others."""
     tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
@@ -64,8 +64,8 @@ def table_2(lab: Lab) -> list[dict[str, Any]]:
     return rows
 
 
-def table_2_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
-    """`table_2` as a file: per cent, and percentage points."""
+def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
+    """`rows` as a file: per cent, and percentage points."""
     return pd.DataFrame(
         {"variant": row["variant"], "model": lab.label(row["variant"]), "paper": row["paper"]}
         | {name: row["ours"][name] for name in ("mean", "std", "low", "high", "min", "max")}

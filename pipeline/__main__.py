@@ -57,7 +57,7 @@ def path(module: str) -> Path:
 
 
 def docstring(module: str) -> str:
-    """From the file: nothing is imported, and `python -OO` has none."""
+    """Reads it from the file: nothing is imported, and `python -OO` keeps none."""
     return ast.get_docstring(ast.parse(path(module).read_text(encoding="utf-8")))
 
 

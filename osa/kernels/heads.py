@@ -1,7 +1,5 @@
 """Launches of a program a head, for "exact" in bfloat16 on Hopper: fused.py, and stepped.py for the heads that it leaves."""
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ def is_fused(method: str, *tensors: Tensor) -> bool:
 
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-    """Fills the output, (batch, heads, N, d), and the state of each head: 1, 0 or −1 by its form, NaN where no digit is left."""
+    """Fills the output, (batch, heads, N, d), and each head's state: 1, 0 or −1 by its form, NaN where no digit is left."""
     tensors = *_alike(*inputs[:3]), output, inputs[3].contiguous(), saved
     strides = [tensors[0].stride(), output.stride()]
     count, sizes = saved.numel(), _sizes(output)
@@ -51,7 +49,7 @@ def backward(
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
     """Heads by one product a term, then those that ask for three."""
     for options, share in ((BY_ONE, 2), (BY_THREE, 1)):
-        size = stepped.scratch_of(options["THREE"], is_backward)
+        size = stepped.scratch_of(bool(options["THREE"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
         launch.launch(kernel, programs, (*tensors, scratch), strides, sizes | options | {"SCRATCH": size})
 

@@ -8,8 +8,8 @@ alone. With the balanced G, e^Z is taken in n steps of norm RADIUS,
 (Al-Mohy & Higham 2011), each with a Taylor sum as in fused.py, and backward from the Y_j, which are kept.
 
 A first launch takes one product of bfloat16 for each: its error grows with ‖S‖₂, as an error of query and key in bfloat16
-would. What asks for more than MOST_STEPS steps, or is far from normal or nearly cancels even so, has a `state` of −1 then, and
-a second launch takes THREE, with 16 bits. Its NaN in `state` says that no digit is left.
+would. A head that asks for more than MOST_STEPS steps, or whose Z is far from normal, or whose query and key nearly cancel,
+has a `state` of −1 then, and a second launch takes THREE, with 16 bits. It leaves NaN in `state` where no digit is left.
 
 A program has scratch memory, through which matrices go where their columns change places.
 """
@@ -405,8 +405,8 @@ def stepped_backward_kernel(
             if THREE:
                 replace(kept, share * last)
             signs = tl.where(tl.arange(0, SIZE) < D, -c * share, c * share)[None, :]
-            for l in range(steps):
-                j = steps - 1 - l
+            for turn in range(steps):
+                j = steps - 1 - turn
                 h, pairs = signs * tl.load(kept + F_AT + swapped()), degree
                 if THREE:
                     start = tl.load(kept + places())
@@ -415,14 +415,14 @@ def stepped_backward_kernel(
                     replace(kept, start)
                     total = tl.zeros((D, SIZE), tl.float32)
                     total, degree, _ = taylor(total, start, z, z_low, share, least, terms, True, True)
-                elif l > 0:
+                elif turn > 0:
                     start = share * tl.load(kept + places())
                     if j > 0:
                         start = tl.load(starts + j * ENTRIES + places()).to(tl.float32)
                     total = tl.zeros((D, SIZE), tl.float32)
                     total, degree, _ = taylor(total, start, z, z_low, share, least, terms, True, False)
                 pairs = degree
-                if l > 0:
+                if turn > 0:
                     a = tl.load(kept + A_AT + places())
                     keep_parts(terms, degree, total, THREE)
                     keep_parts(factors, degree, a, THREE)
@@ -434,7 +434,7 @@ def stepped_backward_kernel(
                     s = u * (1.0 / (k + 2))
                     keep_parts(factors, k, s, THREE)
                     u = h - share * times(s, z, z_low, THREE)
-                if l > 0:
+                if turn > 0:
                     u += tl.load(kept + A_AT + places())
                 replace(kept + A_AT, u)
                 qq, qk, kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
@@ -448,7 +448,7 @@ def stepped_backward_kernel(
                         qq, qk = plus_product(qq, s, t + lows), plus_product(qk, s, t + lows + D)
                         kk, qk = plus_product(kk, s + D, t + lows + D), plus_product(qk, t, s + lows + D)
                 blocks = kept + GRAD_AT + square()
-                if l > 0:  # as first summands they would keep the loop's products from overlapping
+                if turn > 0:  # as first summands they would keep the loop's products from overlapping
                     qq, qk, kk = qq + tl.load(blocks), qk + tl.load(blocks + D * D), kk + tl.load(blocks + 2 * D * D)
                 tl.store(blocks, qq)
                 tl.store(blocks + D * D, qk)

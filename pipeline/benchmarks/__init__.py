@@ -1,1 +1,1 @@
-"""How fast it is, against what else one would run: scripts that measure side by side in one process."""
+"""Benchmarks: scripts that time the project against its alternatives, side by side in one process."""

@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from osa.functional import ITERATIONS, METHODS, orthogonal_attention
-from pipeline.benchmarks import cost, results, straightforward
+from pipeline.benchmarks import cost, measurements, straightforward
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import DECAY, NORM, SEED, Inputs, exponential_dense
-from pipeline.benchmarks.results import BEST, SDPA, with_best
+from pipeline.benchmarks.measurements import BEST, SDPA, with_best
 from pipeline.core import provenance
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import rounded
@@ -79,14 +79,14 @@ def check(row: dict, peak: float) -> None:
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = results.parser("attention", __doc__)
+    parser = measurements.parser("attention", __doc__)
     parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
     parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
     parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
     options, device = parser.parse_args(arguments), provenance.default_device()
     table, peak = measure(options, device)
-    results.write(
+    measurements.write(
         file_name(options),
         table,
         device,
@@ -123,10 +123,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = max(peak, results.peak(device, dtype))  # anew at each size: the machine may have been busy before
+        peak = max(peak, measurements.peak(device, dtype))  # anew at each size: the machine may have been busy before
         errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
-            times, of = results.quantiles(seconds), cost.cost(calls[key], device)
+            times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
             row = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True)) | times
             row["tflops"] = 2 * of.multiply_adds / times["seconds"] / 1e12
             rows.append(row | {"peak_bytes": of.peak_bytes, "orthogonality_error": errors[key[0]]})
@@ -166,7 +166,7 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Whether a backend of torch computes attention and its gradients for inputs of this kind, tried on few tokens."""
+    """Tells whether a backend of torch computes attention and its gradients for such inputs, by a try on few tokens."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells by warnings why a backend does not
@@ -178,7 +178,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
-    """Whether a call is worth its time and memory, given tokens and seconds of the last one."""
+    """Tells whether a call is worth its time and memory, given tokens and seconds of the last one."""
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
         return False  # torch.linalg.qr has no gradient for a wide matrix
@@ -201,7 +201,7 @@ def orthogonality_error(calls: dict[Key, Call], method: str, width: int) -> floa
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:
-    """By size: seconds of the best SDPA over "exact", and of the literal formulas over ours; absent where one is."""
+    """Ratios by size: seconds of the best SDPA over "exact", and of the literal formulas over ours; absent where one is."""
     pairs = [(BEST, "exact"), ("literal_qr", "qr"), ("literal_qr", "exact"), ("literal_newton_schulz", "newton_schulz")]
     result = []
     for (direction, width, tokens), rows in with_best(table).groupby(["pass", "width", "tokens"], sort=True):

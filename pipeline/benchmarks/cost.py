@@ -1,4 +1,4 @@
-"""What a call costs: its multiply–adds and its peak memory, which repeat exactly, and its seconds, which do not.
+"""Cost of a call: multiply–adds and peak memory, which repeat exactly, and seconds, which do not.
 
 Operations and allocations are read from torch's profiler, which sees those inside an operator too: the products of
 `matrix_exp`, the work space of a factorisation, the backward pass. Only a library's routine, such as a QR decomposition,

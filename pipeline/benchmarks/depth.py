@@ -9,8 +9,8 @@ import random
 import pandas as pd
 from tqdm import tqdm
 
-from pipeline.benchmarks import cost, results
-from pipeline.benchmarks.results import INITIALISED
+from pipeline.benchmarks import cost, measurements
+from pipeline.benchmarks.measurements import INITIALISED
 from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_whole_batches
 from pipeline.config import params
 from pipeline.core import provenance
@@ -25,7 +25,7 @@ REFERENCE = "vit"
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = results.parser("depth", __doc__)
+    parser = measurements.parser("depth", __doc__)
     parser.add_argument("--depth", type=int, default=DEPTH, help="blocks of every model")
     options = parser.parse_args(arguments)
     make_deterministic()
@@ -37,14 +37,14 @@ def main(arguments: list[str] | None = None) -> None:
         steps[model] = our_step(load(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
     facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": paper.recipe.train.batch_size}
-    results.write("depth", compared(samples), device, options, **facts)
+    measurements.write("depth", compared(samples), device, options, **facts)
 
 
 def compared(samples: dict[str, list[float]]) -> pd.DataFrame:
     """Seconds of each model, and their ratio to ViT's of the same round, from `low` to `high`; all but these medians."""
     seconds = pd.DataFrame(samples)
     ratios = seconds.div(seconds[REFERENCE], axis=0)
-    rows = [(model, seconds[model].median(), *results.quantiles(ratios[model]).values()) for model in samples]
+    rows = [(model, seconds[model].median(), *measurements.quantiles(ratios[model]).values()) for model in samples]
     return pd.DataFrame(rows, columns=["model", "seconds", "over_vit", "low", "high"])
 
 

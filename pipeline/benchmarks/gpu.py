@@ -230,7 +230,7 @@ def again(start: Callable, given: tuple) -> tuple:
 
 
 def vit_b16(tiny: bool) -> Rows:
-    """In bfloat16 by autocast, 128 images; with skips and LN, so that attention alone differs.
+    """ViT-B/16 in bfloat16 by autocast, 128 images; with skips and LN, so that attention alone differs.
 
     α sets ‖S‖₂, which grows with the number of tokens: 6 as `build_vit` draws it, and 1.5 as in the paper's trained models.
     """
@@ -250,7 +250,7 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """As replays: the whole step, its forward pass, both passes, and all of it with the identity in attention's place."""
+    """Replays of the whole step, its forward pass, both passes, and of all with the identity in attention's place."""
     images = torch.rand(1 if tiny else 128, 1, 28, 28, device=DEVICE)
     labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:
@@ -383,7 +383,7 @@ def seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
-            work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["record"](work)
+            work, _ = runpy.run_path(str(ROOT / "pipeline/training/cuda_graph.py"))["capture"](work)
         else:
             work()
         once = clock(work, 1, DEVICE)
@@ -486,7 +486,7 @@ def write(path: Path, rows: Rows, until: float) -> None:
 
 
 def first_look(folder: Path) -> Iterator[str]:
-    """What decides: whether numbers are right, and how long a step takes with OSA, and a call."""
+    """Decisive numbers first: errors, and the time of a step with OSA, and of a call."""
     forms_found = read(folder / "forms.csv")
     kept = [row for row in forms_found if row["output"] != "nan"]  # which says that digits are lost
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]

@@ -1,4 +1,4 @@
-"""What the kernels of osa/kernels take of a GPU: `python -m pipeline benchmarks.kernels`. It needs Triton, and no GPU.
+"""Resources that the kernels of osa/kernels take: `python -m pipeline benchmarks.kernels`. It needs Triton, and no GPU.
 
 Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
 paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of
@@ -69,7 +69,7 @@ Launch = tuple  # the kernel, its tensors and their strides, and its other argum
 
 
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
-    """What a call with its backward pass launches for query, key and value of one width, at the most tokens it takes."""
+    """Lists the launches of a call and its backward pass, for heads of one width, at the most tokens it takes."""
     found = []
     with (
         mock.patch.object(launch, "launch", lambda kernel, programs, *others: found.append((kernel, *others))),
@@ -100,7 +100,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
 
 
 def name(launched: Launch) -> str:
-    """Of the kernel, as the table has it."""
+    """The kernel's name in the table."""
     kernel, *_, arguments = launched
     forms = " sheared" * arguments.get("SHEARED", False) + " three" * arguments.get("THREE", False)
     return kernel.fn.__name__.removesuffix("_kernel") + forms
@@ -139,7 +139,7 @@ def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, arc
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Whether a kernel takes more of a GPU than its row of the table has."""
+    """Tells whether a kernel takes more of a GPU than its row of the table says."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from osa.constrained.orthogonal import MAPS, orthogonal_
 from osa.init import stiefel_uniform
-from pipeline.benchmarks import cost, post, results
+from pipeline.benchmarks import cost, measurements, post
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.core import provenance
 from pipeline.core.errors import entry_point
@@ -55,11 +55,11 @@ class Layer:
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = results.parser("orthogonal", __doc__)
+    parser = measurements.parser("orthogonal", __doc__)
     parser.set_defaults(repeats=5)
     parser.add_argument("--largest", type=int, default=1024, help="largest n, of 4, 8, 16, ...")
     options, device = parser.parse_args(arguments), provenance.default_device()
-    results.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
+    measurements.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
@@ -76,8 +76,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
         for key, seconds in samples.items():
             dense = samples[DENSE, DENSE, n, tokens, key[-1]]
-            over = {f"{name}_over_dense": ratio for name, ratio in results.quantiles(np.divide(seconds, dense)).items()}
-            row = dict(zip(KEYS, key, strict=True)) | results.quantiles(seconds) | over | describe(found[key[:2]], n)
+            over = {f"{name}_over_dense": ratio for name, ratio in measurements.quantiles(np.divide(seconds, dense)).items()}
+            row = dict(zip(KEYS, key, strict=True)) | measurements.quantiles(seconds) | over | describe(found[key[:2]], n)
             if tokens == TRAINING_TOKENS:
                 of = cost.cost(calls[key], device)
                 row |= {"peak_bytes": of.peak_bytes, "multiply_adds": of.multiply_adds}
@@ -111,7 +111,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Whether a call is worth its time, given n and seconds of the last one of its kind. The dense layer always is."""
+    """Tells whether a call is worth its time, given n and seconds of the last one of its kind. The dense layer always is."""
     name, code, n, tokens, direction = key
     before = last.get(((name, code), tokens, direction))
     if code == DENSE or before is None:

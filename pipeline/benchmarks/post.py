@@ -80,7 +80,7 @@ def _multivectors(n: int, components: dict[int, Tensor]) -> Tensor:
 
 @functools.cache
 def _blades(size: int) -> tuple[Tensor, Tensor]:
-    """For blades a and ab, b and the sign of ab: one for each eᵢ of b that passes an eⱼ of a with j > i."""
+    """Gives b and the sign of ab for blades a and ab: one for each eᵢ of b that passes an eⱼ of a with j > i."""
     a = torch.arange(size)[:, None]
     others = a ^ torch.arange(size)
     passed = sum(_bits(a >> shift & others) for shift in range(1, size.bit_length()))

@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from torchvision import datasets, transforms
 from tqdm import tqdm
 
 import osa
-from pipeline.benchmarks import cost, results, straightforward
-from pipeline.benchmarks.results import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
+from pipeline.benchmarks import cost, measurements, straightforward
+from pipeline.benchmarks.measurements import ALL_MODELS, COMPILED, EAGER, INITIALISED, OSA_MODELS, OURS, THEIRS, TRAINED
 from pipeline.config import params
 from pipeline.config.params import Params, RunConfig
 from pipeline.core import provenance
@@ -49,7 +48,7 @@ Step = Callable[[], object]
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = results.parser("step", __doc__)
+    parser = measurements.parser("step", __doc__)
     parser.add_argument("--compile", action="store_true", help=f"also {' and '.join(COMPILABLE)} under torch.compile")
     options = parser.parse_args(arguments)
     make_deterministic()
@@ -62,12 +61,12 @@ def main(arguments: list[str] | None = None) -> None:
         calls = steps | {PEAK: lambda: a @ a}
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
     peak = {"tflops": rounded(2 * PEAK_SIZE**3 / min(samples.pop(PEAK)) / 1e12)}
-    rows = [(*key, *results.quantiles(seconds).values()) for key, seconds in samples.items()]
-    table = pd.DataFrame(rows, columns=[*KEYS, *results.QUANTILES])
+    rows = [(*key, *measurements.quantiles(seconds).values()) for key, seconds in samples.items()]
+    table = pd.DataFrame(rows, columns=[*KEYS, *measurements.QUANTILES])
     table["compile_seconds"] = [compile_seconds.get(key, math.nan) for key in samples]
     table["tflops"] = table["seconds"].rdiv([operations[key] / 1e12 for key in samples])
     facts = {"batch_size": settings.train.batch_size, "peak": peak, "ratios": ratios(table, settings)}
-    results.write("step", table, device, options, **facts)
+    measurements.write("step", table, device, options, **facts)
 
 
 def compared(settings: Params) -> list[str]:
@@ -135,6 +134,8 @@ def our_step(training: Training) -> Step:
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> Step:
     """The same of the straightforward script, from the same weights."""
+    from torchvision import datasets, transforms  # seconds to import
+
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
     loader = DataLoader(mnist, batch_size=config.train.batch_size, shuffle=True, drop_last=True)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
@@ -187,7 +188,7 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """By weights: each OSA model over ViT, both ours, and straightforward over ours for each model and for their sums.
+    """Ratios by weights: each OSA model over ViT, both ours, and straightforward over ours by model and for their sums.
 
     Where ours is a graph, eager over it too. A ratio of which not all models have been measured is absent.
     """

@@ -4,15 +4,20 @@ Nothing in here is clever, and nothing slow on purpose: torch.linalg.qr, torch.l
 `load_weights` gives a model the weights of ours, with which it computes the same function.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 import osa
 from osa.reference import newton_schulz_basis
 from pipeline.config.params import RunConfig
+
+if TYPE_CHECKING:  # seconds to import, and the formulas need none of it
+    from torchvision.models.vision_transformer import VisionTransformer
 
 RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
     "blocks.": "encoder.layers.encoder_layer_",
@@ -80,6 +85,8 @@ class Block(nn.Module):
     """torchvision's block, with what the variant leaves out left out."""
 
     def __init__(self, attention: nn.Module, embed_dim: int, hidden_dim: int, *, skip: bool, norm: bool) -> None:
+        from torchvision.models.vision_transformer import MLPBlock
+
         super().__init__()
         self.self_attention, self.skip = attention, skip
         self.ln_1, self.ln_2 = (nn.LayerNorm(embed_dim, eps=1e-6) if norm else nn.Identity() for _ in range(2))
@@ -94,6 +101,8 @@ class Block(nn.Module):
 
 def build(config: RunConfig) -> VisionTransformer:
     """torchvision's ViT for these images; where the variant is not that ViT, with blocks of its own."""
+    from torchvision.models.vision_transformer import VisionTransformer
+
     model, variant = config.model, config.variant
     hidden_dim = int(model.embed_dim * model.mlp_ratio)
     vit = VisionTransformer(

@@ -1,1 +1,1 @@
-"""What one configures: the schema of params.yaml and paper.yaml, their reader, and the look of each model."""
+"""Configuration: the schema of params.yaml and paper.yaml, their reader, and the look of each model."""

@@ -56,7 +56,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Look:
-    """How a model is drawn; dashes in units of the line width, none for a solid line."""
+    """Colour and dashes of a model; dashes in units of the line width, none for a solid line."""
 
     colour: str
     dashes: tuple[float, ...]
@@ -70,7 +70,7 @@ class Look:
 _places = {name: place for place, name in enumerate(MODELS)}
 
 
-def look(name: str, among: Iterable[str] = ()) -> Look:
+def look_of(name: str, among: Iterable[str] = ()) -> Look:
     """The look of a model, or of a method of attention. One without a fixed look gets the next, first those `among`."""
     name = METHODS.get(name, name)
     for other in (*among, name):

@@ -52,7 +52,7 @@ def _drawable(text: str) -> str:
 
 
 def _is_strange(letter: str) -> bool:
-    """Whether figures have no sign for a letter, or would write it from left to right where it goes the other way."""
+    """Tells whether figures lack a sign for a letter, or would write a right-to-left one in the other direction."""
     from matplotlib import font_manager  # slow to import, and labels are mostly ASCII
 
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
@@ -75,7 +75,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Images(NamedTuple):
-    """What a model must know of a data set."""
+    """Facts about a data set that a model depends on."""
 
     channels: int
     size: int  # height and width
@@ -149,7 +149,7 @@ class Data(Section):
         return Images(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """What fetch has stored of one's own images. Raises UserError where it has not, or others."""
+        """Description of the stored own images. Raises UserError where there is none, or one of other images."""
         path = Path("data", FOLDER, DESCRIPTION)
         try:
             stored = validate(Description, read_json(path), str(path))
@@ -204,7 +204,7 @@ class Model(
 
 
 class Init(options(Start, optional=(), alpha={"ge": -1e6, "le": 1e6})):
-    """How weights start, whatever the architecture."""
+    """Initialisation, for every architecture."""
 
 
 class Train(Section):
@@ -283,7 +283,7 @@ class Shared(Section):
 
 
 class RunConfig(Shared):
-    """What one training is made of: the shared sections after a variant's overrides."""
+    """Configuration of one training: the shared sections after a variant's overrides."""
 
     variant: Variant
 
@@ -305,7 +305,7 @@ class RunConfig(Shared):
         return ModelConfig(**sizes, **sections, **self.variant.architecture())
 
 
-def written_config(config: dict) -> dict:
+def normalised_config(config: dict) -> dict:
     """A record's configuration without keys at their default, which older records lack, without keys that params.yaml no
     longer has, which follow from others now, and with the MLPs' initialisation under its present name."""
     variant = dict(config.get("variant", {}))
@@ -331,7 +331,7 @@ class Params(Shared):
     labels: Labels
 
     def label(self, variant: str) -> str:
-        """What a reader calls a variant; one that is not listed goes by its own name."""
+        """The label of a variant; one that is not listed goes by its own name."""
         return self.labels.get(variant, variant)
 
     @model_validator(mode="after")
@@ -408,11 +408,11 @@ def _labels() -> dict[str, str]:
 
 def load_paper() -> Paper:
     """Reads and checks pipeline/paper.yaml."""
-    path = beside_code("pipeline/paper.yaml")
+    path = in_repository("pipeline/paper.yaml")
     return validate(Paper, read(path), str(path))
 
 
-def beside_code(path: str | Path) -> Path:
+def in_repository(path: str | Path) -> Path:
     """A file of the working directory, or else the one of that name in the repository whose code is running."""
     path = Path(path)
     return path if path.exists() else ROOT / path
@@ -471,7 +471,7 @@ def parse_overrides(texts: list[str]) -> Overrides:
 
 
 def as_options(overrides: Overrides) -> list[str]:
-    """What `parse_overrides` reads back."""
+    """Options from which `parse_overrides` gives the same overrides."""
     values = ((f"{section}.{key}", value) for section, own in overrides.items() for key, value in own.items())
     return [option for name, value in values for option in ("--set", f"{name}={json.dumps(value)}")]
 
@@ -486,7 +486,7 @@ def seed(text: str) -> int:
 def run_name(variant: str, overrides: Overrides | None = None) -> str:
     """The folder of a run among those of its study: vit, or vit+init.head=zeros where something is replaced."""
     own = (overrides or {}).items()
-    changes = [f"{section}.{key}={plain(value)}" for section, values in own for key, value in values.items()]
+    changes = [f"{section}.{key}={as_yaml(value)}" for section, values in own for key, value in values.items()]
     return "".join("+".join([variant, *sorted(changes)]).replace("/", "_").split())
 
 
@@ -564,7 +564,7 @@ def _short(value: Any) -> str:
 
 
 def _key(location: tuple, raw: Any) -> str:
-    """Where in params.yaml an error is, in dots."""
+    """The place of an error in params.yaml, in dots."""
     parts = []
     for part in location:
         is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic names the kind of claim here
@@ -574,7 +574,7 @@ def _key(location: tuple, raw: Any) -> str:
     return ".".join(parts)
 
 
-def plain(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A value as it is written in params.yaml."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -1,1 +1,1 @@
-"""What every room stands on: whole files, errors in one sentence, and where numbers come from."""
+"""Foundations of every room: whole files, errors in one sentence, and where numbers come from."""

@@ -1,4 +1,4 @@
-"""What commands have in common: their parser, and errors that a user can mend, told in one sentence."""
+"""Parser of all commands, and errors that a user can mend, in one sentence."""
 
 import argparse
 import functools

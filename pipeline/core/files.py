@@ -142,7 +142,7 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check(known: Mapping[Path, str | None], record: Path, command: str) -> None:
+def verify(known: Mapping[Path, str | None], record: Path, command: str) -> None:
     """Raises UserError if a file is not the one whose SHA-256 a record knows; None is one that is not to be there. `command`
     makes the files again."""
     for path, expected in known.items():
@@ -159,16 +159,16 @@ def write_record(folder: Path, made_by: dict) -> None:
 
 
 def read_record(folder: Path, command: str) -> dict:
-    """What `write_record` wrote. Raises UserError if a file is not the one that it knows, or it is another folder's."""
+    """Reads a folder's record. Raises UserError if a file is not the one that it knows, or if it is another folder's."""
     path, again = folder / RECORD, f"`git checkout {folder}`, or make it again with `{command}`"
     if not path.exists():
         raise UserError(f"{path} is missing: {again}.")
-    made = read_json(path)
-    if made.get("folder") != folder.name:
-        raise UserError(f"{path} is the record of another folder, {made.get('folder')}: {again}.")
+    record = read_json(path)
+    if record.get("folder") != folder.name:
+        raise UserError(f"{path} is the record of another folder, {record.get('folder')}: {again}.")
     known = {each: None for each in folder.iterdir() if each.name != RECORD and ".tmp." not in each.name}
-    check(known | {folder / name: digest for name, digest in made["sha256"].items()}, path, command)
-    return made
+    verify(known | {folder / name: digest for name, digest in record["sha256"].items()}, path, command)
+    return record
 
 
 def digest(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Where numbers come from: the machine, its versions, and the commit of the code."""
+"""Provenance of numbers: the machine, its versions, and the commit of the code."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ def describe_environment(device: torch.device) -> dict:
 
 
 def machine(environment: dict) -> str:
-    """What was described, for a reader: e.g. AMD EPYC, 2 threads; a GPU's threads are none of the CPU's."""
+    """Short label of a machine, e.g. "AMD EPYC, 2 threads". A GPU's has no number of threads."""
     if environment["device"] == "cuda":
         return environment["device_name"]
     threads = environment["num_threads"]

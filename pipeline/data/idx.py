@@ -74,7 +74,7 @@ class Data:
 
 
 def folder(source: str) -> Path:
-    """Where the fetch stage puts a data set."""
+    """The folder in which the fetch stage stores a data set."""
     return Path("data", source)
 
 

@@ -36,7 +36,7 @@ LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and of a NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # of reading an archive
-Place = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
+ImagePath = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
 Decoded = tuple[str, int, int]  # of an image too: its mode and size, and where its pixels begin in the file of all
 Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read a file; None for a folder
 
@@ -82,7 +82,7 @@ def convert(wanted: params.Data, out: Path) -> None:
 
 
 def write_split(
-    out: Path, split: str, images: dict[Place, Decoded], classes: list[str], mode: str, size: int, spool: BinaryIO
+    out: Path, split: str, images: dict[ImagePath, Decoded], classes: list[str], mode: str, size: int, spool: BinaryIO
 ) -> list[bytes]:
     """Writes images and labels of a split. Returns a digest of each image, whatever its name and format were."""
     places, digests = in_turns([place for place in images if place[0] == split]), []
@@ -105,7 +105,7 @@ def write_split(
     return digests
 
 
-def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[Place, Decoded], list[str], Counter, str]:
+def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], list[str], Counter, str]:
     """The images under train/ and test/, their classes, how many have which size, and a digest of names and contents. The
     pixels go to `spool`."""
     free = shutil.disk_usage(Path()).free
@@ -215,7 +215,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
     return image if image.width == size else image.resize((size, size), Image.Resampling.BILINEAR)
 
 
-def in_turns(places: list[Place]) -> list[Place]:
+def in_turns(places: list[ImagePath]) -> list[ImagePath]:
     """The first image of every class, then the second, and so on."""
     counts, ranked = Counter(), []
     for place in sorted(places):

@@ -1,1 +1,1 @@
-"""How results look: numbers as text, one look per model, figures, tables and pages. Nothing is measured or judged here."""
+"""Presentation of results: numbers as text, figures, tables and pages. Nothing is measured or judged here."""

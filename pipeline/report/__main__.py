@@ -23,12 +23,12 @@ from matplotlib.figure import Figure
 
 from pipeline import studies
 from pipeline.config import params
-from pipeline.config.looks import STYLE, look
+from pipeline.config.looks import STYLE, look_of
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded
-from pipeline.report import figures, page, results
-from pipeline.report.results import FOLDER, TABLE_2
+from pipeline.report import figures, page, table_2
+from pipeline.report.table_2 import FOLDER, TABLE_2
 from pipeline.statistics.verdicts import LEVEL
 from pipeline.studies import study
 from pipeline.studies.lab import Lab
@@ -70,7 +70,7 @@ def write(name: str, only: str | None = None) -> None:
         raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
-        look(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
+        look_of(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
     context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
     for each in on_page(name):
@@ -80,7 +80,7 @@ def write(name: str, only: str | None = None) -> None:
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name != "research" and only is None:
-        files.write_csv(TABLE_2, results.table_2_csv(context["table_2"], lab))
+        files.write_csv(TABLE_2, table_2.as_csv(context["table_2"], lab))
         shown = ("table_2", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
         figure_1 = figures.figure_1(lab.tables["histories"], lab.params)
@@ -90,10 +90,10 @@ def write(name: str, only: str | None = None) -> None:
 
 
 def check_current(name: str) -> None:
-    """Asks DVC whether what a page is made from is what its stages would make.
+    """Asks DVC whether the inputs of a page are current.
 
     Raises:
-        UserError: a file was changed, or what it is made from.
+        UserError: an input, or an input of an input, was changed.
     """
     if name not in STAGES or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # within `dvc repro` it has looked
         return
@@ -109,17 +109,17 @@ def check_current(name: str) -> None:
 
 
 def common(lab: Lab) -> dict[str, Any]:
-    """What every page has besides the studies."""
-    records = results.read(lab)
-    content = {"table_2": results.table_2(lab), "cost": results.cost(lab, records), "compute": results.compute(records)}
+    """Content that every page has besides the studies."""
+    records = table_2.read(lab)
+    content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, records), "compute": table_2.compute(records)}
     content |= {
-        "provenance": results.made_with(records),
+        "provenance": table_2.made_with(records),
         "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),
     }
-    return page.plain(content)
+    return page.to_json(content)
 
 
 def write_figure(figure: Figure, path: Path, of_page: str, sources: list[str]) -> None:
@@ -144,15 +144,15 @@ def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str
             drawing = draw(settings, tables, lab)
         if drawing is not None:
             write_figure(drawing, FIGURES / of_page / f"{figure}.svg", of_page, sources)
-    return page.plain(one.summarise(settings, tables, lab))
+    return page.to_json(one.summarise(settings, tables, lab))
 
 
 def sources_of(name: str) -> list[str]:
     """The files that a study's figures are drawn from, and the commit that measured them; the folder of its runs."""
     one, folder, sources = studies.get(name), study.FOLDER / name, []
     if one.measure:
-        made = files.read_json(folder / files.RECORD)
-        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([made["environment"].get("git_commit")])]
+        record = files.read_json(folder / files.RECORD)
+        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([record["environment"].get("git_commit")])]
     if one.read:
         sources.append(str(RUNS / name))
     return sources

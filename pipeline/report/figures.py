@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from pipeline.config.looks import STYLE, look, on_page
+from pipeline.config.looks import STYLE, look_of, on_page
 from pipeline.config.params import Params
 from pipeline.report.numbers import scripted
 
@@ -27,13 +27,13 @@ DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</
 
 
 def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
-    """For each model that has a curve: a thin line for each seed and the median over seeds, on logarithmic axes."""
+    """Draws each model that has a curve: a thin line for each seed and the median over seeds, on logarithmic axes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
             drawn = dict(list(histories.groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
-                points, style = drawn[variant], look(variant, params.variants)
+                points, style = drawn[variant], look_of(variant, params.variants)
                 wide = points.pivot(index="epoch", columns="seed", values=curve)  # a diverged seed ends early
                 for seed in wide:
                     thin = {"color": style.colour, "alpha": 0.35, "linewidth": 0.5}

@@ -76,7 +76,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
-    """Of a summary e.g. 96.90 ± 0.73; the mean alone where there is no spread."""
+    """Mean and standard deviation, e.g. 96.90 ± 0.73; the mean alone where there is no spread."""
     mean, std = summary["mean"], summary["std"]
     return fixed(mean, digits) if pd.isna(std) else f"{fixed(mean, digits)} ± {fixed(std, digits)}"
 

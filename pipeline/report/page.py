@@ -1,4 +1,4 @@
-"""From templates to pages: Markdown that GitHub shows, and HTML made from it."""
+"""Rendering of pages: templates become Markdown, as GitHub shows it, and Markdown becomes HTML."""
 
 import functools
 import html
@@ -27,18 +27,18 @@ MARKS = {  # before a badge: good, bad, open
 SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # of Markdown
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Plain numbers, lists and dicts, as files hold them: verdicts with their words, None for a number that is none."""
     if isinstance(value, Verdict):
-        return plain(asdict(value) | {"here": value.here, "bound": value.bound, "is_open": value.is_open})
+        return to_json(asdict(value) | {"here": value.here, "bound": value.bound, "is_open": value.is_open})
     if is_dataclass(value):
-        return plain(asdict(value))
+        return to_json(asdict(value))
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if hasattr(value, "item"):  # NumPy's
-        return plain(value.item())
+        return to_json(value.item())
     if isinstance(value, float):
         return rounded(value) + 0.0 if math.isfinite(value) else None
     return value
@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 def environment(label: Callable[[str], str]) -> jinja2.Environment:
     """The templates with their filters. Everything that they are given is escaped."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         autoescape=True,
@@ -55,13 +55,18 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     names = "fixed signed grouped percent mean_sd interval number times words span ranges listing"
-    made.filters |= {name: getattr(numbers, name) for name in names.split()}
-    made.filters |= {"plain": params.plain, "verdict": verdict, "holds": holds, "label": lambda name: text(label(name))}
-    return made
+    templates.filters |= {name: getattr(numbers, name) for name in names.split()}
+    templates.filters |= {
+        "plain": params.as_yaml,
+        "verdict": verdict,
+        "holds": holds,
+        "label": lambda name: text(label(name)),
+    }
+    return templates
 
 
 def text(words: str) -> Markup:
-    """Text that is none of ours, such as a label of params.yaml, so that Markdown and HTML show it as it is."""
+    """Escapes a user's text, such as a label, so that Markdown and HTML show it as it is."""
     return Markup(SPECIAL.sub(r"\\\1", str(escape(words))))
 
 
@@ -81,10 +86,10 @@ def holds(check: Mapping[str, Any]) -> Markup:
 
 @functools.cache
 def _markdown() -> MarkdownIt:
-    made = MarkdownIt("commonmark", {"html": True, "typographer": True}).enable(["table", "smartquotes"])
-    made.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>\n')
-    made.add_render_rule("table_close", lambda *_: "</table>\n</div>\n")
-    return made
+    renderer = MarkdownIt("commonmark", {"html": True, "typographer": True}).enable(["table", "smartquotes"])
+    renderer.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>\n')
+    renderer.add_render_rule("table_close", lambda *_: "</table>\n</div>\n")
+    return renderer
 
 
 def word_count(markdown: str) -> int:

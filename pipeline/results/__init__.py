@@ -1,1 +1,1 @@
-"""From runs to tables, for Table 2 and for every study; and what is measured on a trained model."""
+"""Tables of runs, for Table 2 and for every study, and the measurements of trained models."""

@@ -44,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:
-    """What evaluation.json holds: the measurements of a run, empty if it diverged, and which training they are of."""
-    made = run.record()
-    if made is None:
+    """The content of evaluation.json: the measurements of a run, empty if it diverged, and the digests of its training."""
+    record = run.record()
+    if record is None:
         raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
-    training = {key: made[key] for key in ("metrics_sha256", "weights_sha256")}
-    if made["status"] == "diverged":
+    training = {key: record[key] for key in ("metrics_sha256", "weights_sha256")}
+    if record["status"] == "diverged":
         return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
     return training | measure(run, config, run.metrics()["test_accuracy"])
 
@@ -121,7 +121,7 @@ def layer_table(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
 
 
 def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor) -> pd.DataFrame:
-    """What the theorems are about, for each head of a layer with the input x (images, N, d).
+    """Measures the quantities of the theorems, for each head of a layer with the input x (images, N, d).
 
     alpha                    of Eq. 5
     error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), over the images; A is what the model's own method and precision give

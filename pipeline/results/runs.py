@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +11,14 @@ from pipeline.config import params
 from pipeline.config.params import Params, RunConfig
 from pipeline.core import files
 from pipeline.training.loop import COLUMNS
-from pipeline.training.run import FOLDER, Run, is_of, same_config
+from pipeline.training.run import FOLDER, Run, matches, same_config
 
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and a list of runs needs none
 
 IDENTITY = ["name", "run", "variant", "seed"]
 FINALS = ["train_loss", "test_loss", "test_accuracy"]
-MADE = ["numerics", "device", "git_dirty", "started_at", "seconds", "images_per_second"]
+PROVENANCE_COLUMNS = ["numerics", "device", "git_dirty", "started_at", "seconds", "images_per_second"]
 
 
 def of_table_2(settings: Params) -> list[Run]:
@@ -31,8 +32,8 @@ def of_table_2(settings: Params) -> list[Run]:
     for variant in settings.run.variants:
         config, seeds = params.resolve(settings, variant), set(settings.run.seeds)
         for seed in settings.run.recorded_seeds:
-            made = Run(variant, seed).record()
-            if made and is_of(made, config):
+            record = Run(variant, seed).record()
+            if record and matches(record, config):
                 seeds.add(seed)
         listed += [Run(variant, seed) for seed in sorted(seeds)]
     return listed
@@ -47,6 +48,11 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, dict]
     for path in sorted((base / FOLDER).glob(f"{study}/*/*/record.json")):
         run = Run.at(path.parent)
         yield run, run.record()
+
+
+def accuracy(metrics: dict) -> float:
+    """Test accuracy in per cent from a run's metrics; NaN if it diverged."""
+    return math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
 
 
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
@@ -64,19 +70,19 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
             if run.files["watched"].exists():
                 watched.append(files.read_csv(run.files["watched"]).assign(**identity))
     none = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
-    tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *MADE])}
+    tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *PROVENANCE_COLUMNS])}
     tables["histories"] = pd.concat(histories or [none])[none.columns]
     watched = [table for table in watched if len(table)]  # nothing is seen of what diverges at step 0
     return tables | ({"watched": pd.concat(watched)} if watched else {})
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """What a run's files hold: finished, diverged, or missing, also where the run is of another configuration."""
-    made = run.record()
-    if made is None or not same_config(made["config"], config):
+    """Status and numbers of a run. One of another configuration is missing too."""
+    record = run.record()
+    if record is None or not same_config(record["config"], config):
         return {"status": "missing"}
-    row = {key: made.get(key, made["environment"].get(key)) for key in MADE}
-    if made["status"] == "diverged":
+    row = {key: record.get(key, record["environment"].get(key)) for key in PROVENANCE_COLUMNS}
+    if record["status"] == "diverged":
         return row | {"status": "diverged"}
     metrics = run.metrics()
     return row | {"status": "finished"} | {key: metrics[key] for key in FINALS}

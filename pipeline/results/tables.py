@@ -7,7 +7,6 @@ again.csv.
 
 import itertools
 import json
-import math
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -19,8 +18,8 @@ import pandas as pd
 from pipeline.config.params import Params, load
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, entry_point
-from pipeline.results.runs import of_table_2
-from pipeline.statistics.intervals import summarise
+from pipeline.results.runs import accuracy, of_table_2
+from pipeline.statistics.intervals import summary_of
 from pipeline.training.run import CURVES, TABLE_2, Run
 from pipeline.training.run import FOLDER as RUNS
 
@@ -66,7 +65,7 @@ def tables_of(runs: Iterable[dict], params: Params) -> dict[str, pd.DataFrame]:
 
 
 def find_runs(params: Params) -> list[dict]:
-    """For each run of Table 2: variant, seed, status, and what training and evaluate wrote of it.
+    """Lists the runs of Table 2: variant, seed, status, and the numbers of training and evaluation.
 
     `status` is finished, diverged or missing. Warns of runs that are missing, or there without being listed.
 
@@ -90,10 +89,10 @@ def find_runs(params: Params) -> list[dict]:
 def read_run(run: Run) -> dict:
     """The identity, the status, the metrics and the evaluation of one run."""
     identity = {"variant": run.variant, "seed": run.seed}
-    made = run.record()
-    if made is None or not run.evaluated.exists():
+    record = run.record()
+    if record is None or not run.evaluated.exists():
         return identity | {"status": "missing"}
-    return identity | {"status": made["status"]} | run.metrics() | files.read_json(run.evaluated)
+    return identity | {"status": record["status"]} | run.metrics() | files.read_json(run.evaluated)
 
 
 def warn(sentence: str) -> None:
@@ -132,7 +131,7 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
         count = group["status"].value_counts()
         row = {"variant": variant} | {f"n_{status}": count.get(status, 0) for status in STATUSES}
         for quantity in SUMMARISED:
-            summary = asdict(summarise(group[quantity].dropna()))
+            summary = asdict(summary_of(group[quantity].dropna()))
             row |= {f"{quantity}_{name}": value for name, value in summary.items() if name != "n"}
         rows.append(row)
     return pd.DataFrame(rows)
@@ -150,7 +149,7 @@ def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
     groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
     statistics = ("n", "mean", "std", "min", "max")
     return pd.DataFrame(
-        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summarise(values), s) for s in statistics}
+        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summary_of(values), s) for s in statistics}
         for group, values in groups
     )
 
@@ -168,7 +167,7 @@ def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
 
 
 def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """What `dvc metrics` lists: of each variant the test accuracy in per cent, mean and standard deviation over n runs."""
+    """Metrics for `dvc metrics`: test accuracy of each variant in per cent, mean and standard deviation over n runs."""
     return {
         row["variant"]: {"mean": round(100 * row["test_accuracy_mean"], 2), "sd": round(100 * row["test_accuracy_std"], 2)}
         | {"n": row["n_finished"]}
@@ -181,16 +180,15 @@ def trained_again(params: Params) -> pd.DataFrame:
     the weights have the same bits. Of a run that diverged the accuracy is blank."""
     rows = []
     for run in itertools.starmap(Run, itertools.product(params.run.variants, params.run.seeds)):
-        made = run.record()
+        record = run.record()
         before, metrics = (provenance.committed(run.folder / name) for name in ("record.json", "metrics.json"))
-        if made and before and metrics and (before := json.loads(before))["started_at"] != made["started_at"]:
+        if record and before and metrics and (before := json.loads(before))["started_at"] != record["started_at"]:
             row = {
                 "variant": run.variant,
                 "seed": run.seed,
-                "same_weights": before["weights_sha256"] == made["weights_sha256"],
+                "same_weights": before["weights_sha256"] == record["weights_sha256"],
             }
-            for name, each in (("committed", json.loads(metrics)), ("here", run.metrics())):
-                row[name] = math.nan if each["diverged"] else 100 * each["test_accuracy"]
+            row |= {"committed": accuracy(json.loads(metrics)), "here": accuracy(run.metrics())}
             rows.append(row)
     return pd.DataFrame(rows, columns=[*RUN, "committed", "here", "same_weights"])
 

@@ -45,7 +45,7 @@ class Results:
     """
 
     def __init__(self, *tables: Mapping[str, pd.DataFrame], guess_loss: float = GUESS_LOSS) -> None:
-        self.runs, self.histories, self.watched = (_together(tables, key) for key in ("runs", "histories", "watched"))
+        self.runs, self.histories, self.watched = (_concat_named(tables, key) for key in ("runs", "histories", "watched"))
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
@@ -54,7 +54,7 @@ class Results:
         return runs if status is None else runs[runs["status"] == status]
 
     def counts(self, name: str) -> dict[str, int]:
-        """How many runs finished, diverged and are missing."""
+        """Numbers of runs that finished, diverged and are missing."""
         statuses = self.runs.loc[self.runs["name"] == name, "status"]
         return {status: int((statuses == status).sum()) for status in ("finished", "diverged", "missing")}
 
@@ -90,7 +90,7 @@ class Results:
         return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
 
     def last_watched(self, name: str, column: str) -> list[float]:
-        """What the study saw at the end of each run that finished, on average over layers."""
+        """The last watched values of each run that finished, averaged over layers."""
         own = self.watched[self.watched["name"] == name]
         finished = set(self.runs_of(name, "finished")["seed"])
         return [
@@ -100,7 +100,7 @@ class Results:
         ]
 
 
-def _together(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.DataFrame:
+def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.DataFrame:
     parts = [table[key] for table in tables if key in table and len(table[key])]
     named = [part if "name" in part else part.assign(name=part["variant"]) for part in parts]
     columns = ["name", "seed", "status", "test_accuracy", "train_loss", "epoch"]
@@ -274,7 +274,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """What a study saw at the end of the first model's training is less than a factor times what it saw of the second."""
+    """A watched number at the end of the first model's training is less than a factor times the second model's."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -301,17 +301,17 @@ class Claims(Section):
 
 def read_claims(path: str | Path) -> dict[str, Claim]:
     """The claims of a wing by name. Raises UserError where the file has something else than a rule needs."""
-    path = params.beside_code(path)
+    path = params.in_repository(path)
     return params.validate(Claims, {"claims": params.read(path)}, str(path)).claims
 
 
 def trains(loss: float) -> bool:
-    """Whether a last train loss is that of a run that trains."""
+    """Tells whether a last train loss is that of a run that trains."""
     return loss < TRAINS * GUESS_LOSS
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
-    """Whether the mean train loss is clearly below a guess's at the first point in the second half of training."""
+    """Tells whether the mean train loss is clearly below a guess's at the first point in the second half of training."""
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 

@@ -33,7 +33,7 @@ class Summary:
     max: float
 
 
-def summarise(values: Sequence[float]) -> Summary:
+def summary_of(values: Sequence[float]) -> Summary:
     """Mean, spread and Student's t-interval of finite values: mean ± t(0.975, n − 1) std / √n."""
     values = np.asarray(values, dtype=float)
     n = len(values)
@@ -44,9 +44,9 @@ def summarise(values: Sequence[float]) -> Summary:
     return Summary(n, *map(float, (mean, std, mean - half, mean + half, values.min(), values.max())))
 
 
-def quantile(confidence: float, freedom: float) -> float:
+def quantile(confidence: float, df: float) -> float:
     """The t that a two-sided interval of this confidence reaches to; NaN without degrees of freedom."""
-    return float(stdtrit(freedom, (1 + confidence) / 2)) if freedom > 0 else math.nan
+    return float(stdtrit(df, (1 + confidence) / 2)) if df > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Estimate:
     known: a sample has one value only, or no value differs from another of its sample."""
 
     value: float
-    error: float
-    freedom: float
+    standard_error: float
+    df: float
 
     @classmethod
     def of_spreads(
@@ -65,8 +65,8 @@ class Estimate:
         """Welch's, given the variances of the samples."""
         each = [weight**2 * variance / size for weight, variance, size in zip(weights, variances, sizes, strict=True)]
         variance = sum(each)
-        freedom = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
-        return cls(value, math.sqrt(variance), freedom)
+        df = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
+        return cls(value, math.sqrt(variance), df)
 
 
 def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool = False) -> Estimate:
@@ -84,8 +84,8 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
         return Estimate(value, math.nan, math.nan)
     if equal_spread:
         parts = [weight**2 / size for weight, size in zip(weights, sizes, strict=True)]
-        freedom = sum(sizes) - len(sizes)
-        return Estimate(value, math.sqrt(sum(parts) * sum(squares) / freedom), freedom)
+        df = sum(sizes) - len(sizes)
+        return Estimate(value, math.sqrt(sum(parts) * sum(squares) / df), df)
     variances = [square / (size - 1) for square, size in zip(squares, sizes, strict=True)]
     return Estimate.of_spreads(value, weights, variances, sizes)
 
@@ -93,18 +93,18 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
 def interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:
     """The t-interval of a `contrast`; (NaN, NaN) where no spread is known."""
     estimate = contrast(samples, weights, **options)
-    half = quantile(confidence, estimate.freedom) * estimate.error
+    half = quantile(confidence, estimate.df) * estimate.standard_error
     return estimate.value - half, estimate.value + half
 
 
 def one_more_run(values: Sequence[float]) -> Interval:
-    """Where the next run is expected, as far as runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) of a single value."""
+    """Prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) of a single value."""
     low, high = interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 
 
 def _mean(sample: Sequence[float]) -> float:
-    """In plain Python: many times faster than NumPy for a few values, and simulated often."""
+    """Mean in plain Python: many times faster than NumPy for a few values, and simulations take many."""
     return sum(sample) / len(sample)
 
 

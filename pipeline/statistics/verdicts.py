@@ -126,9 +126,9 @@ def judge_contrast(
     if n == 0:
         return _not_trained(limit, side)
     estimate = contrast(samples, weights)
-    half = quantile(BOTH, estimate.freedom) * estimate.error
-    t = (estimate.value - limit) / estimate.error if estimate.error > 0 else math.nan
-    p = {"above": float(stdtr(estimate.freedom, -t)), "below": float(stdtr(estimate.freedom, t))}
+    half = quantile(BOTH, estimate.df) * estimate.standard_error
+    t = (estimate.value - limit) / estimate.standard_error if estimate.standard_error > 0 else math.nan
+    p = {"above": float(stdtr(estimate.df, -t)), "below": float(stdtr(estimate.df, t))}
     return _verdict(estimate.value, (estimate.value - half, estimate.value + half), p, n, limit, side, power)
 
 
@@ -178,7 +178,7 @@ def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
 
 @functools.cache
 def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
-    """How many choices of n of these ranks have the sum s, at index s."""
+    """Counts the choices of n of these ranks that have the sum s, at index s."""
     ways = np.zeros((n + 1, sum(ranks) + 1))
     ways[0, 0] = 1
     for rank in ranks:
@@ -210,8 +210,8 @@ def critical_rank(n: int, m: int) -> int:
 
 @functools.cache
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int) -> float:
-    """How often `judge` says "reproduced" where the true difference lies `distance` on the claim's side of the limit:
-    simulated with n and m normal runs of these standard deviations."""
+    """The share of experiments in which `judge` says "reproduced", where the true difference lies `distance` on the claim's
+    side of the limit: simulated with n and m normal runs of these standard deviations."""
     rng = np.random.default_rng(0)
     first = distance + spreads[0] * rng.standard_normal((SIMULATED, n, 1))
     second = spreads[1] * rng.standard_normal((SIMULATED, 1, m))
@@ -220,10 +220,10 @@ def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int
 
 
 def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequence[float], sizes: Sequence[int]) -> float:
-    """How often `judge_contrast` says "reproduced" at that distance, with these standard deviations and numbers of runs:
-    noncentral t."""
+    """The share of experiments in which `judge_contrast` says "reproduced" at this distance, with these standard deviations
+    and numbers of runs: noncentral t."""
     estimate = Estimate.of_spreads(0.0, weights, [spread**2 for spread in spreads], sizes)
-    return float(1 - nctdtr(estimate.freedom, distance / estimate.error, quantile(BOTH, estimate.freedom)))
+    return float(1 - nctdtr(estimate.df, distance / estimate.standard_error, quantile(BOTH, estimate.df)))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ Request = tuple[str, Overrides, int]  # of a training: variant, what is replaced
 
 @dataclass(frozen=True)
 class Study:
-    """What a study is made of.
+    """The parts of a study.
 
     Args:
         settings: the schema of its section of parameters; None where it measures nothing.
@@ -82,7 +82,7 @@ def settings(name: str) -> Section | None:
     schema = get(name).settings
     if schema is None:
         return None
-    path = params.beside_code(f"pipeline/studies/{wing(name)}/params.yaml")
+    path = params.in_repository(f"pipeline/studies/{wing(name)}/params.yaml")
     section = params.read(path).get(name)
     if section is None:
         raise UserError(f"{path} has no section {name}: put it back as git has it.")

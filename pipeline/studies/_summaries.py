@@ -1,10 +1,10 @@
-"""What summaries share: the worst case of a check, the exponent of a power, and the trained layers of Table 2."""
+"""Helpers of summaries: the worst case of a check, the exponent of a power, and the trained layers of Table 2."""
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from pipeline.statistics.intervals import Summary, summarise
+from pipeline.statistics.intervals import Summary, summary_of
 from pipeline.studies import check
 from pipeline.studies.lab import Lab
 
@@ -17,7 +17,7 @@ def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
 
 
 def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
-    """Of y as a power of x: the least-squares slope of log y over log x."""
+    """The exponent of y as a power of x: the least-squares slope of log y over log x."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
@@ -28,5 +28,5 @@ def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
 
 
 def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
-    """For each variant the largest value of a column over layers and heads, summarised over seeds."""
-    return {name: summarise(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}
+    """Summarises over seeds the largest value of a column over layers and heads, for each variant."""
+    return {name: summary_of(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

@@ -1,4 +1,4 @@
-"""What figures of studies have in common: panels side by side above one legend, logarithmic axes, labels at lines' ends."""
+"""Parts of figures: panels side by side above one legend, logarithmic axes, labels at lines' ends."""
 
 import itertools
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from pipeline.config.params import AnySeeds, Name, Overrides, Section
 from pipeline.results.runs import tables_of
 from pipeline.statistics.claims import Results, trains
-from pipeline.statistics.intervals import summarise
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Request, Study, Tables
 from pipeline.studies.lab import Lab
 
@@ -54,8 +54,11 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def outcome(results: Results, name: str) -> dict:
-    """How many runs of a name are there, train, and are missing; mean last train loss and test accuracy (%) of those that
-    train, as a mean with runs that fail would describe neither; and the last losses of those, None where one diverged."""
+    """Counts the runs of a name that are there, that train and that are missing.
+
+    `loss` and `accuracy` (%) are summaries over the runs that train, as a mean over all would describe neither those nor the
+    others. `failed_losses` are the last train losses of the others, None where one diverged.
+    """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)
     trained = runs[is_trained]
@@ -63,7 +66,7 @@ def outcome(results: Results, name: str) -> dict:
         "n": len(runs),
         "trained": len(trained),
         "missing": results.counts(name)["missing"],
-        "loss": summarise(trained["train_loss"].astype(float)),
-        "accuracy": summarise(100 * trained["test_accuracy"].astype(float)),
+        "loss": summary_of(trained["train_loss"].astype(float)),
+        "accuracy": summary_of(100 * trained["test_accuracy"].astype(float)),
         "failed_losses": runs.loc[~is_trained, "train_loss"].tolist(),
     }

@@ -1,4 +1,4 @@
-"""What a study works with: the paper's recipe as configurations and models, images, random streams, trainings, tables."""
+"""The bench of a study: the paper's recipe as configurations and models, images, random streams, trainings, tables."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ TABLES = Path("paper_outputs/tables")
 
 
 class Lab:
-    """The bench of one study. Models and trainings follow the recipe of pipeline/paper.yaml, not what one edits."""
+    """Tools of one study. Models and trainings follow the recipe of pipeline/paper.yaml, not what one edits."""
 
     def __init__(self, study: str, settings: Params, paper: Paper) -> None:
         self.study, self.params, self.paper = study, settings, paper
 
     def of(self, study: str) -> Lab:
-        """The bench of another study, with the same tables and images."""
+        """The lab of another study, with the same tables and images."""
         other = copy.copy(self)
         other.study = study
         return other
 
     def label(self, variant: str) -> str:
-        """What a reader calls a variant."""
+        """The label of a variant."""
         return self.params.label(variant)
 
     def config(self, variant: str, overrides: Overrides | None = None) -> RunConfig:
@@ -79,7 +79,7 @@ class Lab:
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """What the stage `tables` made of Table 2's runs: runs, summary, curves, histories, layers, per_class, confusion."""
+        """Output of the stage `tables`: runs, summary, curves, histories, layers, per_class, confusion."""
         return {path.stem: files.read_csv(path) for path in sorted(TABLES.glob("*.csv"))}
 
 
@@ -121,7 +121,7 @@ def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAt
 
 @contextmanager
 def default_dtype(dtype: torch.dtype):
-    """Modules made inside have this dtype."""
+    """Gives new modules this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

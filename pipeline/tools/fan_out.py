@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
     if locks.claims() is None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
-    with alone(locks.FAN_OUT):
+    with single_instance(locks.FAN_OUT):
         settings = params.load()
         take_over(settings, chosen.no_tracking)
         jobs = list_jobs(settings, chosen.only)
@@ -80,14 +80,14 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"Nothing to train: all {len(jobs)} runs are there.")
             return
         uncommitted: list[str] = []
-        for ended in train(left, chosen.jobs, chosen.no_tracking, chosen.cluster, chosen.per_gpu):
+        for ended in train_all(left, chosen.jobs, chosen.no_tracking, chosen.cluster, chosen.per_gpu):
             uncommitted += commit(ended)
         if uncommitted:
             raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(uncommitted)}`.")
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Those of every command that trains side by side."""
+    """Adds the options of every command that trains side by side."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
     per_gpu_help = "trainings at a time on one GPU; default: one, or under NVIDIA's MPS as many as fit"
     parser.add_argument("--per-gpu", type=positive, metavar="N", help=per_gpu_help)
@@ -102,7 +102,7 @@ def positive(text: str) -> int:
 
 
 @contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def single_instance(lock: Path) -> Iterator[None]:
     """Inside, a signal that ends this process is an interrupt, as from a terminal.
 
     Raises:
@@ -121,7 +121,7 @@ def alone(lock: Path) -> Iterator[None]:
         raise UserError("interrupted: the same command goes on at the last point of each run's curves.") from None
 
 
-def train(
+def train_all(
     jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None, per_gpu: int | None = None
 ) -> Iterator[list[Run]]:
     """Trains on a cluster or here. Yields the runs that have ended since the last time, which MLflow then shows."""
@@ -163,11 +163,11 @@ def at_once(jobs: list[Job], per_gpu: int | None) -> int:
 
 
 def missing(jobs: list[Job]) -> list[Job]:
-    return [job for job in jobs if not is_there(*job)]
+    return [job for job in jobs if not is_trained(*job)]
 
 
-def is_there(run: Run, config: RunConfig) -> bool:
-    """Whether a run is as today's numerics, data and parameters make it, with the weights that are evaluated of Table 2."""
+def is_trained(run: Run, config: RunConfig) -> bool:
+    """Tells whether a run is current, data included, and has the weights where Table 2 evaluates them."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.record()["data_sha256"] == digest(config.data.source)
@@ -210,7 +210,7 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
 
 @functools.cache
 def digest(source: str) -> str:
-    """That of a data set, read once."""
+    """The digest of a data set, read once."""
     return idx.digest(idx.folder(source))
 
 
@@ -220,7 +220,7 @@ def digest(source: str) -> str:
 def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
     """Passes on the runs that have ended, with a line for each. Shows how far all are and how long the rest takes, also
     where none has ended."""
-    records, left = [made for _, made in recorded()], {str(run): (run, config) for run, config in jobs}
+    records, left = [record for _, record in recorded()], {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     shown = 0.0  # epochs, which never fall
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
@@ -259,13 +259,13 @@ def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, f
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own["seconds"] / done
     with contextlib.suppress(UserError):
-        if is_there(run, config):  # it has ended, and its process is about to
+        if is_trained(run, config):  # it has ended, and its process is about to
             return 0, 0
     return config.train.epochs, times.estimate(run, config, records)
 
 
 def time_left(seconds: list[float | None], at_a_time: int) -> str:
-    """What is left where each run takes so long, with so many trainings side by side."""
+    """The time left for runs of these durations, with so many trainings side by side."""
     if None in seconds:
         return "time left unknown"
     return f"{times.duration(max(sum(seconds) / max(1, at_a_time), *seconds, 0))} left"  # the longest may end last
@@ -275,7 +275,7 @@ def time_left(seconds: list[float | None], at_a_time: int) -> str:
 
 
 def target(run: Run) -> str:
-    """What DVC calls a run of Table 2."""
+    """The name of a run of Table 2 in DVC."""
     return f"train@{run.variant}-{run.seed}"
 
 
@@ -296,7 +296,7 @@ def take_over(settings: Params, no_tracking: bool) -> None:
     if done.returncode:
         raise UserError("`dvc status train` failed: do what it says.")
     changed = json.loads(done.stdout)
-    runs = [job[0] for job in table_2_jobs(settings) if target(job[0]) in changed and is_there(*job)]
+    runs = [job[0] for job in table_2_jobs(settings) if target(job[0]) in changed and is_trained(*job)]
     if not runs:
         return
     print(f"Telling DVC of runs that it does not know: {', '.join(map(str, runs))}", file=sys.stderr)
@@ -358,7 +358,7 @@ def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
     for i in range(at_a_time):
         free.put((given[:count] or range(count))[i % count] if count else None)
 
-    def train(run: Run) -> None:
+    def train_one(run: Run) -> None:
         device = free.get()
         try:
             chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
@@ -376,7 +376,7 @@ def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
         futures = {}
         try:
             for run, _ in jobs:
-                futures[pool.submit(train, run)] = run
+                futures[pool.submit(train_one, run)] = run
             yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, take)
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -443,7 +443,7 @@ def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list
 
 
 def files_of(run: Run) -> list[Path]:
-    """What a training may leave, its record last."""
+    """Files that a training may leave, its record last."""
     return [*run.files.values(), run.folder / "record.json"]
 
 

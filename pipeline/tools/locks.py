@@ -27,7 +27,7 @@ def _is_held(path: Path) -> bool:
 
 
 def claims() -> dict | None:
-    """What processes of DVC read and write; None where the file is torn, as a killed process leaves it."""
+    """Paths that processes of DVC read and write; None where the file is torn, as a killed process leaves it."""
     try:
         content = json.loads(RWLOCK.read_text(encoding="utf-8")) if RWLOCK.exists() else {}
         return content if isinstance(content, dict) else None

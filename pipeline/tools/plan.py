@@ -3,16 +3,12 @@
 DVC's own status says what has changed, with the meaning of `dvc repro --allow-missing`; its graph says what follows.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-
-import networkx
-from dvc.dependency import ParamsDependency
-from dvc.exceptions import DvcException
-from dvc.lock import LockError
-from dvc.repo import Repo
-from dvc.stage import Stage
+from typing import TYPE_CHECKING
 
 from pipeline.config import params
 from pipeline.core.errors import UserError, command_parser, entry_point
@@ -20,13 +16,21 @@ from pipeline.data import fetch, idx
 from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, locks, times
 
+if TYPE_CHECKING:
+    from dvc.repo import Repo
+    from dvc.stage import Stage
+
 SHOWN = 4  # names and reasons in a line
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("plan", __doc__).parse_args(arguments)
-    settings, records = params.load(), [made for _, made in recorded()]
+    from dvc.exceptions import DvcException  # a second to import, which the tests' collection need not wait for
+    from dvc.lock import LockError
+    from dvc.repo import Repo
+
+    settings, records = params.load(), [record for _, record in recorded()]
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -62,6 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     """The stages that run, each with its reasons; those that may follow; and how many stages there are."""
+    import networkx
+
     status, graph = repo.status(), repo.index.graph
     changed, following = {}, []
     in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads to what a stage reads
@@ -79,7 +85,7 @@ def reasons(stage: Stage, status: list) -> Iterator[str]:
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return
-    recorded = {str(dep): dep for dep in stage.deps if isinstance(dep, ParamsDependency)}
+    recorded = {str(dep): dep for dep in stage.deps if hasattr(dep, "read_params")}
     for entry in status:
         if not isinstance(entry, dict):
             yield entry
@@ -126,14 +132,14 @@ def counted(number: int) -> str:
 
 
 def cost(stages: list[str], settings: params.Params, records: list[dict]) -> str:
-    """How long these stages take, the trainings among them by the records."""
+    """The time that these stages take, trainings by the records."""
     jobs = {f"train@{run.variant}-{run.seed}": (run, config) for run, config in fan_out.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in jobs)
     return total([jobs[stage] for stage in stages if stage in jobs], records, others)
 
 
 def total(jobs: list[fan_out.Job], records: list[dict], others: float = 0) -> str:
-    """How long these trainings take one after another, and what else there is."""
+    """The time that these trainings take one after another, with `others` seconds more."""
     seconds = [times.estimate(run, config, records) for run, config in jobs]
     if None in seconds:
         return "; of unknown length"

@@ -99,7 +99,7 @@ def show(text: str, bar: tqdm) -> None:
 
 
 def said_of(trained: int) -> str:
-    """Whether results are as committed."""
+    """Says whether results are as committed."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
@@ -117,7 +117,7 @@ def said_of(trained: int) -> str:
 def how_to_train(settings: params.Params) -> str:
     """The command that trains one model anew, and its time by the records."""
     (run, config), *_ = fan_out.table_2_jobs(settings)
-    seconds = times.estimate(run, config, [made for _, made in recorded()])
+    seconds = times.estimate(run, config, [record for _, record in recorded()])
     time = f" (about {times.duration(seconds)})" if seconds else ""
     return f"To train {settings.label(run.variant)} anew{time}: `. .venv/bin/activate`, then `{run.command}`."
 

@@ -37,16 +37,16 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_while_others_work()
     committed = git("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0")
     states, outputs = changes(), outputs_of(committed)
-    made = [path for path in states if is_made(path, outputs)]
-    if not made:
+    affected = [path for path in states if is_output(path, outputs)]
+    if not affected:
         print("Nothing to restore: parameters and results are as the last commit has them.")
         return
-    back = sorted({*made} & {*committed})
-    moving = [path for path in made + untracked_weights(made, states) if os.path.lexists(path)]
+    back = sorted({*affected} & {*committed})
+    moving = [path for path in affected + untracked_weights(affected, states) if os.path.lexists(path)]
     folder = new_folder()
     show(f"Back as in {git('log', '-1', '--format=%h (%s)').strip()}:", back)
     show(f"Moved to {folder}/, as they are now:", moving)
-    show("Changed too, and left alone:", [path for path in states if path not in made])
+    show("Changed too, and left alone:", [path for path in states if path not in affected])
     if not chosen.yes:
         if not sys.stdin.isatty():
             raise UserError("nothing was restored, as nobody is there to be asked: give --yes.")
@@ -54,11 +54,11 @@ def main(arguments: list[str] | None = None) -> None:
             print("Nothing was restored.")
             return
     refuse_while_others_work()
-    if any(" " not in states[path] and states[path] != "??" for path in made):  # staged, and edited again since
+    if any(" " not in states[path] and states[path] != "??" for path in affected):  # staged, and edited again since
         write(folder / "staged.patch", git("diff", "--cached", "--binary", "HEAD"))
     for path in moving:
         move(Path(path), folder)
-    git("reset", "--quiet", "HEAD", paths=made)
+    git("reset", "--quiet", "HEAD", paths=affected)
     if back:
         git("checkout", "--quiet", "HEAD", paths=back)
     print(f"Restored. What was here is in {folder}/")
@@ -102,16 +102,16 @@ def outputs_of(committed: list[str]) -> list[str]:
     return found
 
 
-def is_made(path: str, outputs: list[str]) -> bool:
-    """Whether a path is the parameters or a lock, or what a stage or a training has written."""
+def is_output(path: str, outputs: list[str]) -> bool:
+    """Tells whether a path is params.yaml, a lock, or an output of a stage or a training."""
     if path == "params.yaml" or Path(path).name == "dvc.lock" or OF_A_RUN.fullmatch(path):
         return True
     return any(path == output or path.startswith(f"{output}/") for output in outputs)
 
 
-def untracked_weights(made: list[str], states: dict[str, str]) -> list[str]:
+def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
     """The weights of these runs that git ignores: those of another training than the record that comes back."""
-    records = filter(None, map(RECORD.fullmatch, made))
+    records = filter(None, map(RECORD.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     return [path for path in weights if path not in states and not git("ls-files", path)]
 

@@ -1,7 +1,7 @@
-"""Whether two commits give the same bits on this machine: `python -m pipeline same_bits COMMIT` compares the working
-tree with a commit, by the weights of every model after its first steps on the sample.
+"""Compares the bits of the working tree with those of a commit: `python -m pipeline same_bits COMMIT`.
 
-An edit that keeps them needs nothing; one that does not raises `osa.NUMERICS`, and DVC trains again.
+It compares the weights of every model after its first steps on the sample, on this machine. If an edit changes them,
+increment `osa.NUMERICS`; DVC then retrains.
 """
 
 import hashlib

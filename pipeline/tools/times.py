@@ -18,17 +18,17 @@ def of_stage(name: str) -> float:
     return SECONDS.get(study, SECONDS.get(group, OTHER))
 
 
-def work(config: dict) -> float:
-    """What a training's time is proportional to: images seen times blocks."""
+def relative_cost(config: dict) -> float:
+    """A number in proportion to a training's time: images seen times blocks."""
     return config["train"]["epochs"] * TRAIN_IMAGES.get(config["data"]["source"], 60_000) * config["model"]["depth"]
 
 
 def estimate(run: Run, config: RunConfig, records: Sequence[dict]) -> float | None:
     """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any."""
-    planned = work(config.model_dump())
+    planned = relative_cost(config.model_dump())
     for known in ({"study": run.study, "name": run.name}, {"variant": run.variant}, {}):
         if alike := [record for record in records if known.items() <= record.items()]:
-            return median(record["seconds"] * planned / work(record["config"]) for record in alike)
+            return median(record["seconds"] * planned / relative_cost(record["config"]) for record in alike)
     return None
 
 

@@ -1,8 +1,8 @@
 """Trains a grid of values beside the committed results: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
 Every combination of the values is trained with every seed, side by side; given again, what is missing. A table shows test
-accuracies with intervals, and paper_outputs/runs/tries/index.html the losses too. Records stay there, which neither git nor
-DVC looks at; weights go. `--of NAME` trains nothing: it compares the runs of an experiment of DVC, or of a revision.
+accuracies with intervals. Records stay under paper_outputs/runs/tries, which neither git nor DVC looks at; weights go.
+`--of NAME` trains nothing: it compares the runs of an experiment of DVC, or of a revision.
 """
 
 import argparse
@@ -16,21 +16,17 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-from markupsafe import Markup
-
 from pipeline.config import params
-from pipeline.config.params import Params, plain
+from pipeline.config.params import Params, as_yaml
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.report import figures, page
-from pipeline.statistics.intervals import CONFIDENCE, interval, summarise
+from pipeline.results.runs import accuracy
+from pipeline.statistics.intervals import CONFIDENCE, interval, summary_of
 from pipeline.tools import fan_out, locks
-from pipeline.training.run import CURVES, FOLDER, TABLE_2, TRIES, Run
+from pipeline.training.run import FOLDER, TABLE_2, TRIES, Run
 
-PAGE = FOLDER / TRIES / "index.html"
 HEADS = ["Model", "committed", "tried", "Difference", f"{CONFIDENCE:.0%} interval", "Reading"]
-Seeds = dict[int, dict[str, Any]]  # of each: record, accuracy in per cent or None, and points
+Seeds = dict[int, dict[str, Any]]  # of each: its record, and its accuracy in per cent, NaN where it diverged
 
 
 @entry_point
@@ -58,9 +54,6 @@ def main(arguments: list[str] | None = None) -> None:
     print("Test accuracy in per cent: mean ± standard deviation (seeds); the interval is Welch's, of that model alone.")
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
-    curves = {f"{name}, committed": before[name] for name in bases.values() if name in before}
-    write_page(rows, curves | after, settings)
-    print(f"The page, with losses, is {PAGE.resolve()}")
 
 
 def seeds(text: str) -> list[int]:
@@ -88,10 +81,10 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
     fan_out.digest(settings.data.source)  # before any process waits for it
-    with fan_out.alone(locks.TRY):
+    with fan_out.single_instance(locks.TRY):
         left = fan_out.missing(jobs)
         try:
-            list(fan_out.train(left, chosen.jobs, chosen.no_tracking, per_gpu=chosen.per_gpu))
+            list(fan_out.train_all(left, chosen.jobs, chosen.no_tracking, per_gpu=chosen.per_gpu))
         finally:
             for run, _ in left:
                 run.weights.unlink(missing_ok=True)
@@ -105,10 +98,8 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """A run's record, its accuracy in per cent, None where it diverged, and the points of its curves."""
-    record, metrics = (files.read_json(folder / f"{name}.json") for name in ("record", "metrics"))
-    points = files.read_csv(folder / "history.csv")[["step", "epoch", *CURVES]]
-    return record | {"accuracy": None if metrics["diverged"] else 100 * metrics["test_accuracy"], "points": points}
+    """A run's record, with its accuracy."""
+    return files.read_json(folder / "record.json") | {"accuracy": accuracy(files.read_json(folder / "metrics.json"))}
 
 
 def committed(name: str) -> dict[str, Seeds]:
@@ -140,16 +131,16 @@ def committed(name: str) -> dict[str, Seeds]:
 
 
 def parameters(record: dict[str, Any]) -> dict[str, str]:
-    """By their key, with the data."""
-    config = params.written_config(record["config"])
-    keys = {f"{section}.{key}": plain(value) for section, values in config.items() for key, value in values.items()}
-    return keys | {"data": record["data_sha256"][:8], "numerics": plain(record["numerics"])}
+    """Parameters of a run by key, with the data and the numerics."""
+    config = params.normalised_config(record["config"])
+    keys = {f"{section}.{key}": as_yaml(value) for section, values in config.items() for key, value in values.items()}
+    return keys | {"data": record["data_sha256"][:8], "numerics": as_yaml(record["numerics"])}
 
 
 def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     """Both accuracies, their difference with Welch's interval, what may be said of it, and which parameters differ."""
-    finished = [[run["accuracy"] for run in side.values() if run["accuracy"] is not None] for side in (new, old)]
-    shown = {"model": name, "before": accuracy(old, finished[1]), "after": accuracy(new, finished[0])}
+    finished = [[run["accuracy"] for run in side.values() if not math.isnan(run["accuracy"])] for side in (new, old)]
+    shown = {"model": name, "before": cell(old, finished[1]), "after": cell(new, finished[0])}
     shown |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not (old and new):
         return shown
@@ -161,7 +152,7 @@ def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     shown["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
     if not all(finished):
         return shown | {"reading": "diverged"}
-    shown["difference"] = f"{summarise(finished[0]).mean - summarise(finished[1]).mean:+.2f}"
+    shown["difference"] = f"{summary_of(finished[0]).mean - summary_of(finished[1]).mean:+.2f}"
     low, high = interval(finished, (1, -1))
     if math.isnan(low):
         return shown | {"reading": "one seed, or no spread: no interval"}
@@ -169,27 +160,15 @@ def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     return shown | {"interval": f"{low:+.2f} to {high:+.2f}", "reading": said}
 
 
-def accuracy(runs: Seeds, finished: list[float]) -> str:
+def cell(runs: Seeds, finished: list[float]) -> str:
     """97.03 ± 0.15 (3), with the number of runs that diverged."""
-    found, num_diverged, parts = summarise(finished), len(runs) - len(finished), []
+    found, num_diverged, parts = summary_of(finished), len(runs) - len(finished), []
     if finished:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
         parts.append(f"{found.mean:.2f}{spread} ({found.n})")
     if num_diverged:
         parts.append(f"{num_diverged} diverged")
     return ", ".join(parts) or "not run"
-
-
-def write_page(rows: list[dict[str, str]], sides: dict[str, Seeds], settings: Params) -> None:
-    """Writes the table and the losses of all that was compared."""
-    points = [run["points"].assign(variant=name, seed=seed) for name, runs in sides.items() for seed, run in runs.items()]
-    drawn = settings.model_copy(update={"run": settings.run.model_copy(update={"variants": list(sides)})})
-    drawing = figures.svg(figures.figure_1(pd.concat(points), drawn))
-    environment, paper = page.environment(str), {"title": params.load_paper().title}
-    markdown = environment.get_template("try.md.j2").render(heads=HEADS, rows=rows, paper=paper)
-    body, sections = page.to_html(markdown, {"losses.svg": figures.inline(drawing, "losses")}, lambda path: "")
-    frame = {"body": Markup(body), "sections": sections, "page": "try", "paper": paper}
-    files.write_text(PAGE, environment.get_template("page.html.j2").render(frame))
 
 
 if __name__ == "__main__":

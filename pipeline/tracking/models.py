@@ -26,7 +26,7 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
 
     from pipeline.config import params
 
-    config = params.validate(params.RunConfig, params.written_config(training.record.config), str(training.path))
+    config = params.validate(params.RunConfig, params.normalised_config(training.record.config), str(training.path))
     model, data = training.run.load_model(config), config.data.images
     images = torch.zeros(2, data.channels, data.size, data.size)
     with torch.no_grad():

@@ -110,7 +110,7 @@ class Training:
         return "KILLED" if is_old and not self.has_ended else STATUS[self.record.status]
 
     def metrics(self) -> dict[str, Any]:
-        """What metrics.json says; of a training under way nothing. Raises UserError if a file is not the record's."""
+        """Content of metrics.json; empty while it trains. Raises UserError if a file is not the record's."""
         if not self.has_ended:
             return {}
         if self.run.record() is None:  # which checks them all

@@ -1,4 +1,4 @@
-"""Where MLflow keeps the runs, and what to do where it fails."""
+"""The store of MLflow: its address, its client, and remedies where it fails."""
 
 import gc
 import logging
@@ -72,15 +72,15 @@ def connect() -> tuple[Any, FileLock]:
     mlflow.clear_active_model()  # a notebook leaves one, in the environment too, and metrics would be its
     if path and not path.parent.is_dir():
         raise UserError(f"{VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
-    with explained(), lock:
+    with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
             from sqlalchemy import Engine, event
 
             partial = path.with_name(f"{path.name}.partial")  # a kill in between would leave half of the tables
             partial.unlink(missing_ok=True)
-            event.listen(Engine, "connect", _hasten)  # a thousand waits for the disk
+            event.listen(Engine, "connect", _disable_fsync)  # a thousand waits for the disk
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
-            event.remove(Engine, "connect", _hasten)
+            event.remove(Engine, "connect", _disable_fsync)
             os.replace(partial, path)
         try:
             client = mlflow.MlflowClient(uri)
@@ -90,12 +90,12 @@ def connect() -> tuple[Any, FileLock]:
     return client, lock
 
 
-def _hasten(connection: Any, _: object) -> None:
+def _disable_fsync(connection: Any, _: object) -> None:
     connection.execute("pragma synchronous = off")
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def errors_as_user_errors() -> Iterator[None]:
     """Turns a failure of MLflow or of its store inside into a UserError that says why and what to do."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
@@ -108,7 +108,7 @@ def explained() -> Iterator[None]:
 
 
 def _remedy(error: Exception, why: str) -> str:
-    """What helps, without the loss of a run: nobody can rebuild a store that holds other people's too."""
+    """A remedy that loses no run: nobody can rebuild a store that holds other people's too."""
     is_ours = not os.environ.get(VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"
@@ -118,7 +118,7 @@ def _remedy(error: Exception, why: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """What is behind an error, on one line: MLflow's own message is an address, and what was wrong comes last."""
+    """The cause of an error, on one line: MLflow's own message is an address, and the cause comes last."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         if isinstance(behind, KeyError):  # of an address that MLflow does not know, which says less
             break

@@ -28,7 +28,6 @@ OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
 SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
 GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
-REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
 
 def sync(
@@ -56,21 +55,19 @@ def sync(
         by_family[training.family].append(training)
     client, lock = opened or store.connect()
     new = 0
-    with store.explained(), lock, _bar(len(trainings), "run") as bar:
+    with store.errors_as_user_errors(), lock, _bar(len(trainings), "run") as bar:
         experiment = Experiment(client)
         known = experiment.search(by_family if only else None)
         for name in sorted({*by_family, *known}, key=lambda name: (not name.startswith(f"{TABLE_2}/"), name)):
             family = Family(experiment, name, known.get(name, ()))
             for training in by_family[name]:
-                new += bool(_attempt(training, family.bring, training))
+                new += bool(_attempt(training, family.import_run, training))
                 bar.update()
             if base == Path() and not only:
                 family.end_lost_runs()
             family.settle()
-            if base == Path() and name.startswith(f"{TABLE_2}/"):
-                family.attach_report()
     if with_models:
-        with store.explained(), lock:
+        with store.errors_as_user_errors(), lock:
             _log_models(experiment, [training for training in trainings if training.name.startswith(f"{TABLE_2}/")])
     return new, len(trainings)
 
@@ -122,46 +119,45 @@ class Family:
         self.parents: dict[str, Entry] = {}  # by configuration
         self.children: dict[str, list[Entry]] = defaultdict(list)  # by name, the newest first
         self.surplus: list[Entry] = []  # parents
-        self.told: set[str] = set()  # children that files tell of
+        self.seen: set[str] = set()  # children that files tell of
         for entry in entries:
             configuration = entry.tags.get("configuration", "")
             if not entry.is_parent:
                 self.children[entry.name].append(entry)
-            elif configuration in self.parents or "run" in entry.parameters:
-                self.surplus.append(entry)  # in older stores a parent has curves, which would hide its new means
+            elif configuration in self.parents:
+                self.surplus.append(entry)
             else:
                 self.parents[configuration] = entry
 
-    def bring(self, training: Training) -> bool:
+    def import_run(self, training: Training) -> bool:
         """Brings a child up to what the files of its training say. Returns True if it is new."""
         entries = self.children[training.name]
         for entry in entries:
             if entry.status in ENDED and entry.tags.get("checksum") == _checksum(training, entry.tags):
-                self.told.add(entry.id)
+                self.seen.add(entry.id)
                 return False
         tags, status = _tags(training), training.status
         entry = next((entry for entry in entries if entry.start == training.started), None)
         if entry and entry.parameters and entry.status == status and tags.items() <= entry.tags.items():  # no new point
-            self.told.add(entry.id)
+            self.seen.add(entry.id)
             return False
         metrics, values = training.metrics(), training.values()  # before anything is written: malformed files leave no run
         if is_new := entry is None:
             parent = self._parent(tags, training.started)
             own = tags | {"current": "true", "mlflow.parentRunId": parent.id}
-            entry = self.experiment.create(training.name, training.started, own, training.run.command)
+            entry = self.experiment.create(training.name, training.started, own)
             entries.append(entry)
             entries.sort(key=lambda each: each.start, reverse=True)
         else:
             history = self.experiment.client.get_metric_history(entry.id, "epoch")
             known = {metric.step for metric in history}  # a resumed training repeats some
             values = [value for value in values if value[3] not in known]
-        self.told.add(entry.id)
+        self.seen.add(entry.id)
         if training.has_ended:
-            self.experiment.log_files(entry, training.path.parent)
             once = {key: getattr(training.record, key) for key in COSTS}
             once = {key: rounded(key, value) for key, value in once.items() if value is not None}
             if not metrics["diverged"]:
-                once |= self.experiment.beside_paper(tags, 100 * metrics["test_accuracy"])
+                once |= self.experiment.difference_to_paper(tags, 100 * metrics["test_accuracy"])
             values += [(key, value, training.ended, 0) for key, value in once.items()]
         self.experiment.write(entry, values, _parameters(training, metrics), tags)
         if entry.status != status:
@@ -173,7 +169,7 @@ class Family:
         for entries in self.children.values():
             for entry in entries:
                 is_ours = entry.tags.get("host") == platform.node()
-                if entry.status == "RUNNING" and is_ours and entry.id not in self.told:
+                if entry.status == "RUNNING" and is_ours and entry.id not in self.seen:
                     self.experiment.end(entry, "KILLED", _now())
 
     def settle(self) -> None:
@@ -238,20 +234,10 @@ class Family:
             if len(last) > 1 and key in CURVES[:-1]:
                 deviations[f"{key}_std"] = rounded(key, stdev(last))
         if counted:
-            values |= self.experiment.beside_paper(
+            values |= self.experiment.difference_to_paper(
                 counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
             )
         return values | deviations | {"num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
-
-    def attach_report(self) -> None:
-        """Attaches Figure 1 and the report to the parents, as artifacts."""
-        paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
-        digest = files.digest([files.sha256(path) for path in paths])[:16]
-        for parent in self.parents.values():
-            if paths and parent.tags.get("report") != digest:
-                for path in paths:
-                    self.experiment.client.log_artifact(parent.id, str(path), "report")
-                self._tag(parent, {"report": digest})
 
     def _tag(self, entry: Entry, tags: dict[str, str]) -> None:
         if not tags.items() <= entry.tags.items():
@@ -265,14 +251,14 @@ def _tags(training: Training) -> dict[str, str]:
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
     tags |= {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
-    configuration = [record.study, record.name, record.data_sha256, params.written_config(record.config)]
+    configuration = [record.study, record.name, record.data_sha256, params.normalised_config(record.config)]
     tags |= {"run": training.name, "level": "single", "configuration": files.digest(configuration)[:16]}
     tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
     if not training.has_ended:
         tags["host"] = platform.node()
-    tags = {key: params.plain(value) for key, value in tags.items()}
+    tags = {key: params.as_yaml(value) for key, value in tags.items()}
     return tags | {"checksum": _checksum(training, tags)}
 
 
@@ -282,11 +268,11 @@ def _checksum(training: Training, tags: dict[str, str]) -> str:
 
 
 def _parameters(training: Training, metrics: dict[str, Any]) -> dict[str, str]:
-    from pipeline.config.params import plain
+    from pipeline.config.params import as_yaml
 
     parameters = {"seed": str(training.record.seed)}
     for section, values in training.record.config.items():
-        parameters |= {f"{section}.{key}": plain(value) for key, value in values.items() if value is not None}
+        parameters |= {f"{section}.{key}": as_yaml(value) for key, value in values.items() if value is not None}
     if metrics:
         parameters["num_parameters"] = str(metrics["num_parameters"])
     return parameters

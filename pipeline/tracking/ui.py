@@ -52,7 +52,7 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
     from pipeline.tracking import records, sync  # seconds to import, in which the server starts
 
     opened = store.connect()
-    with store.explained():
+    with store.errors_as_user_errors():
         experiment = sync.Experiment(opened[0])
     if server:
         _wait_for(server, site)

@@ -26,7 +26,7 @@ class GraphedStep:
         self.images, self.labels = images.clone(), labels.clone()
         before = _State(model, optimizers)
         try:
-            self.replay, self.outputs = record(lambda: step(self.images, self.labels))
+            self.replay, self.outputs = capture(lambda: step(self.images, self.labels))
             before.restore()
             step(self.images, self.labels)
             expected = _State(model, optimizers)
@@ -44,8 +44,8 @@ class GraphedStep:
         return self.outputs
 
 
-def record(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    """What repeats the work that `function` gives the device, and its outputs, which each repetition overwrites."""
+def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
+    """Captures the work that `function` gives the device: its replay, and the outputs that each replay overwrites."""
     stream = torch.cuda.Stream()  # for both: libraries prepare themselves stream by stream, which a recording cannot hold
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

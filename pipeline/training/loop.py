@@ -103,7 +103,7 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 
 
 def rate_factor(train: Train, step: int, steps: int) -> float:
-    """What multiplies the learning rate in a step, by its number from 1 to `steps`.
+    """The factor of the learning rate in a step, by its number from 1 to `steps`.
 
     It rises linearly from 0 before the first step to 1 at step `warmup_steps`, and then stays there or falls along a half
     cosine to 0 at the last step.
@@ -130,7 +130,7 @@ def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor
 
 @dataclass
 class Progress:
-    """What a training has done so far, and the points of its curves."""
+    """State of a training: its steps so far, and the points of its curves."""
 
     step: int = 0
     epoch: int = 0
@@ -139,7 +139,7 @@ class Progress:
 
 
 class Observer:
-    """What watches a training. It cannot change a number."""
+    """Observes a training without affecting its results."""
 
     def on_step(self, num_images: int) -> None:
         """A step over so many images was given to the device."""
@@ -267,7 +267,7 @@ class Training:
 
 
 class Batches:
-    """How an epoch is cut into steps, and after which of them a point is recorded."""
+    """Cuts an epoch into steps, and says after which of them a point is recorded."""
 
     def __init__(self, num_images: int, train: Train) -> None:
         self.num_images = num_images

@@ -66,8 +66,8 @@ class Run:
     @classmethod
     def at(cls, folder: Path) -> Run:
         """The run whose training left a folder. Raises UserError if the record there is another run's."""
-        made = files.read_json(folder / "record.json")
-        run = cls(made["variant"], made["seed"], made["study"], made["overrides"], Path(*folder.parts[:-5]))
+        record = files.read_json(folder / "record.json")
+        run = cls(record["variant"], record["seed"], record["study"], record["overrides"], Path(*folder.parts[:-5]))
         if run.folder != folder:
             raise UserError(
                 f"{folder}/record.json is the record of another run, {run}: `git checkout {shlex.quote(str(folder))}`."
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def files(self) -> dict[str, Path]:
-        """What a training leaves besides its record, by the names under which the record has their digests."""
+        """Files that a training leaves besides its record, by the names under which the record has their digests."""
         return {
             "weights": self.weights,
             "history": self.folder / "history.csv",
@@ -105,12 +105,12 @@ class Run:
 
     @property
     def scratch(self) -> Path:
-        """Where it is while it trains."""
+        """The folder of the run while it trains."""
         return Path(".checkpoints") / self.study / self.name / str(self.seed)
 
     @property
     def command(self) -> str:
-        """What makes it."""
+        """The command that trains it."""
         if self.study == TRIES:
             options = params.as_options(self.overrides)
             return f"python -m pipeline train {shlex.join([self.variant, str(self.seed), *options])}"
@@ -127,24 +127,24 @@ class Run:
         path = self.folder / "record.json"
         if not path.exists():
             return None
-        made = files.read_json(path)
-        identity = "/".join(str(made.get(key)) for key in ("study", "name", "seed"))
+        record = files.read_json(path)
+        identity = "/".join(str(record.get(key)) for key in ("study", "name", "seed"))
         if identity != str(self):
             again = f"`git checkout {shlex.quote(str(self.folder))}`, or make it again with `{self.command}`"
             raise UserError(f"{path} is the record of another run, {identity}: {again}.")
-        known = {file: made.get(f"{name}_sha256") for name, file in self.files.items()}
+        known = {file: record.get(f"{name}_sha256") for name, file in self.files.items()}
         if not self.weights.exists():
             del known[self.weights]
-        files.check(known, path, self.command)
-        return made
+        files.verify(known, path, self.command)
+        return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """Whether it is whole, of this configuration and of today's numerics."""
+        """Tells whether the run is whole, with this configuration and the current `osa.NUMERICS`."""
         try:
-            made = self.record()
+            record = self.record()
         except UserError:
             return False
-        return made is not None and is_of(made, config)
+        return record is not None and matches(record, config)
 
     def metrics(self) -> dict:
         """The last point of its curves, and whether it diverged."""
@@ -173,13 +173,13 @@ class Run:
 
 
 def same_config(recorded: dict, config: RunConfig) -> bool:
-    """Whether a record's configuration is this one."""
-    return params.written_config(recorded) == params.written_config(config.model_dump(mode="json"))
+    """Tells whether a record's configuration is this one."""
+    return params.normalised_config(recorded) == params.normalised_config(config.model_dump(mode="json"))
 
 
-def is_of(made: dict, config: RunConfig) -> bool:
-    """Whether a record is of this configuration and of today's numerics."""
-    return same_config(made["config"], config) and made["numerics"] == NUMERICS
+def matches(record: dict, config: RunConfig) -> bool:
+    """Tells whether a record has this configuration and the current `osa.NUMERICS`."""
+    return same_config(record["config"], config) and record["numerics"] == NUMERICS
 
 
 def train(
@@ -298,7 +298,7 @@ class Recorder(Observer):
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         self._clock()
-        files.write_json(self.scratch / "record.json", self.record("running"))
+        files.write_json(self.scratch / "record.json", self.description("running"))
         save_checkpoint(self.scratch / "checkpoint.pt", self.training, self.times)
         self._spent_on("writing")
         self._interval_start = time.perf_counter()
@@ -317,8 +317,8 @@ class Recorder(Observer):
             "diverged_at_step": progress.step if progress.diverged else None,
         }
 
-    def record(self, status: str) -> dict:
-        """What made the run, where and when: everything that may differ between two runs with the same numbers."""
+    def description(self, status: str) -> dict:
+        """Describes the run, its machine and its times: all that may differ between two runs with the same numbers."""
         times = self.times
         return {
             "run_key": self.run_key,
@@ -360,8 +360,8 @@ class Recorder(Observer):
             paths["watched"].unlink(missing_ok=True)
         digests = {f"{name}_sha256": files.sha256(path) for name, path in paths.items() if path.exists()}
         self._spent_on("writing")
-        made = self.record("diverged" if progress.diverged else "finished")
-        files.write_json(self.run.folder / "record.json", made | digests)
+        record = self.description("diverged" if progress.diverged else "finished")
+        files.write_json(self.run.folder / "record.json", record | digests)
 
     def clear(self) -> None:
         """Removes the scratch folder, and what interrupted trainings of this run with other settings have left."""

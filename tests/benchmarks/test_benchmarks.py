@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from osa.functional import orthogonal_attention
-from pipeline.benchmarks import attention, cost, depth, results, step, straightforward
+from pipeline.benchmarks import attention, cost, depth, measurements, step, straightforward
 from pipeline.config import params
 from pipeline.core import files, provenance
 from pipeline.training.loop import Training, build_model
@@ -30,7 +30,7 @@ def project(tmp_path, monkeypatch):
         raw["train"]["batch_size"] = 7
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(results, "PRODUCTS", {256: 3})
+    monkeypatch.setattr(measurements, "PRODUCTS", {256: 3})
     monkeypatch.setattr(step, "PEAK_SIZE", 256)
     monkeypatch.setattr(attention, "WIDTHS", [4])
     for script in (attention, step):
@@ -46,7 +46,7 @@ def read(name):
     """The table, the facts and the folder that a benchmark has left."""
     (path,) = Path("paper_outputs/benchmarks").glob(f"*/{name}.csv")
     facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    assert path.parent.name == results.slug(provenance.describe_environment(provenance.default_device()))
+    assert path.parent.name == measurements.slug(provenance.describe_environment(provenance.default_device()))
     return pd.read_csv(path), facts
 
 

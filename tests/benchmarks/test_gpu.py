@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from pipeline.benchmarks import results
+from pipeline.benchmarks import measurements
 from pipeline.core.files import ROOT
 
 SCRIPT = ROOT / "pipeline/benchmarks/gpu.py"
@@ -122,6 +122,6 @@ def test_the_peak_is_that_of_tensor_cores(monkeypatch):
         return product(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
-    monkeypatch.setattr(results, "PRODUCTS", {8: 1})
-    assert results.peak(torch.device("cpu")) > 0 and set(seen) == {"tf32"}
+    monkeypatch.setattr(measurements, "PRODUCTS", {8: 1})
+    assert measurements.peak(torch.device("cpu")) > 0 and set(seen) == {"tf32"}
     assert torch.backends.cuda.matmul.fp32_precision == before

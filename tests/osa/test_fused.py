@@ -48,7 +48,7 @@ def inputs_of(tokens, width, norm, *, mean=0.0, decay=0.0, heads=1, seed=0):
 
 
 def state(query, key, value, scale):
-    """Of each head: 1 where one step of M as it is suffices, 0 where it is balanced and takes steps, −1 by three products."""
+    """1 of a head of M as it is in one step, 0 of one that is balanced and takes steps, −1 where it takes three products."""
     scale = scale.expand(*query.shape[:2], 1, 1)
     return operators._fused_operator(query, key, value, scale, 0, linalg.EPSILON)[1].flatten().tolist()
 

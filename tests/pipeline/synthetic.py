@@ -1,6 +1,7 @@
 """Finished runs that nothing trained: real weights of small models, measured, with made-up curves and records."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -68,17 +69,27 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
     curve = history(list(settings.variants).index(run.variant), run.seed, diverged)
     if not diverged:
         curve[-1] |= dict(zip(COLUMNS[-2:], evaluate_split(model, mnist.test_images, mnist.test_labels), strict=True))
-    path = folder / run.folder
-    files.write_text(path / "history.csv", history_csv(curve))
     (folder / run.weights).parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(model.state_dict(), folder / run.weights)
-    steps, parameters = curve[-1]["step"], sum(parameter.numel() for parameter in model.parameters())
+    weights = {"data_sha256": mnist.sha256, "weights_sha256": files.sha256(folder / run.weights)}
+    write_ended(run, config, curve, folder, num_parameters=sum(p.numel() for p in model.parameters()), **weights)
+
+
+def write_ended(
+    run: Run, config: RunConfig | dict, curve: list[dict], folder: Path = Path(), *, num_parameters: int = 9, **changes
+) -> None:
+    """History, metrics and record of a training that has ended, at whose end a test loss that is not finite is a divergence.
+
+    `changes` are those of the record.
+    """
+    steps, path, diverged = curve[-1]["step"], folder / run.folder, not math.isfinite(curve[-1]["test_loss"])
+    files.write_text(path / "history.csv", history_csv(curve))
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
     last = {key: curve[-1][key] for key in COLUMNS[2:]}
-    files.write_json(path / "metrics.json", last | divergence | {"steps": steps, "num_parameters": parameters})
-    written = {"weights": folder / run.weights, "history": path / "history.csv", "metrics": path / "metrics.json"}
-    digests = {f"{name}_sha256": files.sha256(file) for name, file in written.items()}
-    files.write_json(path / "record.json", record(config, run, mnist.sha256, diverged) | digests)
+    files.write_json(path / "metrics.json", last | divergence | {"steps": steps, "num_parameters": num_parameters})
+    digests = {"history_sha256": files.sha256(path / "history.csv"), "metrics_sha256": files.sha256(path / "metrics.json")}
+    status = {"status": "diverged" if diverged else "finished"}
+    files.write_json(path / "record.json", record(config, run) | status | digests | changes)
 
 
 def measure() -> None:
@@ -102,7 +113,7 @@ def history(index: int, seed: int, diverged: bool) -> list[dict[str, float]]:
     return rows
 
 
-def record(config: RunConfig, run: Run, data_sha256: str, diverged: bool = False) -> dict:
+def record(config: RunConfig | dict, run: Run) -> dict:
     return {
         "run_key": f"{run.variant}-{run.seed}",
         "study": run.study,
@@ -110,9 +121,9 @@ def record(config: RunConfig, run: Run, data_sha256: str, diverged: bool = False
         "variant": run.variant,
         "overrides": run.overrides,
         "seed": run.seed,
-        "status": "diverged" if diverged else "finished",
-        "config": config.model_dump(mode="json"),
-        "data_sha256": data_sha256,
+        "status": "finished",
+        "config": config if isinstance(config, dict) else config.model_dump(mode="json"),
+        "data_sha256": "0" * 64,
         "numerics": osa.NUMERICS,
         "environment": {
             "git_commit": "c0ffee" * 6 + "c0ff",

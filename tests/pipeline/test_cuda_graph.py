@@ -30,7 +30,7 @@ def repeated(function):
 @pytest.fixture(autouse=True)
 def recording(project, monkeypatch):
     if not CUDA:
-        monkeypatch.setattr(cuda_graph, "record", repeated)
+        monkeypatch.setattr(cuda_graph, "capture", repeated)
 
 
 def training(variant="osa_exact", with_graph=True) -> Training:
@@ -93,13 +93,13 @@ def test_a_graph_recorded_in_the_middle_of_a_training_leaves_it_as_it_was():
 def test_where_the_recording_does_not_serve_the_training_goes_on_without(monkeypatch, capsys, fault):
     expected = result(training(with_graph=False))
 
-    def record(function):
+    def capture(function):
         function()  # changes the model
         if fault == "recording fails":
             raise RuntimeError("operation not permitted when stream is capturing\nand so on")
         return lambda: None, function()
 
-    monkeypatch.setattr(cuda_graph, "record", record)
+    monkeypatch.setattr(cuda_graph, "capture", capture)
     run = training()
     assert_same(result(run), expected)
     assert run.graphed is None and not run.with_graph

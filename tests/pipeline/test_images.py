@@ -187,7 +187,7 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     run_main(monkeypatch, "vit", "0")
     run = Run("vit", 0)
     fan_out.digest.cache_clear()
-    assert fan_out.is_there(run, config("vit"))
+    assert fan_out.is_trained(run, config("vit"))
     before = {path: path.read_bytes() for path in Path("data/folder").iterdir()}
     assert stored().sha256 == first
     assert {path: path.read_bytes() for path in Path("data/folder").iterdir()} == before
@@ -200,7 +200,7 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     save("train/cat/0.png", pixels("train/cat/0.png") ^ 1)
     assert stored().sha256 != first
     fan_out.digest.cache_clear()
-    assert not fan_out.is_there(run, config("vit"))
+    assert not fan_out.is_trained(run, config("vit"))
 
 
 def test_an_image_is_stored_as_a_viewer_shows_it():

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.report import numbers
 from pipeline.report.numbers import fixed, grouped, interval, listing, mean_sd, number, percent, ranges, scripted, signed
-from pipeline.statistics.intervals import summarise
+from pipeline.statistics.intervals import summary_of
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_three_significant_digits(value, text):
         (fixed(math.nan, 1), "–"),
         (signed(0.25, 1), "+0.2"),
         (signed(-2.44, 1), "−2.4"),
-        (mean_sd(asdict(summarise([97.126]))), "97.13"),
-        (mean_sd(asdict(summarise([97.0, 98.0, 99.0])), 1), "98.0 ± 1.0"),
+        (mean_sd(asdict(summary_of([97.126]))), "97.13"),
+        (mean_sd(asdict(summary_of([97.0, 98.0, 99.0])), 1), "98.0 ± 1.0"),
         (interval({"low": -1, "high": 2}, 0), "−1 to 2"),
         (interval({"low": math.nan, "high": math.nan}), "–"),
         (grouped(1234567), "1\u202f234\u202f567"),

@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dvc.utils.hydra import apply_overrides
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -278,7 +277,9 @@ def test_every_way_to_write_a_number_is_a_number(text):
 @pytest.mark.parametrize("value", ["0.000001", "1e-3", "3"])
 def test_what_an_experiment_sets_is_what_we_read(value):
     files.write_text("params.yaml", (ROOT / "params.yaml").read_text(encoding="utf-8"))
-    apply_overrides("params.yaml", [f"train.learning_rate={value}"])  # as `dvc exp run -S` does
+    from dvc.utils.hydra import apply_overrides
+
+    apply_overrides("params.yaml", [f"train.learning_rate={value}"])  # of `dvc exp run -S`
     assert params.load().train.learning_rate == float(value)
 
 

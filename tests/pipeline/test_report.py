@@ -84,7 +84,7 @@ def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     name, seed = path.parent.name, int(path.stem)
     images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
-    theirs = run.load_model(params.validate(RunConfig, params.written_config(run.record()["config"]), str(path)))
+    theirs = run.load_model(params.validate(RunConfig, params.normalised_config(run.record()["config"]), str(path)))
     with torch.no_grad():
         assert osa.load_pretrained(name, folder=path)(images).equal(theirs(images))
 
@@ -143,6 +143,18 @@ def test_a_page_keeps_to_its_budget(name):
     assert (ROOT / f"paper_outputs/{name}.html").stat().st_size <= size
     assert not [phrase for phrase in DIALECT if phrase in markdown.lower()]
     assert not [path for path in (ROOT / "paper_outputs/figures").rglob("*.svg") if path.stat().st_size > 100_000]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    found = []
+    paths = [*(ROOT / "pipeline").rglob("*.py"), *(ROOT / "osa").rglob("*.py")]
+    for path in sorted(path for path in paths if path.parent.name != "kernels"):  # still to follow
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "Nothing").split()[0].rstrip(":,")
+                if first in ("As", "By", "How", "In", "Of", "That", "Those", "What", "Where", "Whether", "Which"):
+                    found.append(f"{path.relative_to(ROOT)}: {first} … in {getattr(node, 'name', 'the module')}")
+    assert not found
 
 
 @pytest.mark.parametrize("name", BUDGETS)
@@ -243,8 +255,8 @@ def test_a_line_is_written_by_its_steps(path, steps):
 
 
 def test_plain_numbers_are_what_files_hold():
-    assert page.plain({"a": float("nan"), "b": -0.0, "c": (1.23456789,)}) == {"a": None, "b": 0.0, "c": [1.23457]}
-    assert str(page.plain(-1e-300 * 0)) == "0.0"
+    assert page.to_json({"a": float("nan"), "b": -0.0, "c": (1.23456789,)}) == {"a": None, "b": 0.0, "c": [1.23457]}
+    assert str(page.to_json(-1e-300 * 0)) == "0.0"
 
 
 def test_only_one_study_can_be_written_and_a_wrong_name_is_named(capsys):

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from scipy.stats import t, ttest_ind
 
-from pipeline.statistics.intervals import contrast, interval, one_more_run, summarise
+from pipeline.statistics.intervals import contrast, interval, one_more_run, summary_of
 
 FIRST, SECOND = [96.1, 97.3, 95.0, 98.2], [90.0, 91.0, 90.2]
 
 
 def test_a_summary_of_many_values_and_of_too_few():
-    summary = summarise(FIRST)
+    summary = summary_of(FIRST)
     assert (summary.n, summary.mean, summary.std) == (4, pytest.approx(96.65), pytest.approx(np.std(FIRST, ddof=1)))
     low, high = t.interval(0.95, 3, loc=96.65, scale=np.std(FIRST, ddof=1) / 2)
     assert (summary.low, summary.high) == pytest.approx((low, high))
-    assert summarise([5.0]).mean == 5 and math.isnan(summarise([5.0]).std) and math.isnan(summarise([]).mean)
+    assert summary_of([5.0]).mean == 5 and math.isnan(summary_of([5.0]).std) and math.isnan(summary_of([]).mean)
 
 
 @pytest.mark.parametrize("equal", [False, True])
@@ -30,8 +30,8 @@ def test_a_contrast_of_three_means():
     estimate = contrast(samples, weights)
     each = [w**2 * np.var(sample, ddof=1) / 3 for w, sample in zip(weights, samples, strict=True)]
     assert estimate.value == pytest.approx(2 * 95.5 - 97.2 - 67)
-    assert estimate.error == pytest.approx(math.sqrt(sum(each)))
-    assert estimate.freedom == pytest.approx(sum(each) ** 2 / sum(np.square(each) / 2))
+    assert estimate.standard_error == pytest.approx(math.sqrt(sum(each)))
+    assert estimate.df == pytest.approx(sum(each) ** 2 / sum(np.square(each) / 2))
 
 
 @pytest.mark.parametrize("samples", [[[1.0], [2.0, 3.0]], [[1.0, 1.0], [2.0, 2.0]]])

@@ -11,7 +11,7 @@ from pipeline.config import params
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
-from pipeline.report.page import plain
+from pipeline.report.page import to_json
 from pipeline.results.runs import run_row
 from pipeline.studies import check, comparison, study
 from pipeline.studies.lab import Lab
@@ -85,7 +85,7 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
     tables = comparison.read(settings, lab)
     assert tables["runs"]["status"].tolist() == ["finished", "missing", "missing"]
     assert set(tables["histories"]["name"]) == {"short"} and tables["watched"]["size"].eq(2).all()
-    assert plain(tables["runs"]["numerics"].tolist())[0] == 1
+    assert to_json(tables["runs"]["numerics"].tolist())[0] == 1
 
 
 def test_a_run_of_another_configuration_is_not_the_studys(project):

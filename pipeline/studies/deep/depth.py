@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from pipeline.benchmarks.results import measured
+from pipeline.benchmarks.measurements import measured
 from pipeline.config.looks import PALETTE
 from pipeline.core import files
 from pipeline.core.provenance import machine
@@ -42,7 +42,7 @@ IMAGES = 8  # of the test set, in which tokens are watched
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """What `of_tokens` says after the middle block and after the last one, while it is finite."""
+    """Numbers of `of_tokens` after the middle block and after the last one, while they are finite."""
     model, rows = training.model, []
     x = model.tokens(training.data.test_images[:IMAGES])
     for number, block in enumerate(model.blocks, 1):

@@ -27,7 +27,7 @@ from osa.init import init_isometric_mlp_, init_suo_mlp_
 from osa.modules import MLP
 from pipeline.config.params import Name, PositiveInt, Section, Seeds
 from pipeline.results.measures import gradient_norm
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab, default_dtype
@@ -54,7 +54,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Of each network: mean and standard deviation of log |x|²/d over its tokens, quantiles of |x|²/d, and ‖J‖_F²/d."""
+    """Measures networks: mean and standard deviation of log |x|²/d over tokens, quantiles of |x|²/d, and ‖J‖_F²/d."""
     for draw, width, depth, seed in itertools.product(DRAWS, settings.widths, settings.depths, settings.seeds):
         network = stack(draw, width, depth, lab.generator(seed, f"isometry/{draw}/{width}/{depth}"))
         x = lab.normal(seed, "isometry/tokens", settings.tokens, width)
@@ -134,7 +134,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         for draw, depth in itertools.product(DRAWS, settings.gradient_depths)
     ]
     slopes = {
-        draw: {"depth": summary([log_log_slope(own.index.get_level_values("depth"), own) for _, own in by_width])}
+        draw: {"depth": summary_of([log_log_slope(own.index.get_level_values("depth"), own) for _, own in by_width])}
         for draw, by_width in ((draw, sd[draw].groupby(level="width")) for draw in DRAWS)
     }
     gradients = [

@@ -27,7 +27,7 @@ from osa.deep.shaped import (
     uniform_schedule,
 )
 from osa.init import stiefel_uniform
-from pipeline.config.looks import look
+from pipeline.config.looks import look_of
 from pipeline.config.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.results.measures import effective_rank, exponential, skew
 from pipeline.studies import Study, Tables, charts, check
@@ -110,7 +110,7 @@ def cosines(kernel: Tensor) -> Tensor:
 
 
 def mean_cosine(kernel: Tensor) -> float:
-    """Of two different tokens."""
+    """Mean cosine of two different tokens."""
     n = len(kernel)
     return ((cosines(kernel).sum() - n) / (n * n - n)).item()
 
@@ -165,7 +165,7 @@ def through(kernel: Tensor, steps: list[Step]) -> Iterator[Tensor]:
 
 
 def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, Iterator[Tensor]]:
-    """For each row the kernels of all blocks."""
+    """The kernels of all blocks, for each row."""
     n, depth = settings.tokens, settings.depths[-1]
     steps = softmax_rows(alibi(n, settings.heads), settings.shortcut) | {"vskipinit": lambda kernel: kernel}
     made = {name: through(first, [step] * depth) for name, step in steps.items()}
@@ -202,7 +202,7 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 
 
 def schedules(settings: Settings) -> Iterator[dict]:
-    """Of each form of signal-preserving attention: how far A_l ⋯ A_1 is from the kernel that block l is to have."""
+    """Distance of A_l ⋯ A_1 from the kernel that block l shall have, for each form of signal-preserving attention."""
     n = settings.tokens
     for (kernel, causal), depth in itertools.product(itertools.product(KERNELS, (True, False)), (6, *settings.depths[-1:])):
         last = settings.rho if kernel == "uniform" else settings.gamma
@@ -220,7 +220,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Of E-SPA with normalised skips, from Σ_0 = I: q and cosines after all blocks, as Eq. 26 has it and as Eq. 25 does."""
+    """E-SPA with normalised skips, from Σ_0 = I: q and cosines after all blocks, as Eq. 26 has it and as Eq. 25 does."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -258,7 +258,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layers(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """By how much the layers of orthogonal attention, one after the other, change the trace of X Xᵀ of an image."""
+    """The change of the trace of X Xᵀ of an image through the layers of orthogonal attention, one after the other."""
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         model = lab.model(config, settings.seeds[0], torch.float64)
@@ -298,7 +298,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     kernels = tables["kernels"].groupby(["row", "depth"], sort=False)["cosine"].mean()
     figure, (axes,) = charts.panels(1, 3.2)
     for row, (label, model) in LINES.items():
-        axes.plot(kernels[row], label=label, **look(model).line())
+        axes.plot(kernels[row], label=label, **look_of(model).line())
     axes.set(xlabel="Blocks", ylabel="Mean cosine", xscale="log", ylim=(0, None))
     axes.set_xticks(settings.depths, settings.depths)
     axes.set_xticks([], minor=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.config.params import PositiveInt, Seeds
 from pipeline.results.measures import attention_inputs, head_weights, norm, power_iteration
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
@@ -91,7 +91,9 @@ def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor,
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     table, runs = tables["initial"], tables["runs"]
     slopes = {
-        case: {size: summary([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")]) for size in SIZES}
+        case: {
+            size: summary_of([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")]) for size in SIZES
+        }
         for case, rows in table.groupby("case", sort=False)
     }
     rows = {}

@@ -28,8 +28,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """For each training what it was given, its first gradient and its mean losses in the windows and the last steps, NaN
-    once it has diverged."""
+    """Lists trainings: settings, first gradient, mean losses in windows and last steps; NaN once one has diverged."""
     rows = []
     for name, (variant, overrides, seed) in settings.requests():
         config, table = lab.config(variant, overrides), tables["steps"]

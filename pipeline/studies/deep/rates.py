@@ -42,14 +42,16 @@ def trainings(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
     """Every rate for every model, and then the other α L for OSA."""
     for model in settings.models:
         alpha = ALPHA if model == OSA else math.nan
-        rows = [train(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
+        rows = [last_loss(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
         yield from rows
         if model == OSA:
             best = min(rows, key=loss_of)["learning_rate"]
-            yield from (train(search, settings.seed, OSA, best, alpha, lab) for alpha in settings.alphas if alpha != ALPHA)
+            yield from (
+                last_loss(search, settings.seed, OSA, best, alpha, lab) for alpha in settings.alphas if alpha != ALPHA
+            )
 
 
-def train(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
+def last_loss(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
     """One short training: mean loss of its last steps, ∞ where it diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:

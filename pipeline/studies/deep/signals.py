@@ -23,10 +23,10 @@ from osa.constrained.penalties import attention_matrix
 from osa.deep.shaped import exponential_kernel, uniform_kernel
 from osa.init import stiefel_uniform
 from osa.vit import VisionTransformer
-from pipeline.config.looks import look
+from pipeline.config.looks import look_of
 from pipeline.config.params import PositiveInt, Section, Seeds
 from pipeline.results.measures import attention_inputs, effective_rank, gradient_norm, norm
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
@@ -61,7 +61,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Of each model and depth, by block and as a whole; what the attention keeps; the α that doubles the gradient."""
+    """Measures each model and depth, by block and as a whole; what the attention keeps; the α that doubles the gradient."""
     blocks, wholes = [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         changes = {"model": {"depth": depth}} | ({"variant": SHAPED[name]} if name in SHAPED else {})
@@ -138,7 +138,7 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """How far the attention layers of real models, by themselves, are from what their initialisation is made for.
+    """Distance of the attention layers of real models, by themselves, from the aim of their initialisation.
 
     They start from tokens with X Xᵀ/d = I, for which d has to be N or more.
     """
@@ -254,7 +254,7 @@ def of_alpha(table: pd.DataFrame) -> dict:
     slopes = {}
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
-        slopes[over] = summary([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
+        slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
     bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # both sweeps have one network in common
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(RATIO)}
 
@@ -267,12 +267,12 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     columns = {"gradient": "‖∂loss/∂W_l‖₂", "q": "Mean square q", "rank": "Effective rank"}
     for axes, (column, title) in zip(panels, columns.items(), strict=True):
         for model in DRAWN:
-            axes.plot(own.loc[model][column], **look(model).line(linewidth=1.3))
+            axes.plot(own.loc[model][column], **look_of(model).line(linewidth=1.3))
         axes.set(title=title, xlabel="Block")
     charts.logarithmic(panels[0], "y")
     charts.logarithmic(panels[1], "y")
     panels[2].set_ylim(0, None)
-    charts.legend(figure, [Line2D([], [], label=lab.label(model), **look(model).line(linewidth=1.3)) for model in DRAWN])
+    charts.legend(figure, [Line2D([], [], label=lab.label(model), **look_of(model).line(linewidth=1.3)) for model in DRAWN])
     return figure
 
 

@@ -9,7 +9,7 @@ from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
 from pipeline.studies.lab import Lab
 
-BESIDE = ("vit", "vit_noskip_nonorm", "osa_exact")  # of Table 2
+BASELINES = ("vit", "vit_noskip_nonorm", "osa_exact")  # of Table 2
 CLAIMS = ("espa_fastest", "espa_skip_matches_default", "softmax_skip_matches_default", "softmax_skip_needs_norm")
 CLAIMS += ("osa_not_below_espa", "iso_helps_six_blocks", "osa_not_below_rival")
 CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_above_gaussian")
@@ -17,9 +17,9 @@ CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_a
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     claims = read_claims("pipeline/studies/deep/claims.yaml")
-    beside = {name: table[table["variant"].isin(BESIDE)] for name, table in lab.tables.items() if name in tables}
+    beside = {name: table[table["variant"].isin(BASELINES)] for name, table in lab.tables.items() if name in tables}
     results = Results(tables, beside)
-    rows = [{"name": name} | outcome(results, name) for name in (*settings.runs, *BESIDE)]
+    rows = [{"name": name} | outcome(results, name) for name in (*settings.runs, *BASELINES)]
     there = sorted((row for row in rows if row["trained"]), key=lambda row: -row["accuracy"].mean)
     return {
         "models": there,

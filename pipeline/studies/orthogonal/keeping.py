@@ -1,5 +1,5 @@
-"""Whether OSA should keep the orthogonality that Section 4 gives its weights: trainings that keep it along the Stiefel
-manifold, by a parametrisation, or softly; heads whose W^V and W^O are drawn together; ViTs whose keys and values rotate.
+"""Should OSA keep the orthogonality that Section 4 gives its weights? Trainings that keep it along the Stiefel manifold, by
+a parametrisation, or softly; heads whose W^V and W^O are drawn together; ViTs whose keys and values rotate.
 """
 
 import math
@@ -14,14 +14,14 @@ from osa.constrained.orthogonal import StiefelConstraint
 from pipeline.config.looks import LINE_WIDTH, PALETTE
 from pipeline.results import measures
 from pipeline.statistics.claims import Results, epochs_to_reach, read_claims, target_loss
-from pipeline.statistics.intervals import summarise as mean_of
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, charts, check, comparison
 from pipeline.studies.comparison import Settings
 from pipeline.studies.lab import Lab
 from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
-REFERENCE, BESIDE = "osa_exact", ("osa_exact", "vit")  # of Table 2
+REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # of Table 2
 OF_TRAINING = 0.5  # whose lowest loss speed is compared at
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")
@@ -63,7 +63,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """A row for each trained list of runs; the claims; whether constrained weights stayed orthonormal."""
     results, claims = Results(lab.tables, tables), read_claims(CLAIMS_FILE)
     loss = target_loss(results.curves(REFERENCE), OF_TRAINING)
-    rows = {name: row(name, loss, results) for name in (*BESIDE, *settings.runs)}
+    rows = {name: row(name, loss, results) for name in (*BASELINES, *settings.runs)}
     return {
         "models": {name: each for name, each in rows.items() if each["n"]},
         "not_trained": [name for name, each in rows.items() if not each["n"]],
@@ -74,7 +74,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 def row(name: str, loss: float, results: Results) -> dict:
     """Accuracy, the median epoch at which the runs reach a loss, and median condition numbers after training."""
-    accuracy, curves = mean_of(results.accuracies(name)), results.curves(name)
+    accuracy, curves = summary_of(results.accuracies(name)), results.curves(name)
     epochs = float(np.median([epochs_to_reach(curve, loss) for curve in curves])) if curves else math.nan
     last = results.watched[(results.watched["name"] == name) & (results.watched["epoch"] == results.watched["epoch"].max())]
     kappas = {column: last.get(column, pd.Series(dtype=float)).median() for column in KAPPAS}

@@ -79,7 +79,7 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Whether angles are those of `ANGLES`, and the power of t with which a map leaves the exponential that of `ORDERS`."""
+    """Checks the angles against `ANGLES`, and the power of t with which a map leaves the exponential against `ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))

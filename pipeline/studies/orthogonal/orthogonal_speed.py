@@ -1,13 +1,14 @@
-"""How fast orthogonal linear layers are, machine by machine: what `python -m pipeline benchmarks.orthogonal` has left in
-paper_outputs/benchmarks. It is run by hand; here its ratios stand beside a post's statements on speed."""
+"""Speed of orthogonal linear layers, machine by machine, from the files of `python -m pipeline benchmarks.orthogonal`.
+
+That command is run by hand. Its ratios are compared with a post's statements on speed."""
 
 from pathlib import Path
 
 import pandas as pd
 
 from pipeline.benchmarks.cost import BOTH
+from pipeline.benchmarks.measurements import measured
 from pipeline.benchmarks.orthogonal import DENSE, OURS, POST, TRAINING_TOKENS
-from pipeline.benchmarks.results import measured
 from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab

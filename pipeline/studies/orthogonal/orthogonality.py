@@ -1,4 +1,4 @@
-"""What penalties on the orthogonality of attention and weights can do to a training, by its first gradient.
+"""Penalties on the orthogonality of attention and weights: their share in the first gradient of a training.
 
 The penalties are those of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and the study penalties
 trains with them.
@@ -54,10 +54,12 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 
 
 def attention_row(a: Tensor) -> dict[str, float]:
-    """Of A (images, h, N, N): ‖AᵀA − I‖_F² / (N − 1), the mean over heads and images, which is 0 for a permutation, 1 for
-    uniform attention and N where all rows are one token; the mean product of two rows; how many rows attend most to their
-    own token; the rank, with what is below `RANK_SHARE` taken for 0; and the entropy of a row in nats, where rows are
-    probabilities."""
+    """Measures A (images, h, N, N), on average over heads and images.
+
+    These are ‖AᵀA − I‖_F² / (N − 1), which is 0 for a permutation, 1 for uniform attention and N where all rows are one
+    token; the mean product of two rows; the share of rows that attend most to their own token; the rank, with what is below
+    `RANK_SHARE` taken for 0; and the entropy of a row in nats, where rows are probabilities.
+    """
     tokens = a.shape[-1]
     rows = a @ a.mT  # (images, h, N, N)
     overlap = (rows.sum((-2, -1)) - rows.diagonal(dim1=-2, dim2=-1).sum(-1)) / (tokens * (tokens - 1))
@@ -79,7 +81,7 @@ def weight_row(block: nn.Module) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """How much of each model's first gradient the penalties have together at the largest λ: a sum of medians over seeds."""
+    """The share of the penalties in each model's first gradient at the largest λ: a sum of medians over seeds."""
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

@@ -13,10 +13,10 @@ from scipy.stats import gmean
 from torch import nn
 
 from osa.constrained.penalties import attention_matrix
-from pipeline.config.looks import PALETTE, look
+from pipeline.config.looks import PALETTE, look_of
 from pipeline.results.measures import attention_inputs, condition, effective_rank, norm
 from pipeline.statistics.claims import Results, read_claims
-from pipeline.statistics.intervals import summarise as mean_of
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, charts, check, comparison
 from pipeline.studies.comparison import Settings
 from pipeline.studies.lab import Lab
@@ -28,7 +28,7 @@ IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1'
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations on the pixels: of A's change, of accuracy
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
-BESIDE = ("vit", "vit_noskip_nonorm")  # of Table 2: the accuracy without a penalty
+BASELINES = ("vit", "vit_noskip_nonorm")  # of Table 2: the accuracy without a penalty
 SHOWN = ("attention", "projections", "mlp")
 
 
@@ -77,7 +77,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     rows = [row(name, settings, results) for name in settings.runs]
     return {
         "models": [each for each in rows if each["n"]],
-        "beside": {name: mean_of(results.accuracies(name)) for name in BESIDE},
+        "beside": {name: summary_of(results.accuracies(name)) for name in BASELINES},
         "not_trained": [each["name"] for each in rows if not each["n"]],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
         "bound": check(results.watched["worst"].max(), QUARTER + ROUNDING) if "worst" in results.watched else None,
@@ -88,9 +88,9 @@ def row(name: str, settings: Settings, results: Results) -> dict:
     """A list's model and penalty, its accuracy, and what was seen of it after training, over layers and seeds."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
-    seen = {column: mean_of(results.last_watched(name, column)).mean for column in SHOWN}
+    seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}
     penalty = {"penalty": options.get("penalty", "none"), "weight": options.get("penalty_weight", 0.0)}
-    accuracy = mean_of(results.accuracies(name))
+    accuracy = summary_of(results.accuracies(name))
     return {"name": name, "variant": training.variant, **penalty, "n": accuracy.n, "accuracy": accuracy, "seen": seen}
 
 
@@ -110,7 +110,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
             axes.plot(*np.array(points).reshape(-1, 2).T, "o-", color=colour, markersize=4, label=f"ViT + {penalty}")
         for each in models:
             if each["penalty"] == "none":
-                axes.axhline(value(each), **look("vit").line(linestyle=(0, (4, 2))))
+                axes.axhline(value(each), **look_of("vit").line(linestyle=(0, (4, 2))))
         charts.logarithmic(axes, "x")
         axes.set(title=title, xlabel="λ")
     charts.legend(figure, panels[0].get_legend_handles_labels()[0], 2)

@@ -50,7 +50,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """What names a case, and its query and key, (2, 1, N, d_v)."""
+    """The identity of a case, and its query and key, (2, 1, N, d_v)."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
@@ -85,7 +85,7 @@ def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
 
 
 def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
-    """How far each row moves, (..., N), when every query moves by a random δ of length ε."""
+    """The distance by which each row moves, (..., N), when every query moves by a random δ of length ε."""
     delta = torch.randn(query.shape, generator=generator, dtype=query.dtype)
     return (rows(query + epsilon * delta / delta.norm(dim=-1, keepdim=True)) - rows(query)).norm(dim=-1)
 

@@ -17,7 +17,7 @@ from osa.constrained.penalties import with_penalty
 from osa.init import truncated_normal_
 from pipeline.config.params import NonNegativeFloat, PositiveInt, Section, Seeds
 from pipeline.statistics.claims import Results, read_claims
-from pipeline.statistics.intervals import summarise as mean_of
+from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 from pipeline.training.loop import make_optimizers, random_stream
@@ -62,11 +62,11 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     rows = []
     for task, (name, model), seed in itertools.product(TASKS, settings.models.items(), settings.seeds):
         identity = {"name": f"{task}_{name}", "seed": seed, "status": "finished"}
-        rows.append(identity | train(settings, task, model, seed, lab))
+        rows.append(identity | fit(settings, task, model, seed, lab))
     return {"runs": pd.DataFrame(rows)}
 
 
-def train(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -> dict[str, float]:
+def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -> dict[str, float]:
     """Cross-entropy of the last tenth of the steps, and the accuracy over symbols after them."""
     config, draw = lab.config("vit"), random_stream(seed, f"transduction/{task}")
     blocks, width = lab.model(config, seed).blocks, config.model.embed_dim
@@ -94,7 +94,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     results, rows = Results(tables), []
     for task, (name, model) in itertools.product(TASKS, settings.models.items()):
         key = f"{task}_{name}"
-        numbers = {"loss": mean_of(results.losses(key)), "accuracy": mean_of(results.accuracies(key))}
+        numbers = {"loss": summary_of(results.losses(key)), "accuracy": summary_of(results.accuracies(key))}
         rows.append({"task": task} | model.model_dump() | numbers)
     claim = read_claims("pipeline/studies/orthogonal/claims.yaml")[CLAIM]
     return {"rows": rows, "claim": claim.judge(results), "steps": settings.steps, "length": settings.length}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeline.statistics.claims import Results, read_claims
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import LEVEL, judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
@@ -31,7 +31,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     results, claims = Results(tables, {"runs": results_of(lab).runs}), read_claims(CLAIMS)
     samples = [results.accuracies(cell) for cell in CELLS]
     is_trained = all(samples)
-    means = [summary(sample).mean for sample in samples]
+    means = [summary_of(sample).mean for sample in samples]
     gap, effects = means[-1] - means[0], {}
     for name, weights in EFFECTS.items() if is_trained else ():
         low, high = share_interval(samples, weights)
@@ -39,7 +39,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     verdicts = {name: next(iter(claims[name].judge(results).values())) for name in RULES}
     return {
         "is_trained": is_trained,
-        "cells": dict(zip(CELLS, map(summary, samples), strict=True)),
+        "cells": dict(zip(CELLS, map(summary_of, samples), strict=True)),
         "gap": gap,
         "effects": effects,
         "interaction": judge_contrast(samples, INTERACTION),

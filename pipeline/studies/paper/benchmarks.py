@@ -1,4 +1,4 @@
-"""What OSA costs on the machines that were at hand, as pipeline/benchmarks has timed it.
+"""Seconds of OSA on the machines that were at hand, as pipeline/benchmarks has timed it.
 
 The scripts are run by hand. The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware
 with fast products: the literal forms are that comparison, and ours, which share their products, are not.
@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from pipeline.benchmarks.results import TRAINED, measured
+from pipeline.benchmarks.measurements import TRAINED, measured
 from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab

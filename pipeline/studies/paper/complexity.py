@@ -26,7 +26,7 @@ from osa.reference import newton_schulz_basis, qr_basis
 from pipeline.benchmarks import cost
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import NORM, SEED, Inputs, exponential_dense, skew
-from pipeline.config.looks import PALETTE, look
+from pipeline.config.looks import PALETTE, look_of
 from pipeline.config.params import PositiveFloat, PositiveInt, Section
 from pipeline.core import provenance
 from pipeline.core.files import DIGITS
@@ -43,7 +43,7 @@ NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
 class Settings(Section):
-    """How far the sweeps go. `largest_tokens` is that of N = 64, 128, ... at fixed d, `repeats` the rounds of timing."""
+    """Limits of the sweeps: `largest_tokens` of N = 64, 128, ... at fixed d, and `repeats`, the rounds of timing."""
 
     largest_tokens: PositiveInt
     repeats: PositiveInt
@@ -271,8 +271,8 @@ def crossing(ratio: pd.Series) -> float | None:
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Time and peak memory of a forward and a backward pass over N: OSA, and softmax attention fused and with its matrix."""
-    lines = {part: look(part).line(label=lab.label(part)) for part in OSA}
-    lines["softmax"] = look("softmax").line(label="softmax, fused")
+    lines = {part: look_of(part).line(label=lab.label(part)) for part in OSA}
+    lines["softmax"] = look_of("softmax").line(label="softmax, fused")
     lines["softmax_dense"] = {"color": PALETTE[4], "label": "softmax, N×N"}
     lines["exponential_dense"] = {"color": PALETTE[6], "label": "exp(S), N×N"}
     figure, panels = charts.panels(2, 3.2)

@@ -14,7 +14,7 @@ from scipy.stats import fisher_exact
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
-from pipeline.config.looks import look
+from pipeline.config.looks import look_of
 from pipeline.config.params import PositiveInt, Section, Seeds
 from pipeline.results.measures import LAYER_IMAGES, attention_inputs, norm, orthogonality_error
 from pipeline.statistics.claims import GUESS_LOSS
@@ -34,7 +34,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """For each model, seed and step: loss and gradient, and after the step the largest ‖S‖₂ and ‖AᵀA − I‖₂ of any head."""
+    """Measures each step of each run: loss and gradient, and after the step the largest ‖S‖₂ and ‖AᵀA − I‖₂ of any head."""
     rows = []
     for variant, seed in itertools.product(settings.variants, settings.seeds):
         training = lab.training(lab.config(variant), seed)
@@ -56,8 +56,10 @@ def largest(training: Training) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """For each model the seeds that do not learn, and the largest gradient, ‖S‖₂ and ‖AᵀA − I‖₂ of those and of the others;
-    Fisher's exact test of whether the first two fail equally often."""
+    """Lists the seeds of each model that do not learn, and the largest gradient, ‖S‖₂ and ‖AᵀA − I‖₂ of both groups.
+
+    Fisher's exact test compares how often the first two models fail.
+    """
     models = {}
     for variant in settings.variants:
         own = tables["steps"][tables["steps"]["variant"] == variant]
@@ -77,10 +79,10 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     for (column, title), ax in zip(titles.items(), axes, strict=True):
         for (variant, _), own in tables["steps"].groupby(["variant", "seed"], sort=False):
             own = own.iloc[::2]  # else the figure is above 100 kB
-            ax.plot(own["step"], own[column], **look(variant).line(linewidth=0.8))
+            ax.plot(own["step"], own[column], **look_of(variant).line(linewidth=0.8))
         ax.set(title=title, xlabel="Step")
         logarithmic(ax, "y")
-    legend(figure, [Line2D([], [], label=lab.label(variant), **look(variant).line()) for variant in settings.variants])
+    legend(figure, [Line2D([], [], label=lab.label(variant), **look_of(variant).line()) for variant in settings.variants])
     return figure
 
 

@@ -7,7 +7,7 @@ about points. Near 100 % a point is worth more, so that the gap is given in log-
 from scipy.special import logit
 
 from pipeline.statistics.claims import WEIGHTS, Results, read_claims
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
@@ -26,7 +26,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     claim = claims["osa_matches_vit_on_harder_data"]
     matches = zip([first for first, _ in claim.compare], claim.judge(results).values(), strict=True)
     rows = {
-        variant: {"harder": summary(own.accuracies(name)), "mnist": summary(mnist.accuracies(variant))}
+        variant: {"harder": summary_of(own.accuracies(name)), "mnist": summary_of(mnist.accuracies(variant))}
         for name, variant in models.items()
     }
     osa = [{"variant": models[name], "verdict": judged} for name, judged in matches if name in models]

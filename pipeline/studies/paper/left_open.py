@@ -1,12 +1,11 @@
-"""What the paper leaves open: the recipe with one other value at a time, beside the runs of Table 2."""
+"""Choices that the paper leaves open: the recipe with one other value at a time, against the runs of Table 2."""
 
 from matplotlib.figure import Figure
 
 from pipeline.config import looks
-from pipeline.config.params import plain
+from pipeline.config.params import as_yaml
 from pipeline.statistics.claims import Results
-from pipeline.statistics.intervals import contrast, interval
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import contrast, interval, summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
@@ -15,7 +14,7 @@ MARGIN = 1.0  # points: a change beyond it would matter to Section 5's compariso
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """What was tried, by key of params.yaml and by name; how many alternatives have runs, and which matter."""
+    """Lists the alternatives by key of params.yaml and by name, the number that have runs, and those that matter."""
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
     for row in rows:
@@ -31,8 +30,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """For each choice the accuracy and its change from those of Table 2's runs of that model that start, with the 95 %
-    interval.
+    """The accuracy of each choice, and its change from the model's runs in Table 2 that start, with the 95 % interval.
 
     Both samples share one spread, as they do if the choice changes nothing, so that one run is enough for an interval. A
     choice matters if the whole interval is beyond the margin, at 95 % confidence for all together (Bonferroni).
@@ -49,8 +47,8 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
                 "name": name,
                 "variant": training.variant,
                 "key": f"variants.{training.variant}.{option}" if section == "variant" else f"{section}.{option}",
-                "value": plain(value),
-                "ours": summary(samples[0]),
+                "value": as_yaml(value),
+                "ours": summary_of(samples[0]),
                 "change": contrast(samples, (1, -1), equal_spread=True).value,
                 "low": low,
                 "high": high,
@@ -68,7 +66,7 @@ def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Fig
     figure = Figure(figsize=(7.2, 0.7 + 0.21 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for y, row in enumerate(rows):
-        colour = looks.look(row["variant"]).colour
+        colour = looks.look_of(row["variant"]).colour
         axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=looks.LINE_WIDTH)
         axes.plot(row["change"], y, "o", color=colour, markersize=4.5)
     for side in (-MARGIN, MARGIN):

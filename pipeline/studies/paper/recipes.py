@@ -1,4 +1,4 @@
-"""Which reading of the recipe comes closest to Table 2: what common code bases choose where the paper leaves a detail open.
+"""Readings of the recipe, and their distance from Table 2: common code bases fill in the details that the paper leaves open.
 
 A run is called by its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
 the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) − log-odds(the
@@ -16,8 +16,7 @@ from dataclasses import asdict
 from scipy.special import logit
 
 from pipeline.statistics.claims import Results
-from pipeline.statistics.intervals import LEAST_RUNS, one_more_run
-from pipeline.statistics.intervals import summarise as summary
+from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summary_of
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
@@ -44,7 +43,7 @@ def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict
     models = {}
     for model, values in accuracies.items():
         if values:
-            ours, (low, high) = summary(values), one_more_run(values)
+            ours, (low, high) = summary_of(values), one_more_run(values)
             is_within = low <= paper[model] <= high if len(values) >= LEAST_RUNS else None
             models[model] = {"ours": asdict(ours), "difference": ours.mean - paper[model], "is_within": is_within}
     odds = [float(logit(each["ours"]["mean"] / 100) - logit(paper[model] / 100)) for model, each in models.items()]

@@ -1,17 +1,15 @@
-"""Whether a training repeats: runs of Table 2, trained once more by another process.
+"""Does a training repeat? Runs of Table 2, trained once more by another process.
 
 On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the accuracy may be
 that of one more seed; other studies that trained a model of Table 2 with the same configuration and seed show it.
 """
-
-import math
 
 import pandas as pd
 
 from pipeline.config import params
 from pipeline.config.params import Name, Section, Seed
 from pipeline.core import provenance
-from pipeline.results.runs import recorded
+from pipeline.results.runs import accuracy, recorded
 from pipeline.statistics.intervals import one_more_run
 from pipeline.studies import Request, Study, Tables
 from pipeline.studies.lab import Lab
@@ -40,8 +38,8 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 def read(settings: Settings, lab: Lab) -> Tables:
     """A row for each run of a study that repeats one of Table 2, its own first."""
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
-    for run, made in recorded():
-        if made["status"] == "finished" and not run.overrides and run.study not in (TABLE_2, TRIES, lab.study):
+    for run, record in recorded():
+        if record["status"] == "finished" and not run.overrides and run.study not in (TABLE_2, TRIES, lab.study):
             again.append(run)
     pairs = [(run, Run(run.variant, run.seed)) for run in again]
     rows = [compare(run, there) for run, there in pairs if run.record() and there.record()]
@@ -49,22 +47,21 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def compare(again: Run, there: Run) -> dict:
-    """What two trainings have in common; accuracies in per cent, as training measured them."""
-    made, before = again.record(), there.record()
-    configs = [params.written_config(each["config"]) for each in (made, before)]
+    """Compares two trainings; accuracies in per cent, as training measured them."""
+    after, before = again.record(), there.record()
+    configs = [params.normalised_config(each["config"]) for each in (after, before)]
     row = {"variant": again.variant, "seed": again.seed, "study": again.study}
-    row["same_recipe"] = configs[0] == configs[1] and made["numerics"] == before["numerics"]
-    row["same_points"] = made["history_sha256"] == before["history_sha256"]
-    row["same_weights"] = made["weights_sha256"] == before["weights_sha256"]
-    for end, of_run, run in (("", made, again), ("_there", before, there)):
+    row["same_recipe"] = configs[0] == configs[1] and after["numerics"] == before["numerics"]
+    row["same_points"] = after["history_sha256"] == before["history_sha256"]
+    row["same_weights"] = after["weights_sha256"] == before["weights_sha256"]
+    for end, of_run, run in (("", after, again), ("_there", before, there)):
         row[f"machine{end}"], row[f"torch{end}"] = provenance.machine(of_run["environment"]), of_run["environment"]["torch"]
-        metrics = run.metrics()
-        row[f"test_accuracy{end}"] = math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
+        row[f"test_accuracy{end}"] = accuracy(run.metrics())
     return row
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """How many repeats on one kind of machine have the same bits, and whether those elsewhere are within one more seed."""
+    """Counts the repeats with the same bits on one kind of machine, and compares the others with one more seed."""
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]
     here = (table["machine"] == table["machine_there"]) & (table["torch"] == table["torch_there"])

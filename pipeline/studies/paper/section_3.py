@@ -28,8 +28,8 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """For each M with σ_max = 1 and each method: the relative error of ∂⟨W, output⟩/∂M in float32, against autograd through
-    the dense reference of the same function in float64."""
+    """Measures the relative error of ∂⟨W, output⟩/∂M in float32, for each M with σ_max = 1 and each method, against autograd
+    through the dense reference of the same function in float64."""
     rows = []
     for condition, seed in itertools.product(settings.conditions, settings.seeds):
         m = matrix_with_condition(TOKENS, 2 * WIDTH, condition, generator=lab.generator(seed, f"m/{condition:g}")).float()
@@ -57,7 +57,7 @@ def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """For each method the median error of the worst conditioned M."""
+    """The median error of each method at the worst conditioned M."""
     gradients, worst = tables["gradients"], max(settings.conditions)
     errors = gradients[gradients["condition"] == worst].groupby("method")["error"].median()
     return {"methods": {method: {"worst": errors[method]} for method in METHODS}, "smallest": 1 / worst}

@@ -53,7 +53,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """For each claim and comparison the verdict, and the paper's own value where Table 2 has one."""
+    """The verdict of each claim and comparison, and the paper's own value where Table 2 has one."""
     declared, judged = Declared(lab.paper.table_2, SPREADS), {}
     for name in (*ABOUT_OSA, *ABLATIONS):
         claim, judged[name] = claims[name], {}
@@ -71,7 +71,7 @@ def baseline(claim: Claim) -> str:
 
 
 def headline(judged: dict[str, dict[str, dict]]) -> dict:
-    """How the primary comparisons come out, and how many hold together with a family-wise error of 5 % (Holm)."""
+    """Verdicts of the primary comparisons, and how many hold together with a family-wise error of 5 % (Holm)."""
     verdicts = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
@@ -79,7 +79,7 @@ def headline(judged: dict[str, dict[str, dict]]) -> dict:
 
 
 def count(verdicts) -> dict[str, int]:
-    """How many verdicts there are of each word."""
+    """Counts the verdicts of each word."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
@@ -118,7 +118,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     for axes, (kind, (title, sign)) in zip(panels, kinds.items(), strict=True):
         own = [row for row in rows if row["kind"] == kind]
         for y, row in enumerate(own):
-            verdict, colour = row["verdict"], looks.look(row["models"][0]).colour
+            verdict, colour = row["verdict"], looks.look_of(row["models"][0]).colour
             charts.interval(axes, verdict.low, verdict.high, y, colour, WIDEST[kind])
             if WIDEST[kind][0] <= verdict.estimate <= WIDEST[kind][1]:
                 axes.plot(verdict.estimate, y, "o", color=colour, markersize=5)
@@ -140,7 +140,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     axes.set_xscale("logit")
     for y, model in enumerate(models):
         shares = [accuracy / 100 for accuracy in found[model]]
-        axes.plot(shares, [y] * len(shares), "o", color=looks.look(model).colour, markersize=4, alpha=0.8)
+        axes.plot(shares, [y] * len(shares), "o", color=looks.look_of(model).colour, markersize=4, alpha=0.8)
         if model in lab.paper.table_2:
             axes.plot(lab.paper.table_2[model] / 100, y, "|", color=looks.INK, markersize=13, markeredgewidth=1.6)
     axes.set_xticks([tick / 100 for tick in TICKS], [f"{tick}" for tick in TICKS])
@@ -161,10 +161,10 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
         second = baseline(claim)
         for model in MODELS:
             table = ratios(results, model, second)
-            axes.plot(table["loss"], table["ratio"], **looks.look(model).line())
+            axes.plot(table["loss"], table["ratio"], **looks.look_of(model).line())
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]
-                axes.plot(*last, ".", color=looks.look(model).colour)  # which shows a curve of one point
+                axes.plot(*last, ".", color=looks.look_of(model).colour)  # which shows a curve of one point
                 side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # of the dashed line
                 axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)

@@ -10,7 +10,7 @@ from pipeline.studies.paper.section_5 import CLAIMS
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """How many runs are stable, the largest rise of their train loss, and the lower 95 % bound of the share that is."""
+    """The number of stable runs, the largest rise of their train loss, and the lower 95 % bound of the stable share."""
     results, claim = Results(tables), read_claims(CLAIMS)["qr_is_stable"]
     (model,) = claim.models
     verdict = claim.judge(results)[model]

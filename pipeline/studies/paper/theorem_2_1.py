@@ -91,7 +91,7 @@ def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: str, **
 
 
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
-    """What `exponential_error` may be by rounding: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
+    """Bound of `exponential_error` by rounding: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
     γ is `rounding` over max(N, 2d_v). S is computed with an error of γ μ, dense or not, and exp moves by no more than its
     skew argument does (Lemma C.7). "exact" multiplies by Z with ‖Z‖₂ ≤ μ vectors of size ‖M‖₂, and the result by
@@ -110,7 +110,7 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """By precision the worst error of "qr" and "exact"; for each trained model the largest ‖A − exp(S)‖₂ of a head."""
+    """The worst error of "qr" and "exact" by precision, and the largest ‖A − exp(S)‖₂ of a head of each trained model."""
     errors = tables["errors"]
     identical = errors[errors["method"].isin(IDENTICAL)]
     checks = {dtype: worst_case(own["error"], own["tolerance"]) for dtype, own in identical.groupby("dtype")}

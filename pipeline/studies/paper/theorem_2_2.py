@@ -44,7 +44,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """What becomes of the spectrum for all tokens and seeds, and every eigenvalue of Σ_l for the first seed's image."""
+    """Measures the spectrum for all tokens and seeds, and every eigenvalue of Σ_l for the first seed's image."""
     summary, spectra = [], []
     for seed in settings.seeds:
         image = _image_tokens(lab, seed)  # (N, d)
@@ -69,7 +69,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def _image_tokens(lab: Lab, seed: int) -> Tensor:
-    """What enters the first block of an initialised model for one test image, (N, d), float64."""
+    """The input of the first block of an initialised model for one test image, (N, d), float64."""
     config = lab.config(ORTHOGONAL[0])
     images, _ = lab.images(config.data.pixel_scaling)
     return lab.model(config, seed).double().tokens(images[seed % len(images)][None])[0]

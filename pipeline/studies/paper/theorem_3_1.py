@@ -21,7 +21,7 @@ from torch import Tensor
 from osa.functional import ITERATIONS
 from osa.linalg import EPSILON, POLAR_EXPRESS
 from osa.reference import skew
-from pipeline.config.looks import INK, METHOD_LABELS, PALETTE, look
+from pipeline.config.looks import INK, METHOD_LABELS, PALETTE, look_of
 from pipeline.config.params import PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.results.measures import (
     exponential,
@@ -37,7 +37,7 @@ from pipeline.studies._summaries import trained_layers, worst_case, worst_of_see
 from pipeline.studies.lab import Lab, initialised_layers
 
 BOUNDS = ["bound_10", "bound_11", "bound_general"]
-COLOURS = {"newton_schulz": look("newton_schulz").colour, "polar_express": PALETTE[4]}
+COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # by the condition of M
 
 
@@ -143,7 +143,7 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Of Newton–Schulz the worst cases of both bounds; of Polar Express how often and how far it breaks them.
+    """Worst cases of both bounds for Newton–Schulz; how often and how far Polar Express breaks them.
 
     ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised, and of each trained model: the largest head, over seeds.
     """

@@ -42,7 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelfAttention) -> list[dict]:
-    """For each head the 2d_v singular values of W̃ that are not zero, their extremes, how far they are from 1, and κ."""
+    """Measures each head: the 2d_v singular values of W̃ that are not zero, their extremes, their distance from 1, and κ."""
     d, heads = attention.embed_dim, attention.num_heads
     query, key = (linear.weight.unflatten(0, (heads, -1)).mT for linear in (attention.query, attention.key))
     rows = []

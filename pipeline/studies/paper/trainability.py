@@ -38,7 +38,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Of each model, depth and seed: what reaches the tokens from the logits and the loss, and through the attention alone.
+    """Measures the gradient that reaches the tokens from logits and loss, and by the attention alone.
 
     One test image a seed for the Jacobians, several for the loss.
     """

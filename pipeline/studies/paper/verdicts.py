@@ -1,4 +1,4 @@
-"""How often the rule of pipeline/statistics/verdicts.py errs, and what it can see: simulated experiments.
+"""Error rates and power of the rule in pipeline/statistics/verdicts.py: simulated experiments.
 
 In one part the truth is at the limit of a claim, so that every "reproduced" and "contradicted" is an error; in the other it
 is the paper's Table 2. Runs that start are normal, with the spreads that Section 5 declares. A share of the runs fails to

@@ -87,14 +87,14 @@ def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(monkey
 
 def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     run, config = trained("vit"), params.resolve(params.load(), "vit")
-    assert fan_out.is_there(run, config)
+    assert fan_out.is_trained(run, config)
     shutil.copytree(run.folder, "paper_outputs/runs/depth/vit/0")
     files.write_json("paper_outputs/runs/depth/vit/0/record.json", run.record() | {"study": "depth"})
     run.weights.unlink()
-    assert not fan_out.is_there(run, config)
-    assert fan_out.is_there(Run("vit", 0, "depth"), config)  # nothing evaluates its weights
+    assert not fan_out.is_trained(run, config)
+    assert fan_out.is_trained(Run("vit", 0, "depth"), config)  # nothing evaluates its weights
     write_params(run=BOTH, train={"eps": 1e-7})
-    assert not fan_out.is_there(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
+    assert not fan_out.is_trained(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
 
 
 def test_a_failure_is_named_when_the_others_have_ended():
@@ -141,7 +141,7 @@ def test_a_signal_ends_the_trainings_too_and_begins_none(monkeypatch, capsys, nu
     assert "interrupted" in capsys.readouterr().err and time.monotonic() - start < 50
     assert not begun[2].exists() and not fan_out.PROCESSES
     signal.signal(number, signal.SIG_IGN)
-    with fan_out.alone(Path("lock")):  # signals that nohup ignores stay ignored
+    with fan_out.single_instance(Path("lock")):  # signals that nohup ignores stay ignored
         assert signal.getsignal(number) == signal.SIG_IGN
     signal.signal(number, outside)
 
@@ -238,7 +238,7 @@ def test_printed_commands_train_what_is_missing(monkeypatch, capsys):
     words = shlex.split(capsys.readouterr().out)
     assert words[:5] == ["python", "-m", "pipeline", "train", "osa_exact"]
     run_main(monkeypatch, *words[4:-1])
-    assert words[-1] == "--no-tracking" and fan_out.is_there(run, config)
+    assert words[-1] == "--no-tracking" and fan_out.is_trained(run, config)
     fan_out.main(["--print"])
     assert capsys.readouterr().out == ""
 
@@ -252,7 +252,7 @@ def test_a_shipped_run_brings_back_all_its_files():
         contents = fan_out.execute_shipped(bundle, [*fan_out.command(run), "--no-tracking"], fan_out.files_of(run))
         assert not run.folder.exists()
         fan_out.receive(run, contents)
-        assert fan_out.is_there(run, config) and run.weights.exists()
+        assert fan_out.is_trained(run, config) and run.weights.exists()
         assert run.files["watched"].exists() == (run.study == "penalties")
 
 

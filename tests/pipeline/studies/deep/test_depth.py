@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline import studies
-from pipeline.benchmarks import results
+from pipeline.benchmarks import measurements
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.statistics.claims import Results
@@ -115,7 +115,7 @@ def test_tokens_are_those_after_the_last_block_before_training_and_after_it():
 
 
 def test_a_step_is_shown_for_each_machine_that_timed_it(lab):
-    folder = results.FOLDER / "a-machine"
+    folder = measurements.FOLDER / "a-machine"
     files.write_csv(folder / "depth.csv", pd.DataFrame({"model": ["osa_iso", "vit"], "over_vit": [1.5, 1.0]}))
     environment = {"device": "cpu", "device_name": "A processor", "num_threads": 1}
     files.write_json(folder / "depth.json", {"environment": environment, "depth": 5})

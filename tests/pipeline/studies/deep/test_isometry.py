@@ -30,6 +30,7 @@ def test_independent_draws_spread_and_isometric_ones_do_not(lab):
     assert len(isometry.draw_spreads(SMALL, tables, lab).axes[0].texts) == 4
 
 
+@pytest.mark.slow
 def test_a_linear_mlp_of_independent_draws_spreads_as_predicted(lab):
     """Var log |W₂W₁x|² of one MLP is 2 (1 − d/H)/d, whichever way the frames lie."""
     ratios = []

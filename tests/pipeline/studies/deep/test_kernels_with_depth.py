@@ -35,6 +35,7 @@ def not_orthogonal(*size, **options):
     return 1.001 * stiefel_uniform(*size, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, name, wrong, fails",
     [

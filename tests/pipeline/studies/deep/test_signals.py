@@ -15,6 +15,7 @@ from pipeline.studies.deep.signals import Settings, kept, measure, of_tokens
 SMALL = Settings(seeds=[0], depths=[6], images=2, alpha_seeds=[0], alpha_depths=[6, 9], alpha_patches=[14, 7])
 
 
+@pytest.mark.slow
 def test_models_and_checks_of_what_is_measured(lab, monkeypatch):
     few = [*signals.DRAWN, "espa_skip"]
     monkeypatch.setattr(signals, "MODELS", few)

@@ -30,6 +30,7 @@ def test_an_encoder_learns_and_a_penalty_reaches_it(lab):
         assert verdict.estimate == 0, "the same model twice"
 
 
+@pytest.mark.slow
 def test_a_training_is_the_same_again(lab):
-    first, second = (transduction.train(SMALL, "sort", Penalised(), 0, lab) for _ in range(2))
+    first, second = (transduction.fit(SMALL, "sort", Penalised(), 0, lab) for _ in range(2))
     assert first == pytest.approx(second, rel=0, abs=0)

@@ -33,10 +33,18 @@ def histories(curves: Mapping[str, Sequence[Sequence[float]]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["name", "variant", "seed", "epoch", "train_loss", "test_loss"])
 
 
+@pytest.fixture(scope="session")
+def repository() -> tuple:
+    """The repository's parameters and paper.yaml, read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return params.load(), params.load_paper()
+
+
 @pytest.fixture
-def paper_lab(monkeypatch) -> Lab:
+def paper_lab(repository, monkeypatch) -> Lab:
     """Without a run."""
     monkeypatch.chdir(ROOT)
-    lab = Lab("a_study", params.load(), params.load_paper())
+    lab = Lab("a_study", *(each.model_copy(deep=True) for each in repository))
     lab.tables = {}
     return lab

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from pipeline.benchmarks.results import FOLDER
+from pipeline.benchmarks.measurements import FOLDER
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.studies.paper import benchmarks

@@ -35,7 +35,7 @@ def test_a_change_and_whether_it_matters(paper_lab):
     assert [row["name"] for row in summary["matter"]] == ["far"]
     assert one["key"] == "variants.osa_ns.epsilon" and one["change"] == pytest.approx(-0.5)
     assert one["low"] < -1 < 1 < one["high"]
-    assert summary["choices"] == 3 and page.plain(summary)["changes"]["missing"]["change"] is None
+    assert summary["choices"] == 3 and page.to_json(summary)["changes"]["missing"]["change"] is None
     assert left_open.draw_changes(listed, tables, paper_lab).axes[0].get_yticks().tolist() == [0, 1, 2]
 
 
@@ -102,7 +102,7 @@ def test_attention_and_initialisation_share_the_gap(paper_lab):
 def test_a_cell_that_is_not_trained_leaves_the_question(paper_lab):
     paper_lab.tables = {"runs": runs(TABLE_2)}
     tables = {"runs": runs({"osa_xavier": CELLS["osa_xavier"]})}
-    summary = page.plain(attention_or_initialisation.summarise(settings(), tables, paper_lab))
+    summary = page.to_json(attention_or_initialisation.summarise(settings(), tables, paper_lab))
     assert not summary["is_trained"] and not summary["effects"]
     assert summary["verdicts"]["attention_matters"]["word"] == NOT_TRAINED
     assert summary["verdicts"]["attention_matters_with_xavier"]["word"] == REPRODUCED

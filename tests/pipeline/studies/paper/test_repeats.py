@@ -5,11 +5,11 @@ import math
 import pytest
 
 from pipeline.config import params
-from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import harder_data, repeats, stability
+from pipeline.training.loop import COLUMNS
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
@@ -29,17 +29,11 @@ def lab(paper_lab, tmp_path, monkeypatch):
 
 def write(run: Run, accuracy: float, weights: str = "a", numerics: int = 1, machine: str = "A CPU") -> None:
     """The files of a finished run."""
-    files.write_text(run.folder / "history.csv", f"step,epoch,test_accuracy\n1,1,{accuracy}\n")
-    metrics = {"steps": 1, "num_parameters": 9, "diverged": False, "diverged_at_step": None, "test_accuracy": accuracy}
-    files.write_json(run.folder / "metrics.json", metrics | {"train_loss": 0.1, "test_loss": 0.1, "train_accuracy": 1.0})
-    digests = {f"{name}_sha256": files.sha256(run.folder / f"{name}.{end}") for name, end in ENDS.items()}
     config = params.resolve(params.load(ROOT / "params.yaml"), run.variant)
-    made = synthetic.record(config, run, "0" * 64) | digests | {"numerics": numerics, "weights_sha256": 64 * weights}
-    made["environment"] |= {"device_name": machine}
-    files.write_json(run.folder / "record.json", made)
-
-
-ENDS = {"history": "csv", "metrics": "json"}
+    environment = synthetic.record(config, run)["environment"] | {"device_name": machine}
+    curve = [dict.fromkeys(COLUMNS, 1) | {"test_accuracy": accuracy}]
+    changes = {"numerics": numerics, "weights_sha256": 64 * weights, "environment": environment}
+    synthetic.write_ended(run, config, curve, **changes)
 
 
 def summarise(lab) -> dict:

@@ -78,7 +78,7 @@ def test_an_effect_that_our_seeds_cannot_see_is_not_tested_where_it_is_open(trai
 
 
 def test_without_runs_nothing_is_trained_and_nothing_fails(paper_lab):
-    summary = page.plain(summarise(None, {}, paper_lab))
+    summary = page.to_json(summarise(None, {}, paper_lab))
     words = {row["verdict"]["word"] for rows in summary["claims"].values() for row in rows.values()}
     assert words == {NOT_TRAINED} and summary["headline"]["not_trained"] == summary["second_line"]["total"] == 4
     assert summary["headline"]["family_p"] is None and set(summary["ahead_from_epoch"].values()) == {None}

@@ -10,6 +10,7 @@ SETTINGS = Settings(repetitions=200)
 WITHIN = 0.05 + 4 * (0.05 * 0.95 / 200) ** 0.5
 
 
+@pytest.mark.slow
 def test_the_rule_rarely_finds_what_is_not_there_and_often_what_is(paper_lab, monkeypatch):
     monkeypatch.setattr(verdicts, "SIZES", (5, 10))
     tables = measure(SETTINGS, paper_lab)

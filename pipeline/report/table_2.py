@@ -1,4 +1,4 @@
-"""What the pages say beside the studies: Table 2, what the trainings cost, and what made the runs."""
+"""Numbers of the pages that belong to no study: Table 2, the cost of trainings, and their provenance."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.results.runs import of_table_2, recorded
 from pipeline.statistics.claims import Results
-from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summarise
+from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summary_of
 from pipeline.studies.lab import TABLES, Lab
 from pipeline.studies.paper.benchmarks import short
 from pipeline.training.run import Run, same_config
@@ -36,15 +36,15 @@ def read(lab: Lab) -> dict[tuple[str, int], dict]:
     identities = list(listed[["variant", "seed"]].itertuples(index=False, name=None))
     if identities != [(run.variant, run.seed) for run in of_table_2(lab.params)]:
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
-    made = {run: Run(*run).record() for run in itertools.compress(identities, listed["status"] != "missing")}
-    for run, one in made.items():
-        if not same_config(one["config"], params.resolve(lab.params, run[0])):
+    records = {run: Run(*run).record() for run in itertools.compress(identities, listed["status"] != "missing")}
+    for run, record in records.items():
+        if not same_config(record["config"], params.resolve(lab.params, run[0])):
             path = Run(*run).folder / "record.json"
             raise UserError(f"{path} was made with other parameters than params.yaml has: run `dvc repro`.")
-    return made
+    return records
 
 
-def table_2(lab: Lab) -> list[dict[str, Any]]:
+def rows(lab: Lab) -> list[dict[str, Any]]:
     """A row for each model: the paper's test accuracy, ours in per cent over the runs that start, where one more such run is
     expected if three or more do, and the accuracies of the others."""
     tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
@@ -53,7 +53,7 @@ def table_2(lab: Lab) -> list[dict[str, Any]]:
         own, starting = results.accuracies_of_starting(variant), results.starting(variant)
         accuracies = dict(zip(results.runs_of(variant)["seed"], results.accuracies(variant), strict=True))
         low, high = one_more_run(own) if len(own) >= LEAST_RUNS else (math.nan, math.nan)
-        ours, paper = summarise(own), lab.paper.table_2.get(variant)
+        ours, paper = summary_of(own), lab.paper.table_2.get(variant)
         rows.append(
             {"variant": variant, "paper": paper, "ours": asdict(ours), "accuracies": own, "runs": len(accuracies)}
             | {"others": [value for seed, value in accuracies.items() if seed not in starting]}
@@ -65,8 +65,8 @@ def table_2(lab: Lab) -> list[dict[str, Any]]:
     return rows
 
 
-def table_2_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
-    """`table_2` as a file: per cent, and percentage points."""
+def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
+    """`rows` as a file: per cent, and percentage points."""
     return pd.DataFrame(
         {"variant": row["variant"], "model": lab.label(row["variant"]), "paper": row["paper"]}
         | {name: row["ours"][name] for name in ("mean", "std", "low", "high", "min", "max")}
@@ -81,8 +81,8 @@ def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
     """Parameters of Table 2's models, least and most; seeds of each kind of machine and minutes of a run there, least and
     most."""
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
-    for (_, seed), made in records.items():
-        machines[short(made["environment"])].append((seed, made["seconds"] / 60))
+    for (_, seed), record in records.items():
+        machines[short(record["environment"])].append((seed, record["seconds"] / 60))
     rows = []
     for name, runs in machines.items():
         seeds, minutes = zip(*runs, strict=True)
@@ -94,27 +94,30 @@ def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
 
 
 def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:
-    """What training took: of Table 2 and of each study that trains, the runs and hours."""
+    """Runs and hours of training, for Table 2 and for each study that trains."""
     groups = {"table_2": list(records.values())}
     for name in studies.names():
-        made = [each for _, each in recorded(name)]
-        groups |= {name: made} if made else {}
+        if own := [record for _, record in recorded(name)]:
+            groups[name] = own
     return {
-        name: {"runs": len(made), "hours": sum(each["seconds"] for each in made) / 3600} for name, made in groups.items()
+        name: {"runs": len(own), "hours": sum(record["seconds"] for record in own) / 3600} for name, own in groups.items()
     }
 
 
 def made_with(records: dict[tuple[str, int], dict]) -> dict[str, Any]:
-    """What Table 2's runs were made with: for each property every value that occurs, with its number of runs."""
-    made = list(records.values())
-    environments = [each["environment"] for each in made]
+    """Provenance of Table 2's runs: for each property every value that occurs, with its number of runs."""
+    listed = list(records.values())
+    environments = [each["environment"] for each in listed]
     facts = {key: [str(each[key]) for each in environments] for key in ("device_name", "python", "torch", "num_threads")}
-    facts |= {"data_sha256": [each["data_sha256"] for each in made], "numerics": [str(each["numerics"]) for each in made]}
+    facts |= {
+        "data_sha256": [each["data_sha256"] for each in listed],
+        "numerics": [str(each["numerics"]) for each in listed],
+    }
     facts |= {"commit": [str(each["git_commit"]) for each in environments]}
     counts = {key: dict(sorted(Counter(values).items())) for key, values in facts.items()}
-    newest = max(made, key=lambda each: each["finished_at"], default={"environment": {"git_commit": None}})
+    newest = max(listed, key=lambda each: each["finished_at"], default={"environment": {"git_commit": None}})
     return counts | {
         "newest_commit": newest["environment"]["git_commit"],
         "dirty": sum(bool(each["git_dirty"]) for each in environments),
-        "resumptions": sum(each["resumptions"] for each in made),
+        "resumptions": sum(each["resumptions"] for each in listed),
     }

@@ -1,4 +1,4 @@
-"""Where the measurements of a machine lie, how they are written, and what the scripts that take them have in common."""
+"""Measurements of a machine: their folder, their format, and the options that all scripts share."""
 
 import argparse
 import re

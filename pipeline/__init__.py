@@ -7,6 +7,6 @@ import importlib.util
 import sys
 
 for _package in ("torch", "numpy", "pandas", "scipy", "matplotlib", "pydantic", "ruamel", "safetensors", "tqdm"):
-    is_doctor = {"pipeline.tools.doctor", "doctor"} & {*sys.orig_argv}  # which says more
+    is_doctor = {"pipeline.tools.doctor", "doctor"} & {*sys.orig_argv}  # its message says more
     if importlib.util.find_spec(_package) is None and not is_doctor:
         sys.exit(f"error: {sys.executable} has no {_package}: run `make setup` and put .venv/bin first on PATH.")

@@ -38,8 +38,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
 WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
 SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
-MOST_SECONDS = 2.0  # of a call: a size that is predicted to take more is left out
-MOST_MATRIX_BYTES = 2**30  # of an N×N matrix
+MOST_SECONDS = 2.0  # longest call: a size that is predicted to take more is left out
+MOST_MATRIX_BYTES = 2**30  # largest N×N matrix
 MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
 MOST_TOKENS_ERROR = 512  # up to which A is formed and ‖AᵀA − I‖₂ taken
 ALLOWANCE = 1.5  # above the peak, for a clock rate that rises between the two measurements
@@ -139,7 +139,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     """Every way to compute attention that takes these inputs."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
-    methods = [method for method in METHODS if method != "qr_literal"]  # which is the literal code below
+    methods = [method for method in METHODS if method != "qr_literal"]  # the literal code is below
     found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)

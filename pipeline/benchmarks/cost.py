@@ -23,7 +23,7 @@ from osa import linalg
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on stderr that it found no CUDA device
 
-FORWARD, BOTH = "forward", "forward and backward"  # what is timed or counted of a call, as tables name it
+FORWARD, BOTH = "forward", "forward and backward"  # parts of a call that are timed or counted, as tables name them
 Shapes = list[list[int]]
 
 
@@ -75,7 +75,7 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
         LookupError: the call runs a routine of linear algebra or an attention without a formula here, or an operator of
             `osa` that has no plain route.
     """
-    call()  # what is allocated once and kept is no part of the cost
+    call()  # memory that is allocated once and kept is no part of the cost
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)
@@ -204,7 +204,7 @@ MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
 def sample_seconds(
     calls: dict[str, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds per call, `repeats` samples of each, in rounds: in every round each call once, in an order drawn anew.
+    """Seconds per call, `repeats` samples of each, in rounds: in every round each call once, in a new random order.
 
     What slows the machine for a while then meets all of them alike. Each is run twice before, and a sample runs it as
     often in a row as takes `at_least` seconds.

@@ -2,7 +2,7 @@
 
 machine    what the device copies and multiplies a second
 forms      each form of a kernel: seconds of its first use, and its errors against float64, side by side in processes
-attention  a call by its launches, as a replay of a CUDA graph and eagerly, beside torch's attention and a copy
+attention  a call by its launches, as a replay of a CUDA graph and eagerly, with torch's attention and a copy
 vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
 step       a training step of each model of the paper, and its parts
 train      the phases of a whole training of the paper's size, on random images
@@ -73,7 +73,7 @@ FORMS = (  # method, batch, heads, tokens, width, type
     ("newton_schulz", 1, 3, 1024, 64, HALF),
 )
 TINY_FORMS = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF), ("exact", 1, 1, 37, 64, HALF))
-ERRORS = ("output", "query", "key", "value")  # of the output, and of the gradients
+ERRORS = ("output", "query", "key", "value")  # errors of the output, and of the gradients
 
 
 def forms(tiny: bool) -> Rows:
@@ -409,7 +409,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too: by Triton's interpreter")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which all ends (default: %(default)s)")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # of a part's own process: when it stops
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # time when a part's own process stops
     parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if DEVICE.type != "cuda" and not chosen.rehearse:
@@ -464,7 +464,7 @@ def run(name: str, folder: Path, allowed: float, tiny: bool) -> str:
         try:
             status = child.wait(allowed)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)  # and the processes of its forms
+            os.killpg(child.pid, 9)  # kills the processes of its forms too
             child.wait()
             return "out of time"
     return "done" if status == 0 else f"status {status}"
@@ -488,7 +488,7 @@ def write(path: Path, rows: Rows, until: float) -> None:
 def first_look(folder: Path) -> Iterator[str]:
     """Decisive numbers first: errors, and the time of a step with OSA, and of a call."""
     forms_found = read(folder / "forms.csv")
-    kept = [row for row in forms_found if row["output"] != "nan"]  # which says that digits are lost
+    kept = [row for row in forms_found if row["output"] != "nan"]  # NaN says that digits are lost
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):

@@ -30,13 +30,13 @@ from pipeline.core.files import ROOT
 
 TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
-REGISTERS, WARPS = 65536, 64  # of a multiprocessor of either
+REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor of either
 RESERVED = 1024  # bytes of shared memory that each program takes besides its own
 WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (*operators.METHODS, *(f"long {method}" for method in operators.LONG_METHODS), "fused exact", "phi1")
-MOST_ROWS = {"exact": 64}  # that a program has a basis for
+MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
 MANY = 4096  # tokens that stand for any number of a long sequence
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -116,7 +116,7 @@ def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, arc
         report = _run("ptxas", "-v", f"--gpu-name={target}", ptx, "-o", machine_code).stderr
         instructions = _run("cuobjdump", "--dump-sass", machine_code).stdout
     hgmma, waits = (len(re.findall(rf"\b{name}\b", instructions)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # of all its functions
+    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # over all its functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)

@@ -1,7 +1,7 @@
 """An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py by our parametrisation, by torch's where it has it, and by the algorithms of
-pipeline/benchmarks/post.py, beside `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all
+pipeline/benchmarks/post.py, and `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all
 are timed in rounds of shuffled order, and divided by the dense layer of the same round. A size that a layer is predicted to
 be too slow for is absent. Writes orthogonal.csv and .json to paper_outputs/benchmarks/HARDWARE/.
 """
@@ -33,10 +33,10 @@ TRAINING_TOKENS = 6400  # 128 images of 50
 SEED = 0
 SMALLEST = 4
 TOKENS = (1, 128, TRAINING_TOKENS)
-STD = 0.01  # of the parameters, as the post draws them
+STD = 0.01  # sd of the parameters, as the post draws them
 SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
-MOST_SECONDS = 1.5  # of a call: a size that is predicted to take more is left out
-POWER = 2.5  # of n with which times are taken to grow: between that of many tokens, 2, and that of few, 3
+MOST_SECONDS = 1.5  # longest call: a size that is predicted to take more is left out
+POWER = 2.5  # power of n with which times are taken to grow: between that of many tokens, 2, and that of few, 3
 LARGEST = {"givens": 128, "rotors": LARGEST_ROTOR}  # n of the post's steps, which autograd keeps one by one
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]

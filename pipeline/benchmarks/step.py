@@ -1,7 +1,7 @@
 """A training step of each model of the paper, against the straightforward script: `python -m pipeline benchmarks.step`.
 
 Both sides take the same steps in one process, in rounds of shuffled order: a batch of the true size, forward, backward,
-clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA beside it without its graph; theirs is
+clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA also without its graph; theirs is
 `benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings, reading the loss
 after each step as such scripts do. Both start from the same weights: the initial ones of seed 0 and, where the run of seed 0
 has been trained here, its last ones, whose ‖S‖ is larger. In the same rounds a large product of matrices shows what the
@@ -40,7 +40,7 @@ SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long
 EXACT = "osa_exact"  # ours, not in the paper
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]
-PEAK = "product", "", ""  # of two matrices, in the place of a step's model, code and weights
+PEAK = "product", "", ""  # product of two matrices, in the place of a step's model, code and weights
 PEAK_SIZE = 2048
 
 Step = Callable[[], object]

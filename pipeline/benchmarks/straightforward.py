@@ -137,7 +137,7 @@ def load_weights(model: VisionTransformer, ours: osa.VisionTransformer) -> None:
             name = name.replace(old, new)
         state[name] = tensor.expand(ours.blocks[0].attention.num_heads) if name.endswith("alpha") else tensor
     for name in own:
-        if "in_proj_" in name:  # of nn.MultiheadAttention: query, key and value in one
+        if "in_proj_" in name:  # nn.MultiheadAttention has query, key and value in one
             layer, kind = name.split("in_proj_")
             state[name] = torch.cat([state.pop(f"{layer}{part}.{kind}") for part in ("query", "key", "value")])
     model.load_state_dict({name: tensor.reshape(own[name].shape) for name, tensor in state.items()})

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 # The last four, for models of one's own, are of Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
-DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # by 11 colours: 66 looks
-# What follows the page's light or dark scheme
+DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # times 11 colours: 66 looks
+# Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
+LEAST_LUMINANCE = 0.2  # least of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
 MODELS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
 MODELS += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm")
 METHODS = {  # the model whose look a method of attention has where it is drawn by itself

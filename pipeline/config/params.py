@@ -83,10 +83,10 @@ class Images(NamedTuple):
 
 
 DIGITS = Images(1, 28, 10)
-IMAGES = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), DIGITS)  # of the data sets that are published
+IMAGES = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), DIGITS)  # published data sets
 IMAGES["cifar10"] = Images(3, 32, 10)
-FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and what describes them, beside them
-SharedSection = Literal["data", "model", "init", "train"]  # what a variant may override
+FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and their description in the same folder
+SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
 SHARED = get_args(SharedSection)
 Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
 
@@ -190,7 +190,7 @@ BOUNDS = {"above": "gt", "least": "ge", "below": "lt"}
 class Model(
     options(
         Sizes,
-        absent=("image_size", "in_channels"),  # which the data have
+        absent=("image_size", "in_channels"),  # the data have them
         optional=("norm_eps",),
         patch_size=SIZE,
         embed_dim=SIZE,
@@ -290,7 +290,7 @@ class RunConfig(Shared):
     @model_validator(mode="after")
     def _model_fits(self):
         p = self.model.patch_size
-        self.options(Images(1, p, 0) if self.data.source == FOLDER else None)  # which is not to be there yet
+        self.options(Images(1, p, 0) if self.data.source == FOLDER else None)  # absent until fetch has run
         return self
 
     def options(self, images: Images | None = None) -> ModelConfig:
@@ -395,7 +395,7 @@ def load(path: str | Path = "params.yaml") -> Params:
 def with_library(raw: Any) -> Any:
     """The content of params.yaml with the models of the library that have no block there, and with their labels."""
     if not isinstance(raw, dict):
-        return raw  # which the schema refuses
+        return raw  # the schema refuses it
     raw = {"labels": {}} | raw
     library = {"variants": osa.models.MODELS, "labels": _labels()}
     return raw | {key: known | raw[key] for key, known in library.items() if isinstance(raw.get(key), dict)}
@@ -451,7 +451,7 @@ def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overr
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
     if merged["data"]["source"] != FOLDER:
-        merged["data"] |= {"path": None, "resize": None}  # of the folder alone
+        merged["data"] |= {"path": None, "resize": None}  # only a folder has them
     return validate(RunConfig, merged, where)
 
 

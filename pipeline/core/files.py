@@ -18,7 +18,7 @@ from pipeline.core.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and no training needs it
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository whose code is running
+ROOT = Path(__file__).resolve().parents[2]  # root of the repository whose code is running
 RECORD = "record.json"
 DIGITS = 6  # significant ones in every file: beyond them shows the order of additions, which changes with the threads
 
@@ -32,7 +32,7 @@ def found(path: str) -> Path:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part.
 
-    What a process that was killed while it wrote has left beside the file goes.
+    Files that a killed process has left next to it are removed.
 
     Raises:
         UserError: the disk is full, the folder read-only, or whatever else the system says.

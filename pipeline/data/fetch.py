@@ -35,10 +35,10 @@ FILES = {  # SHA-256; those of the other data sets are torchvision's MD5
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 VARIABLE = "OSA_{}_MIRROR"
-MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # of the downloads
+MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # size of the downloads
 TIMEOUT_SECONDS = 20  # without a byte
-LARGEST_BYTES = 2**28  # of a file; CIFAR-10 has 2**27.3
-TRAIN_PER_CLASS = 400  # of the 500 digits of each class in the sample
+LARGEST_BYTES = 2**28  # largest file; CIFAR-10 has 2**27.3
+TRAIN_PER_CLASS = 400  # taken from the 500 digits of each class in the sample
 
 
 @entry_point
@@ -92,7 +92,7 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
             print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
         else:
             print(f"{name} from {shown}")
-            mirrors.sort(key=mirror.__ne__)  # it is asked first for the next file
+            mirrors.sort(key=mirror.__ne__)  # it comes first for the next file
             return content
     raise UserError(
         f"{name} could not be fetched from {', then '.join(failures)}: set {variable} to a folder or URL that has it, or "

@@ -35,11 +35,11 @@ from pipeline.studies.lab import Lab
 from pipeline.training.run import FOLDER as RUNS
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
-ON_RESEARCH = ("harder_data",)  # of the paper's studies: what lies beyond MNIST
+ON_RESEARCH = ("harder_data",)  # the paper's studies that lie beyond MNIST
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
 NARROW = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
-STAGES = ("paper", "research")  # of dvc.yaml
+STAGES = ("paper", "research")  # stages of dvc.yaml
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
 
 

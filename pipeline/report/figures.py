@@ -18,7 +18,7 @@ PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
 # After a letter that is moved, an invisible one moves back; baseline-shift would, but not every browser knows it.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
 NARROW = 3.6, 2.8  # inches: the width of a figure on a phone, and the most that a panel has of its height
-UNSEEN = re.compile(  # what matplotlib writes and a page does not need
+UNSEEN = re.compile(  # parts of matplotlib's files that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
     re.DOTALL,
@@ -56,7 +56,7 @@ def stack(figure: Figure) -> Figure:
     if len(panels) > 1:
         for place, axes in zip(figure.add_gridspec(len(panels), 1), panels, strict=True):
             axes.set_subplotspec(place)
-            axes.tick_params(labelleft=True)  # which panels in a row share
+            axes.tick_params(labelleft=True)  # panels in a row share them
         figure.set_size_inches(NARROW[0], height * len(panels))
     else:
         figure.set_size_inches(NARROW[0], figure.get_figheight())

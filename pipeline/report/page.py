@@ -24,7 +24,7 @@ MARKS = {  # before a badge: good, bad, open
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
-SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # of Markdown
+SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters of Markdown
 
 
 def to_json(value: Any) -> Any:
@@ -111,7 +111,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
             token.attrSet("id", anchor(title))
             sections += [(anchor(title), re.sub(r"<[^>]+>|:.*", "", title))] if token.tag == "h2" else []
         elif token.type == "inline" and (image := _only_image(token)):
-            contents = "", _figure(image, drawings, source), ""  # of <p>, the image and </p>
+            contents = "", _figure(image, drawings, source), ""  # in place of <p>, the image and </p>
             tokens[i - 1 : i + 2] = [Token("html_block", "", 0, content=content) for content in contents]
     return _markdown().renderer.render(tokens, _markdown().options, {}), sections
 

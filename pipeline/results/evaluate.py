@@ -27,7 +27,7 @@ from pipeline.training.run import Run
 
 BATCH_SIZE = 500
 ATTENTION_IMAGES = 128  # test images over which the attention is measured
-TOLERANCE_IMAGES = 5  # by which the accuracy may differ from training's, as rounding may between batch sizes and devices
+TOLERANCE_IMAGES = 5  # difference of the accuracy from training's, as rounding may between batch sizes and devices
 
 
 @entry_point

@@ -30,9 +30,9 @@ from pipeline.statistics.verdicts import (
     power_of_ranks,
 )
 
-GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of ten classes that are equally likely; per cent
-WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of mean accuracies
-TRAINS = 0.5  # of a guess's loss, which the last train loss of a run that trains is below
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # guess among ten equally likely classes; per cent
+WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # weights of mean accuracies
+TRAINS = 0.5  # share of a guess's loss; the last train loss of a run that trains is below
 
 
 class Results:
@@ -69,7 +69,7 @@ class Results:
         return runs["train_loss"].where(runs["status"] == "finished", GUESS_LOSS).astype(float).tolist()
 
     def curves(self, name: str) -> list[pd.DataFrame]:
-        """The history of each run that is there, by seed; of one that diverged up to there."""
+        """The history of each existing run, by seed; a diverged run's ends early."""
         own = self.histories[self.histories["name"] == name]
         return [curve for _, curve in own.groupby("seed")]
 

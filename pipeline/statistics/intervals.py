@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-CONFIDENCE = 0.95  # of intervals that are shown
+CONFIDENCE = 0.95  # level of intervals that are shown
 LEAST_RUNS = 3  # behind a prediction interval
 Samples = Sequence[Sequence[float]]
 Interval = tuple[float, float]

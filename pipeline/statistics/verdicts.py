@@ -40,13 +40,13 @@ REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
 SAME, OTHER = "open, same direction", "open, other direction"
 NOT_TESTABLE, NOT_TRAINED = "not testable here", "not trained"
 WORDS = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAINED)
-LEVEL = 0.05  # of each one-sided test
+LEVEL = 0.05  # level of each one-sided test
 BOTH = 1 - 2 * LEVEL  # confidence of the two-sided interval whose ends are the one-sided bounds
 LEAST_POWER = 0.5
 MARGIN_OF_A_START = 0.1  # nats below the loss of a guess
 SIMULATED = 10_000  # experiments behind a power
-DIGITS = 9  # of a shifted value: 97.1 − 0.5 ties with 96.6
-ROUNDING = 1e-12  # of a p-value: all of three runs above all of three others is 1 in 20
+DIGITS = 9  # decimals of a shifted value: 97.1 − 0.5 ties with 96.6
+ROUNDING = 1e-12  # rounding of a p-value: all of three runs above all of three others is 1 in 20
 _WORST = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TRAINED)  # last
 
 
@@ -133,7 +133,7 @@ def judge_contrast(
 
 
 def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "above") -> Verdict:
-    """The rule for the probability of success, given so many of n independent runs."""
+    """The rule for the probability of success, given the number of successes in n independent runs."""
     if n == 0:
         return _not_trained(limit, side)
     alternatives = {"above": "greater", "below": "less"}
@@ -204,7 +204,7 @@ def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, floa
 def critical_rank(n: int, m: int) -> int:
     """The largest k for which P(U ≤ k − 1) ≤ 5 %, where U counts the pairs of n and m runs of one distribution in which the
     first is larger; 0 where there is none."""
-    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # by U, the rank sum less its least value
+    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # index U, the rank sum less its least value
     return int((np.cumsum(ways) / ways.sum() <= LEVEL + ROUNDING).sum())
 
 

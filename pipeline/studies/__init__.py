@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # slow to import, and no training draws
 
 WINGS = ("paper", "deep", "orthogonal")
 Tables = dict[str, "pd.DataFrame"]
-Request = tuple[str, Overrides, int]  # of a training: variant, what is replaced of its configuration, seed
+Request = tuple[str, Overrides, int]  # a training's variant, changes of its configuration, and seed
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ def interval(axes: Axes, low: float, high: float, y: float, colour: str, within:
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Writes each line's label beside its last point, where lines should end together; labels that would touch keep `gap`
+    """Writes each line's label next to its last point, where lines should end together; labels that would touch keep `gap`
     of the axes' height from one another."""
-    axes.get_figure().draw_without_rendering()  # which settles the limits
+    axes.get_figure().draw_without_rendering()  # settles the limits
     to_axes, labels = axes.transData + axes.transAxes.inverted(), []
     for line in (line for line in axes.lines if not line.get_label().startswith("_")):
         end = to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1])

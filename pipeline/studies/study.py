@@ -1,6 +1,6 @@
 """Measures one study: `python -m pipeline study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-It takes one thread, as the last digits depend on their number. record.json beside the tables has the digest of each.
+It takes one thread, as the last digits depend on their number. record.json next to the tables has the digest of each.
 """
 
 from pathlib import Path

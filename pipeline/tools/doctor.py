@@ -16,7 +16,7 @@ from pipeline.core.errors import without_password
 from pipeline.tools import locks
 
 LEAST_DISK = 2e9  # bytes: for data, weights and DVC's copies of both
-Line = tuple[str, str, str, bool]  # what, how it is, the remedy if it is missing, whether `make reproduce` needs it
+Line = tuple[str, str, str, bool]  # subject, its state, the remedy if it is missing, whether `make reproduce` needs it
 
 
 def main() -> None:

@@ -47,12 +47,12 @@ from pipeline.studies.lab import Lab
 from pipeline.tools import gpus, locks, times
 from pipeline.training.run import TABLE_2, Run, same_config
 
-SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # to another machine, beside the data
+SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to another machine, with the data
 RETRIES = 3  # on other nodes, where one dies
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
 OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
-PROCESSES: set[subprocess.Popen] = set()  # that train now
+PROCESSES: set[subprocess.Popen] = set()  # trainings under way
 
 
 @entry_point
@@ -159,7 +159,7 @@ def at_once(jobs: list[Job], per_gpu: int | None) -> int:
     return count
 
 
-# which runs
+# Choice of runs
 
 
 def missing(jobs: list[Job]) -> list[Job]:
@@ -368,7 +368,7 @@ def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
 
     def take(run: Run, future: Future) -> None:
         if error := future.exception():
-            for other in futures:  # those under way go on, and no other begins
+            for other in futures:  # runs under way go on, and no other begins
                 other.cancel()
             raise error
 

@@ -1,6 +1,6 @@
 """Reproduces the paper: `make reproduce`. Fetches the data, trains what is missing side by side, and lets DVC do the rest.
 
-It ends with the table, where page and figure lie, whether anything was trained, and how to train anew.
+It ends with the table, where page and figure lie, whether anything was trained, and how to train again.
 """
 
 import os
@@ -115,7 +115,7 @@ def said_of(trained: int) -> str:
 
 
 def how_to_train(settings: params.Params) -> str:
-    """The command that trains one model anew, and its time by the records."""
+    """The command that trains one model again, and its time by the records."""
     (run, config), *_ = fan_out.table_2_jobs(settings)
     seconds = times.estimate(run, config, [record for _, record in recorded()])
     time = f" (about {times.duration(seconds)})" if seconds else ""

@@ -19,9 +19,9 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 KEPT = Path(".restored")
-SHOWN_PARTS = 5  # of a path, in a list: paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # parts of a path in a list: paper_outputs/runs/table_2/vit/0
 RECORD = re.compile(r"paper_outputs/runs/(.*)/record\.json")
-OF_A_RUN = re.compile(  # of any study but the tries, which git and DVC leave alone
+OF_A_RUN = re.compile(  # paths of any study but the tries, which git and DVC leave alone
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
     r"|weights/(?!tries/)[^/]+/[^/]+/\d+\.safetensors|evaluations/[^/]+/\d+/evaluation\.json|data/\w+\.txt)"
 )

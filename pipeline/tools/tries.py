@@ -1,4 +1,4 @@
-"""Trains a grid of values beside the committed results: `python -m pipeline try osa_exact --set model.depth=2,3`.
+"""Trains a grid of values, to compare with the committed results: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
 Every combination of the values is trained with every seed, side by side; given again, what is missing. A table shows test
 accuracies with intervals. Records stay under paper_outputs/runs/tries, which neither git nor DVC looks at; weights go.

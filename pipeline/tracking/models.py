@@ -44,7 +44,7 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
         )
         client, name, seed = experiment.client, training.record.name, training.record.seed
         for left in client.search_logged_models([experiment.id], f"source_run_id = '{entry.id}'"):
-            client.delete_logged_model(left.model_id)  # by an import that was killed
+            client.delete_logged_model(left.model_id)  # left by an import that was killed
         logged = client.create_logged_model(experiment.id, f"{name}-{seed}", entry.id, params=entry.parameters)
         try:
             client.log_model_artifacts(logged.model_id, str(path))

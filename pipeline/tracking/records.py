@@ -49,7 +49,7 @@ class Record(BaseModel):
     finished_at: datetime | None
     seconds: float
     images_per_second: float | None
-    timestamps: list[int]  # of the points, in milliseconds since 1970
+    timestamps: list[int]  # times of the points, in milliseconds since 1970
 
 
 class Training:
@@ -113,7 +113,7 @@ class Training:
         """Content of metrics.json; empty while it trains. Raises UserError if a file is not the record's."""
         if not self.has_ended:
             return {}
-        if self.run.record() is None:  # which checks them all
+        if self.run.record() is None:  # checks them all
             raise UserError("history.csv or metrics.json is missing")
         return files.read_json(self.path.with_name("metrics.json"))
 

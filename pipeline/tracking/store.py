@@ -48,7 +48,7 @@ def database() -> Path | None:
 
 
 def artifacts() -> str | None:
-    """The place of the artifacts: beside the database, as several clones may share it. A server has a place of its own."""
+    """The place of the artifacts: next to the database, as several clones may share it. A server has a place of its own."""
     if address().startswith("http"):
         return None
     return ((database() or root() / "mlflow.db").resolve().parent / "mlartifacts").as_uri()
@@ -120,7 +120,7 @@ def _remedy(error: Exception, why: str) -> str:
 def cause(error: BaseException) -> str:
     """The cause of an error, on one line: MLflow's own message is an address, and the cause comes last."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        if isinstance(behind, KeyError):  # of an address that MLflow does not know, which says less
+        if isinstance(behind, KeyError):  # an address that MLflow does not know; its message says less
             break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])

@@ -116,8 +116,8 @@ class Family:
 
     def __init__(self, experiment: Experiment, name: str, entries: Iterable[Entry]) -> None:
         self.experiment, self.name = experiment, name
-        self.parents: dict[str, Entry] = {}  # by configuration
-        self.children: dict[str, list[Entry]] = defaultdict(list)  # by name, the newest first
+        self.parents: dict[str, Entry] = {}  # configuration → parent
+        self.children: dict[str, list[Entry]] = defaultdict(list)  # name → children, the newest first
         self.surplus: list[Entry] = []  # parents
         self.seen: set[str] = set()  # children that files tell of
         for entry in entries:

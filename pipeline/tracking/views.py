@@ -4,7 +4,7 @@ import json
 
 from pipeline.tracking.records import CURVES, TABLE_2
 
-# Columns and their widths: 823 pixels with the box to tick, as many as a window of 1440 leaves beside MLflow's own panels.
+# Columns and their widths: 823 pixels with the box to tick, as many as a window of 1440 leaves next to MLflow's own panels.
 MODEL = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
 SEED = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
 OTHER = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second is when a run was made
@@ -33,7 +33,7 @@ def _state(query: str, order: str, is_ascending: bool, widths: dict[str, int], c
         "selectedColumns": [*columns],
         "columnOrder": [*placed],
         "columnWidths": placed,
-        "runsHiddenMode": "SHOW_ALL",  # by default MLflow draws the ten newest
+        "runsHiddenMode": "SHOW_ALL",  # MLflow's default draws the ten newest
         "chartsSearchFilter": f"^({'|'.join(chart['metricKey'] for chart in charts)})$",
         "compareRunSections": [{"uuid": "curves", "name": "Model metrics", "display": True, "isReordered": False}],
         "compareRunCharts": charts,

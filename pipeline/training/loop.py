@@ -53,7 +53,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     try:
         config.check_images()
         model = osa.models.build_vit(**dataclasses.asdict(config.options()), generator=random_stream(seed, "init"))
-    except ValueError as error:  # what only the parts know, such as how few blocks an activation can be shaped for
+    except ValueError as error:  # limits that only the parts know, such as how few blocks an activation can be shaped for
         raise UserError(f"there is no such model: {error}.") from None
     if config.variant.keep:
         orthogonal.constrain_(model, config.variant.keep, config.variant.keep_by)
@@ -61,7 +61,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, and beside it Muon where `train.optimizer` says so.
+    """AdamW, and Muon with it where `train.optimizer` says so.
 
     Muon takes the weight matrices of the blocks, and AdamW the embeddings, the head, biases, norms and alpha. Muon's update
     has a root mean square of 0.2 times the rate, as AdamW's tends to have (Liu et al. 2025, "Muon is scalable for LLM

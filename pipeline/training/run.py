@@ -354,7 +354,7 @@ class Recorder(Observer):
         if self.watch:
             import pandas as pd
 
-            seen = pd.DataFrame(self.times.watched or {"epoch": []})  # of a run that diverged at step 0 nothing
+            seen = pd.DataFrame(self.times.watched or {"epoch": []})  # a run that diverged at step 0 has none
             files.write_csv(paths["watched"], seen)
         else:
             paths["watched"].unlink(missing_ok=True)

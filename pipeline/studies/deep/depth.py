@@ -1,5 +1,5 @@
 """Depth: which model trains at which depth without skips and LN, and what stops the others? Section 4 of He et al. 2023, and
-OSA beside it. Theirs are language models of width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
+OSA next to it. Theirs are language models of width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
 
 The runs are listed in params.yaml beside this file. All models of one depth have the same budget, and each the learning rate
 that the study `rates` found for its kind.
@@ -37,7 +37,7 @@ COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
 SHALLOW = 36  # blocks that train for two epochs; more train for one
 HIGHEST = 30.0  # train loss that is drawn
-IMAGES = 8  # of the test set, in which tokens are watched
+IMAGES = 8  # test images in which tokens are watched
 
 
 @torch.no_grad()

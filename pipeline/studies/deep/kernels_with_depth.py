@@ -34,9 +34,9 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
 
-ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # of Figure 7, in its order
+ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # rows of Figure 7, in its order
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # what is drawn: a label, and the model whose look it has
+LINES = {  # lines that are drawn: a label, and the model whose look it has
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -46,9 +46,9 @@ LINES = {  # what is drawn: a label, and the model whose look it has
 }
 COLLAPSED = 0.99  # a mean cosine above which all tokens are as good as one
 COLLAPSING = ("vanilla", "rms", "post_ln")  # to one direction, as Figures 1 and 7 show
-TOLERANCE = 1e-10  # of what is an identity: L products of N×N matrices with condition numbers up to 1e4
-NORM_TOLERANCE = 0.1  # of q = 1 after all blocks with normalised skips, where E-SPA is an approximation
-CORRECTED, UNCORRECTED = 0.2, 2.0  # of Figure 6: how far q may be from 1 with the correction, and its least value without
+TOLERANCE = 1e-10  # error of an identity: L products of N×N matrices with condition numbers up to 1e4
+NORM_TOLERANCE = 0.1  # error of q = 1 after all blocks with normalised skips, where E-SPA is an approximation
+CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: how far q may be from 1 with the correction, and its least value without
 FIGURE_6 = (36, 0.02, 20)  # blocks, γ_L, and types of tokens, so that r = 0.05
 SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # L (1 − α²) is that of α = 0.98 at 36 blocks
 LAYERS = {  # orthogonal attention of several heads: the variant, and whether V and O are drawn for all heads together
@@ -56,15 +56,15 @@ LAYERS = {  # orthogonal attention of several heads: the variant, and whether V 
     "osa_joint": ("osa_exact", True),
     "osa_per_head": ("osa_exact", False),
 }
-Step = Callable[[Tensor], Tensor]  # what a block makes of Σ
+Step = Callable[[Tensor], Tensor]  # a block's map of Σ
 
 
 class Settings(Section):
     seeds: Seeds
     depths: Depths  # the last one is L
     tokens: PositiveInt = 100
-    types: PositiveInt = 50  # of tokens, drawn at random: two are the same with the probability r = 1/types
-    heads: PositiveInt = 8  # of ALiBi
+    types: PositiveInt = 50  # types of tokens, drawn at random: two are the same with the probability r = 1/types
+    heads: PositiveInt = 8  # heads of ALiBi
     rho: Fraction = 0.8
     gamma: PositiveFloat = 0.005
     shortcut: Fraction = 0.98
@@ -284,7 +284,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         ],
         "schedule": check(tables["schedules"]["error"].max(), TOLERANCE),
         "skips": check((skips[26] - 1).abs().max(), NORM_TOLERANCE),
-        "skips_printed": (skips[25] - 1).abs().max(),  # by Eq. 25
+        "skips_printed": (skips[25] - 1).abs().max(),  # Eq. 25
         "corrected": check((repeated.get_group(True) - 1).abs().max(), CORRECTED),
         "uncorrected": check(repeated.get_group(False).min(), UNCORRECTED, "above"),
         "spectrum": check(tables["spectra"]["change"].max(), TOLERANCE),

@@ -35,7 +35,7 @@ class Settings(comparison.Settings):
     patches: list[PositiveInt]  # pixels a side, of models as initialised
     initial_seeds: Seeds
     images: PositiveInt = 1
-    power_iterations: PositiveInt = 20  # which leave an error of 1 %
+    power_iterations: PositiveInt = 20  # leave an error of 1 %
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

@@ -13,7 +13,7 @@ from pipeline.studies.lab import Lab, first_steps
 
 
 class Settings(comparison.Settings):
-    steps: PositiveInt  # of each training, after its warm-up
+    steps: PositiveInt  # steps of each training, after its warm-up
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of a mean
     last: PositiveInt  # steps at the end, for a mean of their own
 

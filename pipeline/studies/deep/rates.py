@@ -22,8 +22,8 @@ LEARNS = 0.01  # below the loss of a guess, or there is nothing to tell rates ap
 class Search(Section):
     depth: PositiveInt
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
-    steps: PositiveInt  # of each training
-    last: PositiveInt  # of these, whose mean loss counts
+    steps: PositiveInt  # steps of each training
+    last: PositiveInt  # last steps, whose mean loss counts
 
 
 class Settings(Section):

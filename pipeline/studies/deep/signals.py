@@ -42,12 +42,12 @@ REST = ("softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "u
 SKIPS = ("espa_skip", "softmax_skip", "softmax_skip_nonorm")
 MODELS = (*FIRST, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
-KEPT = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # what keeps ‖X‖_F, X Xᵀ or Σ_L
+KEPT = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # models that keep ‖X‖_F, X Xᵀ or Σ_L
 BAND = (0.05, 0.95)  # quantiles over tokens
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # κ from which on float64 cannot tell a matrix from a singular one
-TOLERANCE = 1e-10  # of what is kept: tens of products of small matrices
-RATIO = 2.0  # by which the attention may raise the first block's gradient
-SMALLEST = 1e-3  # of α L ‖X‖₂²/√d_v, where the attention is as good as none
+TOLERANCE = 1e-10  # error of kept quantities: tens of products of small matrices
+RATIO = 2.0  # factor by which the attention may raise the first block's gradient
+SMALLEST = 1e-3  # least α L ‖X‖₂²/√d_v, where the attention is as good as none
 
 
 class Settings(Section):
@@ -133,7 +133,7 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     return kappas.where(kappas < SINGULAR, math.inf).log().mean().exp().item()
 
 
-# What the attention keeps
+# Quantities that the attention keeps
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
     return exponential_kernel(n, variant.kernel_last)[order][:, order]
 
 
-# How small α has to be
+# Size of α
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
@@ -188,7 +188,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
             x = model.tokens(images)
         squared = norm(x).square().mean().item()
         cotangent = torch.randn(x.shape, generator=lab.generator(seed, "signals/alpha"), dtype=x.dtype)
-        unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # of α, by the bound
+        unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # unit of α, by the bound
         alpha = doubling_alpha(model, images, cotangent, unit)
         yield {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared} | {
             "alpha": alpha,
@@ -202,7 +202,7 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
     below, alpha = (0.0, SMALLEST * unit), unit
     while True:
         ratio = math.log(first_gradient(model, images, cotangent, alpha) / base)
-        if not ratio < math.log(RATIO):  # which NaN is not either
+        if not ratio < math.log(RATIO):  # NaN is not either
             share = (math.log(RATIO) - below[0]) / (ratio - below[0])
             return math.exp(math.log(below[1]) + share * math.log(alpha / below[1]))
         below, alpha = (ratio, alpha), alpha * math.sqrt(2)

@@ -24,8 +24,8 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-EXACT = "exponential"  # what the others are compared with
-ANGLES = {  # of Q(X) for n = 2, by x = X₂₁
+EXACT = "exponential"  # reference of the other maps
+ANGLES = {  # angle of Q(X) for n = 2, by x = X₂₁
     "givens": lambda x: x,
     "exponential": lambda x: x,
     "cayley": lambda x: 2 * np.arctan(x / 2),
@@ -34,7 +34,7 @@ ANGLES = {  # of Q(X) for n = 2, by x = X₂₁
 ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
 NEAR = 1e-2  # ‖tA‖₂ up to which the power is read off
 SLOPE_TOLERANCE = 0.05
-TOLERANCE = 1e-12  # of an angle in float64
+TOLERANCE = 1e-12  # error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
 DASHED = ("exponential", "householder")  # where they lie on another's line
 
@@ -42,7 +42,7 @@ DASHED = ("exponential", "householder")  # where they lie on another's line
 class Settings(Section):
     seeds: Seeds
     sizes: Annotated[list[Annotated[int, Field(ge=3)]], Field(min_length=1)] = Field([4, 16, 64], min_length=1)  # n
-    largest: Annotated[float, Field(gt=NEAR)] = 8.0  # of |x| and of ‖tA‖₂
+    largest: Annotated[float, Field(gt=NEAR)] = 8.0  # largest |x| and ‖tA‖₂
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

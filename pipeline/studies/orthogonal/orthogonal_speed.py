@@ -15,8 +15,8 @@ from pipeline.studies.lab import Lab
 
 LEAST_SIZE = 16  # n of a layer; the benchmark has smaller ones for the rotors alone
 SIZES = (64, 256)  # n between which the goal is set
-GOAL = 1.3  # of ours over dense
-MUCH_SLOWER = 10.0  # what the post's “significantly” is taken to mean
+GOAL = 1.3  # ours over dense
+MUCH_SLOWER = 10.0  # the post's “significantly”, as we take it
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:

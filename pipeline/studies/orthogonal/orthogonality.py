@@ -21,7 +21,7 @@ from pipeline.studies.lab import Lab
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
 WEIGHT = 1e-6  # the largest λ of Section 3
-RANK_SHARE = 0.01  # of the largest singular value of A, up to which others do not count for its rank
+RANK_SHARE = 0.01  # share of the largest singular value of A, up to which others do not count for its rank
 
 
 class Settings(Section):

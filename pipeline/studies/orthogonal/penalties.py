@@ -42,12 +42,12 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
     rows, accuracies = [], under_noise(training)
     for layer, (block, (attention, x), (_, y)) in enumerate(inputs, 1):
         a = attention_matrix(attention, x)
-        change = (attention_matrix(attention, y) - a).norm(dim=-1)  # of each row
+        change = (attention_matrix(attention, y) - a).norm(dim=-1)  # change of each row
         query, key, _ = attention.project(x)
         attention_numbers = attention_row(a)
         row = {"layer": layer, "attention": attention_numbers.pop("penalty"), "moved": change.flatten().quantile(0.9).item()}
         row |= {"keys": norm(key).median().item(), "worst": worst_ratios(query[:FEW], key[:FEW]).max().item()}
-        spectra = torch.linalg.eigvalsh(x @ x.mT).clamp(min=0)  # which rounding may leave below it
+        spectra = torch.linalg.eigvalsh(x @ x.mT).clamp(min=0)  # rounding may leave it below 0
         row |= {"tokens_rank": float(np.mean([effective_rank(values) for values in spectra]))}
         rows.append(row | attention_numbers | weight_row(block) | spectral_row(block) | accuracies)
     return rows

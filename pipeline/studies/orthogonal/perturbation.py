@@ -24,8 +24,8 @@ SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and k
 KEY_MEANS = (0.0, 3.0)  # added to all keys alike, which changes no softmax attention
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # as initialised
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
-QUARTER = 0.25  # what the constant 2 may be multiplied by
-ROUNDING = 1e-6  # of a ratio, at the smallest ε
+QUARTER = 0.25  # factor that the constant 2 may have
+ROUNDING = 1e-6  # rounding of a ratio, at the smallest ε
 
 
 class Settings(Section):
@@ -80,7 +80,7 @@ def softmax_rows(query: Tensor, key: Tensor, generator: Generator) -> Iterator[d
 def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
     """‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂) for each row f of softmax attention, (..., N)."""
     f = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)  # (..., N, N)
-    jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # of each row times K, (..., N, N, d_v)
+    jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # each row's times K, (..., N, N, d_v)
     return norm(jacobians) / (2 * norm(key)[..., None])
 
 

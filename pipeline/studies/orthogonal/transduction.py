@@ -28,7 +28,7 @@ CLAIM = "penalties_boost_transduction"
 
 
 class Penalised(Section):
-    penalty: str | None = None  # of osa.constrained.penalties
+    penalty: str | None = None  # name in osa.constrained.penalties
     weight: NonNegativeFloat = 0.0
 
 

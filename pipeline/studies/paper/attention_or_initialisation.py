@@ -20,7 +20,7 @@ EFFECTS = {  # weights of the cells: the mean effect over the other factor's lev
     "attention": (-0.5, -0.5, 0.5, 0.5),
     "initialisation": (-0.5, 0.5, -0.5, 0.5),
 }
-INTERACTION = (1, -1, -1, 1)  # by how much more Section 4's initialisation helps OSA than softmax
+INTERACTION = (1, -1, -1, 1)  # weights: how much more Section 4's initialisation helps OSA than softmax
 RESAMPLES = 10_000
 RULES = ("attention_matters", "attention_matters_with_xavier")
 RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")

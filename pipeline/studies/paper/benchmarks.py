@@ -14,10 +14,10 @@ from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-PAPER = {"tokens": 50, "width": 16}  # of one head of its models
+PAPER = {"tokens": 50, "width": 16}  # one head of its models
 LONG = 16384  # tokens
 PASS = "forward and backward"
-WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # of a processor's name, where a column is narrow
+WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words left out of a processor's name
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Table 1 and Section 3.1: what orthogonal attention costs, component by component and as a whole, on one head in float32.
 
-Multiply–adds and peak memory repeat exactly and are what is checked; the times stand beside them. Exponents are slopes on
+Multiply–adds and peak memory repeat exactly and are checked; the times are not. Exponents are slopes on
 log–log axes along three lines: N alone, d alone, and N and d together at fixed N/d, which measures the total degree.
 """
 
@@ -58,7 +58,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        least = 256 * self.width  # from where N×N is large beside N×d over all sizes that slopes are fitted to
+        least = 256 * self.width  # from there N×N is large against N×d over all sizes that slopes are fitted to
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -185,7 +185,7 @@ def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
-# What follows from the tables alone
+# Summaries of the tables alone
 
 ORDERS = {  # the entry of each part in paper.yaml's orders
     **{"qr": "qr", "newton_schulz": "newton_schulz", "newton_schulz_gram": "newton_schulz", "small": "small"},
@@ -195,12 +195,12 @@ OSA = ("osa_qr", "osa_ns", "osa_exact")
 JUDGED = {"tokens": "N", "joint": "Nd"}  # the degree in N, and the total degree: what decides an order at 2d ≤ N
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # largest sizes of a sweep to which slopes are fitted: exponents are about the large
-TOLERANCE = 0.05  # by which a slope may pass an exponent. A wrong power moves it by 1; one Taylor term or squaring more
+TOLERANCE = 0.05  # excess of a slope over an exponent. A wrong power moves it by 1; one Taylor term or squaring more
 # among 15 by 0.03 over three doublings, and a lower-order term that is 10 % at their start by 0.04
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Exponents and checks of Table 1's components and of OSA as a whole, and OSA beside torch's fused softmax attention.
+    """Exponents and checks of Table 1's components and of OSA as a whole, and OSA against torch's fused softmax attention.
 
     "table_1" and "linear" are the largest excess of a slope over the paper's exponent. "formed" has the slopes against N of
     the operations of Eq. 7 and 6 with S and A formed. Crossings and ratios are of a forward and a backward pass.

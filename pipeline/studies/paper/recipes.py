@@ -25,7 +25,7 @@ LIMIT = 0.20
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Each configuration beside the paper, Table 2's too, and the closest of those with all models."""
+    """Each configuration against the paper, Table 2's too, and the closest of those with all models."""
     own, table_2, paper = Results(tables), results_of(lab), lab.paper.table_2
     samples: dict[str, dict[str, list[float]]] = {}
     for name, training in settings.runs.items():
@@ -39,7 +39,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """A configuration's models beside the paper's, its distance, and whether it is the recipe."""
+    """A configuration's models against the paper's, its distance, and whether it is the recipe."""
     models = {}
     for model, values in accuracies.items():
         if values:

@@ -30,7 +30,7 @@ SPREADS = {"osa_qr": 0.20, "osa_ns": 0.88, "vit": 0.16, "vit_noskip": 0.63, "vit
 LOG_SPREADS = {"osa_qr": 0.1, "vit": 0.095, "vit_noskip": 0.087}
 WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # points, and ratios, that a figure shows
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # of the second model's training: each point of a curve, but the last
+FRACTIONS = np.arange(1, 39) / 40  # share of the second model's training: each point of a curve, but the last
 
 
 def results_of(lab: Lab) -> Results:

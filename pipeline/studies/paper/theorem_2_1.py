@@ -27,16 +27,16 @@ from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case
 from pipeline.studies.lab import Lab, initialised_layers
 
-IDENTICAL = ("qr", "exact")  # those that are exp(S) but for rounding
+IDENTICAL = ("qr", "exact")  # methods that give exp(S) but for rounding
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-NORM = 1.0  # of S while cond(M) varies
+NORM = 1.0  # ‖S‖₂ while cond(M) varies
 
 
 class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[17, 4], [50, 16]])  # N, d_v: small, and the paper's
-    norms: list[PositiveFloat] = Field([1e-3, 1e-2, 0.1, 1, 3, 10, 30, 100], min_length=1)  # of S
-    conditions: list[Condition] = Field([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8], min_length=1)  # of M
+    norms: list[PositiveFloat] = Field([1e-3, 1e-2, 0.1, 1, 3, 10, 30, 100], min_length=1)  # norms of S
+    conditions: list[Condition] = Field([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8], min_length=1)  # condition numbers of M
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

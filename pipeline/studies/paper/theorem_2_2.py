@@ -26,7 +26,7 @@ from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import worst_case
 from pipeline.studies.lab import Lab
 
-IDENTICAL = ("qr", "exact")  # those whose A is orthogonal but for rounding
+IDENTICAL = ("qr", "exact")  # methods whose A is orthogonal but for rounding
 SOFTMAX = ("softmax", "softmax, skip")  # stacks for comparison
 TOLERANCE = 1e-10  # relative, of every eigenvalue: 64 layers x n eps x the cond(X) of a thousand or so of real tokens
 

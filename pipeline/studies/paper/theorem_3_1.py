@@ -45,8 +45,8 @@ class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[50, 16]])  # N, d_v: the paper's
     iterations: PositiveInt = 12  # K from 1 to here
-    norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # of S: what trained layers have
-    conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # of M
+    norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # norms of S that trained layers have
+    conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # condition numbers of M
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

@@ -1,6 +1,6 @@
 """Theorem 4.1: the Jacobian of one head of OSA is J₁ + J₂.
 
-J from automatic differentiation of the head is set beside both terms of Eq. 13, computed by themselves.
+J from automatic differentiation of the head is compared with both terms of Eq. 13, computed by themselves.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from pipeline.studies._summaries import worst_case
 from pipeline.studies.lab import Lab
 
 SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h; the second has N < 2d_v
-ALPHA = 1.0  # so that J₁ is as large as J₂
+ALPHA = 1.0  # makes J₁ as large as J₂
 
 
 class Settings(Section):

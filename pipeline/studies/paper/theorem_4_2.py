@@ -1,6 +1,6 @@
 """Theorem 4.2: with the initialisation of Section 4 the query–key product W̃ has condition number 1.
 
-The singular values of W̃ are set beside those of Xavier's initialisation, and beside what training makes of κ(W̃).
+The singular values of W̃ are compared with those of Xavier's initialisation, and κ(W̃) with its value after training.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
-‖J₁‖₂ and κ(J) of one head are set beside their bounds over α. What the theorems leave out is measured in the models: κ(J)
+‖J₁‖₂ and κ(J) of one head are compared with their bounds over α. The models show what the theorems leave out: κ(J)
 of a head of each layer, as initialised and trained, and κ(Σᵢ W^Vᵢ W^Oᵢ) of a whole layer.
 """
 
@@ -64,7 +64,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: str) -> dict[str, float]:
-    """‖S‖₂, ‖J₁‖₂ and the C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) beside its bound.
+    """‖S‖₂, ‖J₁‖₂ and the C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
 
     Both κ are also given less 1: for small α the digits of κ that a file holds are all zero.
     """
@@ -146,7 +146,7 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """κ(J) − 1 of one head over α, beside its bound; and κ of one head and of the whole layer, by layer."""
+    """κ(J) − 1 of one head over α, with its bound; and κ of one head and of the whole layer, by layer."""
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]
     own = alphas[(alphas["method"] == "exact") & (alphas[SIZE] == alphas[SIZE].iloc[0]).all(axis=1)]

@@ -2,7 +2,7 @@
 
 Networks of several depths as initialised, with neither skips nor normalisation: each attention, OSA's two and softmax, with
 each initialisation of the MLPs, SUO (the paper's for OSA) and Xavier (the paper's for the ViTs), to separate what the
-attention does from what the MLPs do. ViTs with normalisation are measured beside them. The question is ours: the paper's
+attention does from what the MLPs do. ViTs with normalisation are measured too. The question is ours: the paper's
 models differ in attention and MLPs at once.
 """
 
@@ -25,7 +25,7 @@ from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
 
 OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
-MLPS = ("suo", "xavier")  # of a variant's `mlp_init`: SUO, and Xavier
+MLPS = ("suo", "xavier")  # values of a variant's `mlp_init`: SUO, and Xavier
 MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_noskip", "xavier")]
 
 
@@ -33,7 +33,7 @@ class Settings(Section):
     seeds: Seeds
     depths: Depths
     gradient_images: PositiveInt = 16  # test images of the loss whose gradient is measured
-    samples: PositiveInt = 8  # of Hutchinson's estimate of a Frobenius norm, which is then good to a few per cent
+    samples: PositiveInt = 8  # draws of Hutchinson's estimate of a Frobenius norm, which is then good to a few per cent
     power_iterations: PositiveInt = 10  # enough where the largest singular value stands out, as it does in deep products
 
 

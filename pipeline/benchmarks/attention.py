@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = max(peak, measurements.peak(device, dtype))  # anew at each size: the machine may have been busy before
+        peak = max(peak, measurements.peak(device, dtype))  # once for each size: the machine may have been busy before
         errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
             times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)

@@ -21,7 +21,7 @@ from pipeline.config import params
 from pipeline.core import files
 from pipeline.core.errors import UserError
 
-IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # of the splits train and t10k
+IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # names for the splits train and t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
 LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # up to 256 classes, and beyond
 
@@ -219,7 +219,7 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     values = np.frombuffer(content, np.uint8, offset=header_size)
     if values.size != math.prod(shape):
         raise _unusable(path, f"has {values.size} values where its header says {math.prod(shape)}")
-    return values.reshape(shape).copy()  # of the file's bytes, which nobody may write to
+    return values.reshape(shape).copy()  # nobody may write to the file's bytes
 
 
 def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:

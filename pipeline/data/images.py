@@ -30,14 +30,14 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.data import idx
 
-SPLITS = {"train": "train", "test": "t10k"}  # and their names in the files
+SPLITS = {"train": "train", "test": "t10k"}  # split → name in the files
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
-UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and of a NAS
-DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # of reading an archive
-ImagePath = tuple[str, str, str]  # of an image: split, class, and name in the folder or archive
-Decoded = tuple[str, int, int]  # of an image too: its mode and size, and where its pixels begin in the file of all
+UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # folders of systems and NAS
+DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
+ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
+Decoded = tuple[str, int, int]  # its mode and size, and where its pixels begin in the spool
 Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read a file; None for a folder
 
 

@@ -70,7 +70,7 @@ def write(name: str, only: str | None = None) -> None:
         raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
-        look_of(variant)  # so that those without a fixed look get one in this order, whatever is drawn first
+        look_of(variant)  # gives one to each variant without a fixed look, in this order whatever is drawn first
     context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
     for each in on_page(name):

@@ -10,10 +10,10 @@ from pipeline.data import idx
 
 CONTROL = "nvidia-cuda-mps-control"
 MOST = 48  # clients of MPS on one GPU
-# What a training takes at most, in round numbers. A process: CUDA's context, cuBLAS's workspace, what allocators keep.
+# Upper bounds of a training's memory, in round numbers. A process: CUDA's context, cuBLAS's workspace, what allocators keep.
 PROCESS_BYTES = 2**30
-IMAGES = 70_000  # of the largest published data set
-TENSORS_A_BLOCK = 64  # of the tokens of a batch, which the backward pass and a graph keep
+IMAGES = 70_000  # size of the largest published data set
+TENSORS_A_BLOCK = 64  # tensors as large as a batch's tokens, kept for the backward pass and by a graph
 EVALUATED, TENSORS_EVALUATED = 2000, 16  # images at a time, and tensors of their tokens
 
 

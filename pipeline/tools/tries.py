@@ -26,7 +26,7 @@ from pipeline.tools import fan_out, locks
 from pipeline.training.run import FOLDER, TABLE_2, TRIES, Run
 
 HEADS = ["Model", "committed", "tried", "Difference", f"{CONFIDENCE:.0%} interval", "Reading"]
-Seeds = dict[int, dict[str, Any]]  # of each: its record, and its accuracy in per cent, NaN where it diverged
+Seeds = dict[int, dict[str, Any]]  # seed → its record, and its accuracy in per cent, NaN where it diverged
 
 
 @entry_point

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # of trainings for MLflow, at their end, and one more for each run
+PATIENCE_SECONDS = 60  # patience of trainings with MLflow at their end, and one more for each run
 
 
 def sync_quietly(*runs: object) -> None:

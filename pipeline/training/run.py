@@ -47,8 +47,9 @@ CURVES = COLUMNS[2:]
 FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
 DIGEST_BYTES = hashlib.sha256().digest_size
-PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # of a run's seconds; those before the last resumption too
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)  # of torch.load
+PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, before its last resumption too
+# raised by torch.load
+UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 
 Watch = Callable[[Training], list[dict[str, float]]]
 

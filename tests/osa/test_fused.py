@@ -95,7 +95,7 @@ def test_query_that_is_nearly_key_times_a_symmetric_matrix_takes_three_products(
 @pytest.mark.parametrize("norm", [0.1, 1.0, 4.0, 20.0, 200.0])
 @pytest.mark.parametrize("mean", [0.0, 1.0])
 def test_the_output_over_all_norms(norm, mean):
-    """By one product an error of at most 2⁻⁹ ‖S‖₂ besides the rounding, by three one of 10⁻⁵ ‖S‖₂."""
+    """An error of at most 2⁻⁹ ‖S‖₂ by one product, and of 10⁻⁵ ‖S‖₂ by three, on top of the rounding."""
     query, key, value, scale = inputs_of(66, 64, norm, mean=mean)
     expected = reference.orthogonal_attention(*(x.double().cpu() for x in (query, key, value)), scale.double().cpu())
     most = 2e-3 + (1e-5 if state(query, key, value, scale) == [THREE] else 2**-9) * norm

@@ -279,7 +279,7 @@ def test_what_an_experiment_sets_is_what_we_read(value):
     files.write_text("params.yaml", (ROOT / "params.yaml").read_text(encoding="utf-8"))
     from dvc.utils.hydra import apply_overrides
 
-    apply_overrides("params.yaml", [f"train.learning_rate={value}"])  # of `dvc exp run -S`
+    apply_overrides("params.yaml", [f"train.learning_rate={value}"])  # the parser of `dvc exp run -S`
     assert params.load().train.learning_rate == float(value)
 
 

@@ -9,7 +9,7 @@ from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
 from pipeline.studies.lab import Lab
 
-BASELINES = ("vit", "vit_noskip_nonorm", "osa_exact")  # of Table 2
+BASELINES = ("vit", "vit_noskip_nonorm", "osa_exact")  # models of Table 2
 CLAIMS = ("espa_fastest", "espa_skip_matches_default", "softmax_skip_matches_default", "softmax_skip_needs_norm")
 CLAIMS += ("osa_not_below_espa", "iso_helps_six_blocks", "osa_not_below_rival")
 CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_above_gaussian")

@@ -21,7 +21,7 @@ from pipeline.studies.lab import Lab
 from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
-REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # of Table 2
+REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # models of Table 2
 OF_TRAINING = 0.5  # whose lowest loss speed is compared at
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")

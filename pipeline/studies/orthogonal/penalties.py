@@ -28,7 +28,7 @@ IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1'
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations on the pixels: of A's change, of accuracy
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
-BASELINES = ("vit", "vit_noskip_nonorm")  # of Table 2: the accuracy without a penalty
+BASELINES = ("vit", "vit_noskip_nonorm")  # models of Table 2: the accuracy without a penalty
 SHOWN = ("attention", "projections", "mlp")
 
 

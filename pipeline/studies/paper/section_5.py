@@ -164,8 +164,8 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
             axes.plot(table["loss"], table["ratio"], **looks.look_of(model).line())
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]
-                axes.plot(*last, ".", color=looks.look_of(model).colour)  # which shows a curve of one point
-                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # of the dashed line
+                axes.plot(*last, ".", color=looks.look_of(model).colour)  # shows a curve of one point
+                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # a side of the dashed line
                 axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)
         judged_at = target_loss(results.curves_of_starting(second), claim.of_training)

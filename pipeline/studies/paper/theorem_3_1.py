@@ -38,7 +38,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUNDS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # by the condition of M
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # a dash for each condition of M
 
 
 class Settings(Section):

@@ -216,7 +216,7 @@ def test_dvc_and_mlflow_hear_at_once_of_all_runs_that_ended_and_of_those_trained
         ["sync", "--only", *(f"table_2/{variant}/{seed}" for variant, seed in seeds)],
         ["commit", "--force", "--quiet", *(f"train@{variant}-{seed}" for variant, seed in seeds)],
     ]
-    assert fan_out.commit([Run("vit", 0, "depth")]) == [] and len(calls) == 5  # of which DVC knows nothing
+    assert fan_out.commit([Run("vit", 0, "depth")]) == [] and len(calls) == 5  # DVC knows nothing of this run
 
 
 def test_what_dvc_does_not_take_is_named(monkeypatch, capsys):

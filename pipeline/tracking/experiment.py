@@ -1,17 +1,18 @@
 """The experiment in MLflow, and its runs as one search finds them."""
 
+import getpass
 import os
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.looks import INK, look_of
 from pipeline.core.errors import UserError
-from pipeline.tracking import store
+from pipeline.tracking import notes, store
 from pipeline.tracking.records import TABLE_2, Value
 from pipeline.tracking.views import views
 
@@ -31,12 +32,15 @@ class Entry:
     tags: dict[str, str]
     parameters: dict[str, str]
     metrics: dict[str, float]  # the last values
+    place: str  # of its artifacts
 
     @classmethod
     def of(cls, run: Any) -> "Entry":
-        """A run of MLflow's; one of somebody's own has no name."""
-        info, data = run.info, run.data
-        return cls(info.run_id, data.tags.get("run", ""), info.start_time, info.status, data.tags, data.params, data.metrics)
+        """A run of MLflow's; one of somebody's own has no name. In older stores the name is a parameter too."""
+        tags, parameters = run.data.tags, run.data.params
+        name = tags.get("run") or parameters.get("run", "")
+        info = run.info
+        return cls(info.run_id, name, info.start_time, info.status, tags, parameters, run.data.metrics, info.artifact_uri)
 
     @property
     def family(self) -> str:
@@ -54,7 +58,7 @@ class Experiment:
         self.client = client
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or NAME
         if (present := client.get_experiment_by_name(name)) is None:
-            tags = {"mlflow.experimentKind": "custom_model_development"}
+            tags = {"mlflow.note.content": notes.EXPERIMENT, "mlflow.experimentKind": "custom_model_development"}
             present = client.get_experiment(client.create_experiment(name, store.artifacts(), tags))
         elif present.lifecycle_stage == "deleted":
             client.restore_experiment(present.experiment_id)
@@ -92,17 +96,25 @@ class Experiment:
                     found[entry.family].append(entry)
         return found
 
-    def create(self, name: str, start: int, tags: dict[str, str]) -> Entry:
-        """Makes a run. Its title and its colour, which is that of Figure 1, stay as somebody edits them."""
+    def create(self, name: str, start: int, tags: dict[str, str], command: str = "") -> Entry:
+        """Makes a run. Its title, note and colour, which is that of Figure 1, stay as somebody edits them."""
+        title, note = notes.title(tags, self.settings), notes.note(tags, self.settings, self.paper)
+        if command:
+            title += f", seed {tags['seed']}"
+            note += f"\n\nTo make it again: `{command}`."
         colour = look_of(tags["variant"], among=self.settings.get("variants", ())).colour
-        tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
-        info = self.client.create_run(self.id, start, tags, title(tags, self.settings)).info
-        return Entry(info.run_id, name, start, "RUNNING", tags, {}, {})
+        tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": GREY if colour == INK else colour}
+        with suppress(KeyError, OSError):  # of a user without a name, as in a container
+            tags["mlflow.user"] = getpass.getuser()
+        info = self.client.create_run(self.id, start, tags, title).info
+        return Entry(info.run_id, name, start, "RUNNING", tags, {}, {}, info.artifact_uri)
 
     def write(self, entry: Entry, values: list[Value], parameters: dict[str, str], tags: dict[str, str]) -> None:
         """Writes metrics, parameters, and last the tags that differ: what is cut short is written again."""
         from mlflow.entities import Metric, Param, RunTag
 
+        if parameters and not entry.parameters:
+            self._log_data(entry, parameters["data.source"])
         new = {key: value for key, value in tags.items() if entry.tags.get(key) != value}
         metrics = [Metric(*value) for value in values]
         listed = [Param(key, value) for key, value in parameters.items() if entry.parameters.get(key) != value]
@@ -110,6 +122,12 @@ class Experiment:
         entry.tags |= new
         entry.parameters |= parameters
         entry.metrics |= {key: value for key, value, *_ in sorted(values, key=lambda value: value[3])}
+
+    def log_files(self, entry: Entry, folder: Path) -> None:
+        """Copies the files of a folder to the artifacts. The client would read the whole run to learn where these lie."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        get_artifact_repository(entry.place, tracking_uri=self.client.tracking_uri).log_artifacts(str(folder))
 
     def end(self, entry: Entry, status: str, at: int) -> None:
         """Sets the status, and when the run ended."""
@@ -119,24 +137,16 @@ class Experiment:
             self.client.set_terminated(entry.id, status, at)
         entry.status = status
 
-    def difference_to_paper(self, tags: dict[str, str], accuracy: float) -> dict[str, float]:
+    def _log_data(self, entry: Entry, source: str) -> None:
+        """Names the data that the run was trained on, which fills MLflow's column Dataset."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        data = Dataset(source, entry.tags["data_sha256"][:36], "local", source)  # MLflow takes 36 characters
+        self.client.log_inputs(entry.id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
+
+    def beside_paper(self, tags: dict[str, str], accuracy: float) -> dict[str, float]:
         """The paper's accuracy and the difference to it, of its models in Table 2."""
         number = self.paper.table_2.get(tags["variant"]) if tags["study"] == TABLE_2 else None
         if number is None:
             return {}
         return {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
-
-
-def title(tags: Mapping[str, str], settings: dict) -> str:
-    """The name of a run in MLflow: OSA (QR), or ViT, init.head=zeros where a value is replaced, or ViT, depth by its study.
-
-    A single run has its seed too: OSA (QR), seed 0.
-    """
-    parts = [(settings.get("labels") or {}).get(tags["variant"], tags["variant"])]
-    changes = re.split(r"\+(?=[a-z])", tags["name"].removeprefix(tags["variant"]))[1:]
-    if not changes and tags["study"] != TABLE_2:
-        changes = [tags["study"]]
-    parts += changes
-    if tags["level"] == "single":
-        parts.append(f"seed {tags['seed']}")
-    return ", ".join(parts)

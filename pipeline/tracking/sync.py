@@ -28,6 +28,7 @@ OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
 SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
 GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
+REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
 
 def sync(
@@ -66,6 +67,8 @@ def sync(
             if base == Path() and not only:
                 family.end_lost_runs()
             family.settle()
+            if base == Path() and name.startswith(f"{TABLE_2}/"):
+                family.attach_report()
     if with_models:
         with store.errors_as_user_errors(), lock:
             _log_models(experiment, [training for training in trainings if training.name.startswith(f"{TABLE_2}/")])
@@ -124,8 +127,8 @@ class Family:
             configuration = entry.tags.get("configuration", "")
             if not entry.is_parent:
                 self.children[entry.name].append(entry)
-            elif configuration in self.parents:
-                self.surplus.append(entry)
+            elif configuration in self.parents or "run" in entry.parameters:
+                self.surplus.append(entry)  # in older stores a parent has curves, which would hide its new means
             else:
                 self.parents[configuration] = entry
 
@@ -145,7 +148,7 @@ class Family:
         if is_new := entry is None:
             parent = self._parent(tags, training.started)
             own = tags | {"current": "true", "mlflow.parentRunId": parent.id}
-            entry = self.experiment.create(training.name, training.started, own)
+            entry = self.experiment.create(training.name, training.started, own, training.run.command)
             entries.append(entry)
             entries.sort(key=lambda each: each.start, reverse=True)
         else:
@@ -154,10 +157,11 @@ class Family:
             values = [value for value in values if value[3] not in known]
         self.seen.add(entry.id)
         if training.has_ended:
+            self.experiment.log_files(entry, training.path.parent)
             once = {key: getattr(training.record, key) for key in COSTS}
             once = {key: rounded(key, value) for key, value in once.items() if value is not None}
             if not metrics["diverged"]:
-                once |= self.experiment.difference_to_paper(tags, 100 * metrics["test_accuracy"])
+                once |= self.experiment.beside_paper(tags, 100 * metrics["test_accuracy"])
             values += [(key, value, training.ended, 0) for key, value in once.items()]
         self.experiment.write(entry, values, _parameters(training, metrics), tags)
         if entry.status != status:
@@ -234,10 +238,20 @@ class Family:
             if len(last) > 1 and key in CURVES[:-1]:
                 deviations[f"{key}_std"] = rounded(key, stdev(last))
         if counted:
-            values |= self.experiment.difference_to_paper(
+            values |= self.experiment.beside_paper(
                 counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
             )
         return values | deviations | {"num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
+
+    def attach_report(self) -> None:
+        """Attaches Figure 1 and the report to the parents, as artifacts."""
+        paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
+        digest = files.digest([files.sha256(path) for path in paths])[:16]
+        for parent in self.parents.values():
+            if paths and parent.tags.get("report") != digest:
+                for path in paths:
+                    self.experiment.client.log_artifact(parent.id, str(path), "report")
+                self._tag(parent, {"report": digest})
 
     def _tag(self, entry: Entry, tags: dict[str, str]) -> None:
         if not tags.items() <= entry.tags.items():

@@ -132,6 +132,10 @@ def curve(run, key):
     return sorted((metric.step, metric.value) for metric in client().get_metric_history(run.info.run_id, key))
 
 
+def artifacts(run, folder=None):
+    return [file.path for file in client().list_artifacts(run.info.run_id, folder)]
+
+
 def logged_models():
     return client().search_logged_models([each.experiment_id for each in client().search_experiments()])
 
@@ -178,17 +182,38 @@ def test_sync_imports_each_run_once_with_statistics_on_its_parent(database, monk
     for run in (parent, child):  # in this order MLflow shows them, and Compare opens on the first
         assert list(run.data.metrics)[:2] == ["test_accuracy", "test_loss"]
         assert run.data.tags["mlflow.runColor"] == look_of("osa_qr").colour
+        assert str(paper) in run.data.tags["mlflow.note.content"] and run.data.tags["mlflow.user"] != "unknown"
+        (data,) = run.inputs.dataset_inputs
+        assert (data.dataset.name, data.dataset.digest) == ("mnist", ("da7a" * 16)[:36])
         assert "run" not in run.data.params and run.data.params["init.head"] == "xavier"
     assert child.data.params["seed"] == "1" and "seed" not in parent.data.params
     tags = {"mlflow.parentRunId": parent.info.run_id, "mlflow.source.git.commit": COMMIT, "mlflow.source.type": "LOCAL"}
     tags |= {"run": "table_2/osa_qr/1", "variant": "osa_qr", "seed": "1", "current": "true"}
     assert child.data.tags.items() >= tags.items()
+    assert f"`{runs.Run('osa_qr', 1).command}`" in child.data.tags["mlflow.note.content"]
     assert (child.info.status, child.info.end_time - child.info.start_time) == ("FINISHED", 300_000)
     assert (parent.info.status, parent.info.end_time - parent.info.start_time) == ("FINISHED", 301_000)
+    assert artifacts(child) == ["history.csv", "metrics.json", "record.json"]
     none = shown["ViT (no skip)"].data.metrics
     assert diverged.info.status == "FAILED" and (none["num_seeds"], none["num_diverged"]) == (0, 1)
     assert not {"test_accuracy", "test_accuracy_std", "difference_to_paper"} & none.keys()
     assert curve(diverged, "test_loss") == [(0, 2.4)] and "difference_to_paper" not in diverged.data.metrics
+
+
+def test_every_model_of_table_2_has_figure_1_and_the_report_as_they_are_now(database):
+    files.write_text("paper_outputs/report.html", "the report"), files.write_text("paper_outputs/figure_1.svg", "<svg/>")
+    (
+        Run("osa_qr", 0, [0.1, 0.5]).finish(),
+        Run("vit", 0, [0.1, 0.5]).finish(),
+        Run("vit", 0, [0.1, 0.5], study="depth").finish(),
+    )
+    sync()
+    files.write_text("paper_outputs/report.html", "another")
+    sync()
+    for run in (by_name()["OSA (QR)"], by_name()["ViT"]):
+        assert artifacts(run, "report") == ["report/figure_1.svg", "report/report.html"]
+        assert Path(client().download_artifacts(run.info.run_id, "report/report.html")).read_bytes() == b"another"
+    assert artifacts(by_name()["ViT, depth"]) == artifacts(by_name()["ViT, seed 0"], "report") == []
 
 
 @pytest.fixture
@@ -258,6 +283,8 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     assert sorted((run.data.metrics["test_accuracy"], run.data.tags["current"]) for run in single) == [
         (20, "false"), (50, "false"), (60, "false"), (70, "true"), (90, "true"),
     ]  # fmt: skip
+    (watched,) = (run for run in single if run.data.metrics["test_accuracy"] == 60)
+    assert "watched.csv" in artifacts(watched)
     parents = client().search_runs(["1"], "tags.level = 'mean'")
     assert {run.data.params.get("train.learning_rate"): run.data.metrics["test_accuracy"] for run in parents} == {
         None: 65, "0.01": 90,
@@ -303,6 +330,22 @@ def test_a_sync_with_nothing_new_does_without_torch(database):
     assert records.UNDER_WAY == runs.Run("vit", 0).scratch.parents[2] and experiment.NAME == PAPER.title
 
 
+def test_a_store_whose_runs_have_their_name_as_a_parameter_is_read_as_before(database):
+    """Such stores have the name in tags too, curves in the parents, and no checksum."""
+    Run("vit", 0, [0.1, 0.5]).finish(), sync()
+    for name, run in by_name().items():
+        client().log_param(run.info.run_id, "run", run.data.tags["run"])
+        client().delete_tag(run.info.run_id, "checksum" if "seed" in name else "children")
+        client().delete_tag(run.info.run_id, "run")
+    child, parent = by_name()["ViT, seed 0"].info.run_id, by_name()["ViT"].info.run_id
+    client().log_metric(parent, "test_accuracy", 40, step=117)
+    assert sync() == (0, 1)
+    assert by_name()["ViT, seed 0"].info.run_id == child and set(by_name()) == {"ViT", "ViT, seed 0"}
+    assert by_name()["ViT"].data.metrics["test_accuracy"] == 50
+    before = contents()
+    assert sync(only="table_2/vit/0") == sync() == (0, 1) and contents() == before
+
+
 def test_views_show_the_models_and_their_seeds(database):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.6]).finish()
     Run("osa_qr", 0, [0.1, 0.6]).finish()
@@ -328,7 +371,7 @@ def test_views_show_the_models_and_their_seeds(database):
         "Models, seed by seed": ["OSA (QR), seed 0", "ViT, seed 0", "ViT, seed 1"],
     }
     assert by_name()["ViT"].data.tags["mlflow.runColor"] == experiment.GREY  # Figure 1's ink is hidden on a dark page
-    assert "ViT, init.head=zeros" in by_name()
+    assert "leaves this open" in by_name()["ViT, init.head=zeros"].data.tags["mlflow.note.content"]
     assert sorted(ages, key=ages.get, reverse=True) == list(shown)  # as MLflow's menu sorts them
     assert list(by_name(level="mean"))[:2] == ["ViT", "OSA (QR)"]  # the newest first, as without any view
 
@@ -369,7 +412,7 @@ def test_runs_that_train_here_are_not_lost_while_those_of_another_folder_are_imp
     assert sorted(run.info.status for run in single) == ["KILLED", "RUNNING"]
 
 
-@pytest.mark.parametrize("call", ["create_run", "log_batch", "set_terminated"])
+@pytest.mark.parametrize("call", ["create_run", "log_inputs", "log_batch", "set_terminated"])
 def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
     Run("vit", 0, [0.1, 0.5]).finish(), Run("vit", 1, [0.1, 0.7]).finish()
     with monkeypatch.context() as patch:
@@ -380,7 +423,7 @@ def test_an_import_cut_short_is_made_whole(database, monkeypatch, call):
     assert set(by_name()) == {"ViT", "ViT, seed 0", "ViT, seed 1"}
     assert by_name()["ViT"].data.metrics["test_accuracy"] == 60
     for run in by_name().values():
-        assert run.info.status == "FINISHED" and run.data.params["init.head"] == "xavier"
+        assert run.info.status == "FINISHED" and run.data.params["init.head"] == "xavier" and run.inputs.dataset_inputs
     assert curve(by_name()["ViT, seed 0"], "test_accuracy") == [(0, 10), (117, 50)]
 
 
@@ -493,7 +536,8 @@ def test_two_syncs_at_once_on_a_fresh_machine_whose_path_needs_quoting(folder, m
     assert [process.returncode for process in pair] == [0, 0]
     assert sum(int(text.split()[0]) for text in printed) == 2
     assert set(by_name()) == {"ViT", "ViT, seed 0", "ViT, seed 1"} and curve(by_name()["ViT"], "num_seeds") == [(0, 2)]
-    expected = {"mlflow.db", "mlflow.db.lock", "paper_outputs", "params.yaml"}
+    assert "history.csv" in artifacts(by_name()["ViT, seed 0"])
+    expected = {"mlflow.db", "mlflow.db.lock", "mlartifacts", "paper_outputs", "params.yaml"}
     assert {path.name for path in folder.iterdir()} == expected and len(list(folder.parent.iterdir())) == 1
 
 
@@ -516,7 +560,7 @@ def test_artifacts_lie_beside_the_database_that_several_clones_share(folder, mon
         Run("vit", seed, [0.1, 0.5]).finish(), sync()
     shutil.rmtree(folder.parent / "first")
     singles = client().search_runs(["1"], "tags.level = 'single'")
-    assert len(singles) == 2
+    assert len(singles) == 2 and all("history.csv" in artifacts(run) for run in singles)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
     assert store.artifacts() == (folder.parent / "second/mlartifacts").as_uri()
 
@@ -549,9 +593,12 @@ def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, mo
         assert [name for name, _ in printed] == ["Models", "Their curves"]
         site = f"http://127.0.0.1:{port}"
         assert all(address.startswith(f"{site}/#/experiments/1/runs?") for _, address in printed)
-        until(lambda: set(by_name()) == {"ViT", "ViT, seed 0"})
+        until(lambda: set(by_name()) == {"ViT", "ViT, seed 0"} and "record.json" in artifacts(by_name()["ViT, seed 0"]))
         with urllib.request.urlopen(site) as answer:
             assert b"static-files/" in answer.read()
+        name = by_name()["ViT, seed 0"].info.run_id
+        with urllib.request.urlopen(f"{site}/get-artifact?path=history.csv&run_uuid={name}") as answer:
+            assert answer.read().decode().startswith("step,epoch,train_loss,")
         Run("vit", 1, [0.1, 0.2, 0.3]).train(2)
         until(lambda: "ViT, seed 1" in by_name())
         process.terminate()

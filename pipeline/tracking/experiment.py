@@ -32,7 +32,7 @@ class Entry:
     tags: dict[str, str]
     parameters: dict[str, str]
     metrics: dict[str, float]  # the last values
-    place: str  # of its artifacts
+    place: str  # URI of its artifacts
 
     @classmethod
     def of(cls, run: Any) -> "Entry":
@@ -104,7 +104,7 @@ class Experiment:
             note += f"\n\nTo make it again: `{command}`."
         colour = look_of(tags["variant"], among=self.settings.get("variants", ())).colour
         tags = tags | {"run": name, "mlflow.note.content": note, "mlflow.runColor": GREY if colour == INK else colour}
-        with suppress(KeyError, OSError):  # of a user without a name, as in a container
+        with suppress(KeyError, OSError):  # a user may have no name, as in a container
             tags["mlflow.user"] = getpass.getuser()
         info = self.client.create_run(self.id, start, tags, title).info
         return Entry(info.run_id, name, start, "RUNNING", tags, {}, {}, info.artifact_uri)

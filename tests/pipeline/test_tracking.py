@@ -612,6 +612,7 @@ def test_a_training_is_brought_at_its_end_unless_it_is_not_to_be(monkeypatch, op
     brought = []
     monkeypatch.setattr(train, "train", lambda run, config, **_: None)
     monkeypatch.setattr(train, "make_deterministic", lambda: None)
+    monkeypatch.setattr(runs.Run, "record", lambda run: {"seconds": 1.0})
     monkeypatch.setattr(tracking, "sync_quietly", brought.append)
     monkeypatch.setattr(sys, "argv", ["train", "vit", "3", *options])
     train.main()

@@ -45,6 +45,11 @@ def is_transformed() -> bool:
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
+def known(size: int) -> int:
+    """A size that a trace knows as a number, as the length of a range is no symbol: another size makes another graph."""
+    return len(range(size))
+
+
 def has_values(x: Tensor) -> bool:
     """Tells whether x has values: a fake tensor has its shape, type and device alone."""
     return not is_fake(x)

@@ -15,7 +15,7 @@ from osa.kernels import heads, launch, sequences
 from osa.kernels.launch import padded
 from osa.kernels.tiles import SIZE
 from osa.linalg import Scale
-from osa.runtime import VMAP_AND_GRAD, TransformType, is_eager, is_transformed, outside_of_modes
+from osa.runtime import VMAP_AND_GRAD, TransformType, is_eager, is_transformed, known, outside_of_modes
 
 METHODS = ("exact", "newton_schulz", "qr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
         method in (METHODS if is_short else LONG_METHODS)
         and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH for x in tensors)
         and all(_is_whole(x, *VMAP_AND_GRAD) for x in (*tensors, scale) if isinstance(x, Tensor))
-        and _is_right(form, query.device, dtypes, rows, width, value.shape[-1])
+        and _is_right(form, query.device, dtypes, *map(known, (rows, width, value.shape[-1])))
     )
 
 
@@ -65,7 +65,7 @@ def fits_split_phi1(z: Tensor, y: Tensor) -> bool:
 
 def _is_right_phi1(z: Tensor, y: Tensor) -> bool:
     is_usual = all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y))
-    return is_usual and _is_right("phi1", z.device, (z.dtype,), 0, z.shape[-1], y.shape[-1])
+    return is_usual and _is_right("phi1", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:

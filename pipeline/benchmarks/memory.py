@@ -87,7 +87,7 @@ def measure(step: str) -> dict[str, int]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[str, int]]:
-    """What this process holds of each kind beyond now, at most, until the block ends; looked at every few milliseconds."""
+    """Measures the most that this process holds of each kind beyond what it held before, every few milliseconds."""
     before, done = held(), threading.Event()
     peaks = dict.fromkeys(KINDS, 0)
 

@@ -138,7 +138,7 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _histogram(images: np.ndarray) -> np.ndarray:
-    """How many pixels have each level, (256,), a million at a time: NumPy counts in 64 bits a pixel."""
+    """Counts the pixels of each level, (256,), a million at a time: NumPy counts in 64 bits a pixel."""
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
     for start in range(0, len(pixels), 2**20):
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
@@ -162,7 +162,7 @@ def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterab
 
 
 def label_type(num_classes: int) -> np.dtype:
-    """That of stored labels: bytes for up to 256 classes, on which the digests of data sets hang, and two bytes beyond."""
+    """The type of stored labels: bytes for up to 256 classes, as digests of data sets expect, and two bytes beyond."""
     return LABEL_TYPES[num_classes > 256]
 
 

@@ -137,8 +137,8 @@ def train_all(
 
 
 def at_once(jobs: list[Job], per_gpu: int | None) -> int:
-    """How many trainings this machine takes at a time: one a core, or one a GPU, or where MPS runs as many as fit there.
-    Where it does not run, a line says how to start it and what that saves."""
+    """Returns the number of trainings at a time on this machine: one a core, or one a GPU, or as many as fit under MPS.
+    Where MPS does not run, a line says how to start it and what that saves."""
     count = torch.cuda.device_count()
     if not count:
         return len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ EVALUATED, TENSORS_EVALUATED = 2000, 16  # images at a time, and tensors of thei
 
 
 def has_mps() -> bool:
-    """Whether the control daemon of MPS runs on this machine."""
+    """Tells whether the control daemon of MPS runs on this machine."""
     try:
         asked = subprocess.run([CONTROL], input="get_server_list\n", capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -56,6 +56,6 @@ def need(config: RunConfig) -> int:
 
 
 def that_fit(configs: Iterable[RunConfig]) -> int:
-    """How many trainings of these configurations one GPU takes side by side: by its memory, by MPS, and one a core."""
+    """Returns the number of such trainings that share one GPU: by its memory, by MPS, and one a core."""
     largest = max(map(need, configs), default=PROCESS_BYTES)
     return max(1, min(free_bytes() // largest, MOST, len(os.sched_getaffinity(0))))

@@ -33,8 +33,8 @@ def estimate(run: Run, config: RunConfig, records: Sequence[dict]) -> float | No
 
 
 def spent(made: dict, **others: float) -> str:
-    """How long a run took and on what, as in 12 min (start 4 s, steps 10 min), without what took less than a hundredth or
-    half a second; of older records, how long."""
+    """Says how long a run took and on what, as in 12 min (start 4 s, steps 10 min), without phases below a hundredth or half
+    a second; of older records, how long."""
     phases = made.get("phases", {}) | others
     least = max(0.5, sum(phases.values()) / 100)
     shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]

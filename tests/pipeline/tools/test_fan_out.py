@@ -233,7 +233,7 @@ def test_printed_commands_train_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(
         fan_out, "list_jobs", lambda *_: [(Run("vit", 0), fan_out.table_2_jobs(params.load())[0][1]), (run, config)]
     )
-    monkeypatch.setattr(fan_out, "train", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr(fan_out, "train_all", lambda *_: pytest.fail("trains"))
     fan_out.main(["--print", "--only", "*"])
     words = shlex.split(capsys.readouterr().out)
     assert words[:5] == ["python", "-m", "pipeline", "train", "osa_exact"]

@@ -33,7 +33,7 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
     )
 
 
-def constant_to_a_trace(function: Callable[[], bool]) -> Callable[[], bool]:
+def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
     """`torch.compiler.assume_constant_result`, which takes seconds to import."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function

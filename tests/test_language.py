@@ -7,6 +7,8 @@ from tests.language import comments, docstrings, faults
 
 READ = [("osa", docstrings), ("osa", comments), ("tests", docstrings), ("tests", comments), ("pipeline", comments)]
 ELSEWHERE = "osa/kernels/"
+# words that open no docstring, some of which may open a comment
+FIRST_WORDS = ("As", "By", "How", "In", "Of", "That", "Those", "What", "Where", "Whether", "Which")
 
 
 @pytest.mark.parametrize(("folder", "texts"), READ, ids=lambda value: getattr(value, "__name__", value))
@@ -15,6 +17,16 @@ def test_docstrings_and_comments_say_what_they_are_about(folder, texts):
     found = {path: faults(texts(ROOT / path)) for path in paths if not str(path).startswith(ELSEWHERE)}
     assert len(found) > 10
     assert not {str(path): lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize("folder", ["osa", "pipeline"])
+def test_docstrings_begin_with_a_verb_or_a_noun(folder):
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if not str(path.relative_to(ROOT)).startswith(ELSEWHERE):
+            firsts = {line: text.split()[0].rstrip(":,") for line, text in docstrings(path)}
+            found += [f"{path}: {first} in line {line}" for line, first in firsts.items() if first in FIRST_WORDS]
+    assert not found
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ BY_ONE, BY_THREE = STEPPED | {"STAGES": 5, "THREE": False}, STEPPED | {"STAGES":
 
 
 def is_fused(method: str, *tensors: Tensor) -> bool:
-    """Whether a program takes a head of query, key and value."""
+    """Tells whether a program takes a head of query, key and value."""
     width, device = tensors[0].shape[-1], tensors[0].device
     fits = width % 8 == 0 and width <= fused.D.value and tensors[0].shape[-3:].numel() < MOST_ENTRIES
     fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
@@ -68,7 +68,7 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """So many programs for each multiprocessor, at most one a head, and the memory of each."""
+    """Counts programs, so many for each multiprocessor and at most one a head, and makes the memory of each."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 

@@ -1,4 +1,4 @@
-"""How Triton kernels are launched: on a tensor's own device, by how many programs, and what they are compiled for."""
+"""Launches of Triton kernels: on a tensor's own device, by how many programs, and what they are compiled for."""
 
 import math
 
@@ -50,12 +50,12 @@ def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Te
 
 
 def terms_size(size: int, columns: int = BLOCK.value) -> int:
-    """Of the scratch memory in which `phi1.phi1_gradients` keeps terms, of as many columns as it takes at a time."""
+    """Entries of the scratch memory in which `phi1.phi1_gradients` keeps terms, of as many columns as it takes at a time."""
     return phi1.MOST_TERMS.value * columns * size
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Of the basis, or of a number for each matrix."""
+    """Shape of the basis, or of a number for each matrix."""
     return (*query.shape[:-1], 2 * query.shape[-1]) if method == "qr" else (*query.shape[:2], 1, 1)
 
 
@@ -74,7 +74,7 @@ def _launch_heads(
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Whether its tensor cores read shared memory, by asynchronous instructions that Hopper alone has: none later."""
+    """Tells whether its tensor cores read shared memory, by asynchronous instructions that Hopper alone has: none later."""
     return capability(device) == 9
 
 
@@ -97,7 +97,7 @@ def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, ar
 def launch_resident(
     kernel, count: int, tensors: tuple[Tensor, ...], strides: list, scratch_size: int, arguments: dict
 ) -> None:
-    """By as many programs as the device holds at a time, each with scratch memory of its own, for `count` pieces of work."""
+    """Launches as many programs as the device holds at a time, each with scratch memory, for `count` pieces of work."""
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))
     scratch = make_scratch(programs, scratch_size, device)
@@ -109,7 +109,7 @@ def make_scratch(programs: int, size: int, device: torch.device) -> Tensor:
 
 
 def resident_programs(device: torch.device, num_warps: int) -> int:
-    """How many programs of these warps a device holds at a time: a thread has 128 of a multiprocessor's registers."""
+    """Counts the programs of these warps that a device holds at a time: a thread has 128 of a multiprocessor's registers."""
     return multiprocessors(device) * max(1, 16 // num_warps)
 
 
@@ -118,14 +118,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def phi1_constants(z: Tensor, y: Tensor) -> dict:
-    """What a kernel of φ₁ is compiled for."""
+    """Constants that a kernel of φ₁ is compiled for."""
     tile = max(SIZE.value, padded(z.shape[-1]))
     options = WARP if tile == SIZE.value else WARP | {"num_warps": 8}
     return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], "TILE": tile, **options}
 
 
 def holds_phi1(size: int, device: torch.device) -> bool:
-    """Whether a program has room for φ₁ of so many rows by tensor cores. Registers, if operands lay there, would spill."""
+    """Tells whether a program has room for φ₁ of so many rows by tensor cores. Registers with operands would spill."""
     needed, room = PHI1_BYTES.get(padded(size), math.inf), max(PHI1_BYTES.values())
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stub
@@ -133,7 +133,7 @@ def holds_phi1(size: int, device: torch.device) -> bool:
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-    """What a kernel of attention is compiled for: "forward" or "backward".
+    """Constants that a kernel of attention is compiled for: "forward" or "backward".
 
     Gram–Schmidt holds ALL_ROWS of a basis in registers: "qr" forward takes as many threads as that needs, "exact" has a
     basis only where its threads suffice.
@@ -149,7 +149,7 @@ def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, 
 
 
 def ratio_up(size: int, part: int) -> int:
-    """How many parts hold a size."""
+    """Counts the parts that hold a size."""
     return -(-size // part)
 
 

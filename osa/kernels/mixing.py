@@ -40,7 +40,7 @@ LOST = tl.constexpr(2.0**20)  # c ‖M‖_F² from which on an iteration has non
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """Whether `osa.linalg.imbalance` of one matrix is within the limit, and its φ₁ has digits; NaN counts as balanced."""
+    """Tells whether `osa.linalg.imbalance` of a matrix is within the limit, and φ₁ has digits; NaN counts as balanced."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²

@@ -15,7 +15,7 @@ from osa.kernels import heads, launch, sequences
 from osa.kernels.launch import padded
 from osa.kernels.tiles import SIZE
 from osa.linalg import Scale
-from osa.runtime import VMAP_AND_GRAD, TransformType, is_eager, is_transformed, known, outside_of_modes
+from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
 METHODS = ("exact", "newton_schulz", "qr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ PHI1_TOLERANCE = 1e-5  # of which three products of TF32 need 4e-7, and two have
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Whether `attend` takes tensors such as these of CUDA: by a method with a kernel, and in no forward-mode derivative.
+    """Tells whether `attend` takes such tensors of CUDA: by a method with a kernel, and in no forward-mode derivative.
 
     A kernel that does not compile, or gives other numbers than the plain route when it is first used, does not fit either,
     and warns once. While a CUDA graph is recorded none is tried: what is recorded has to have run before with the same
@@ -49,7 +49,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
 
 
 def _is_short(query: Tensor) -> bool:
-    """Whether one program takes a whole matrix."""
+    """Tells whether one program takes a whole matrix."""
     return query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH
 
 
@@ -104,7 +104,7 @@ class Operator:
 
 
 class _Attention(torch.autograd.Function):
-    """What an operator returns: the heads, and what its gradients need."""
+    """Returns what an operator does: the heads, and what its gradients need."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, Tensor]:
@@ -246,16 +246,16 @@ _fused_operator = _register("exact", "fused_exact", heads)
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """Whether nothing takes an operator on x apart: a trace, unless a compiler's, or a function transform but for some."""
+    """Tells whether no trace, unless a compiler's, and no function transform, but for some, takes an operator on x apart."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
 _TRIED: dict[tuple, bool] = {}  # whether a kernel of these types, rows and widths agrees
 
 
-@torch.compiler.assume_constant_result
+@constant_to_a_trace
 def _is_right(*form) -> bool:
-    """Whether `_agrees` for a form of a kernel: tried once, and never while a graph is recorded."""
+    """Tells whether `_agrees` for a form of a kernel: tried once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and so is what follows
     if form not in _TRIED and not torch.cuda.is_current_stream_capturing():
@@ -266,7 +266,7 @@ def _is_right(*form) -> bool:
 def _agrees(
     form: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
 ) -> bool:
-    """Whether values and gradients on this device are those of the plain route on the CPU in float64.
+    """Tells whether values and gradients on this device are those of the plain route on the CPU in float64.
 
     Whatever goes wrong between Triton, the C compiler, its cache on the disk and the driver is a reason to do without it.
     """

@@ -32,7 +32,7 @@ MOST_TERMS = tl.constexpr(19)  # of ρ = 3: 3¹⁹/19! is below EPS/4, so that t
 
 @triton.jit
 def _terms(z, TILE: tl.constexpr):
-    """How φ₁(Z) Y is summed: how often Z is halved, the Taylor degree m, and 2^−(halvings).
+    """Plans the sum φ₁(Z) Y: how often Z is halved, the Taylor degree m, and 2^−(halvings).
 
     ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The second term covers its rounding.
     Z is halved until ρ ≤ 3, so that the terms lose no digit; m is the least with ρ^{m+1} / (m + 1)! ≤ eps/4.
@@ -158,7 +158,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILE: tl.constexpr = SIZ
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms, TILE: tl.constexpr):
-    """What `phi1_gradients` does for Z times the fraction. The W_k of a block of columns lie in scratch memory, where
+    """Does what `phi1_gradients` does, for Z times the fraction. The W_k of a block of columns lie in scratch memory, where
     nothing waits for them.
     """
     if TILE == SIZE:

@@ -56,7 +56,7 @@ def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.con
 
 @triton.jit
 def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """What the passes over a sequence need of what is kept of a matrix: γ, σ and T; G, X and c lie behind."""
+    """Loads what the passes over a sequence need of a kept matrix: γ, σ and T; G, X and c lie behind."""
     LENGTH: tl.constexpr = 4 * WIDTH + 4 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
     scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)

@@ -86,7 +86,7 @@ def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) -> Mixing:
-    """Of a method. φ₁ is in full float32, or by tensor cores, with 22 bits, where the inputs have 8."""
+    """Makes the mixing of a method. φ₁ is in full float32, or by tensor cores, with 22 bits, where the inputs have 8."""
     may_split = is_split(*inputs[:3])
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def _gram_and_products(
 
 
 def _sheared(x: Tensor, shear: Tensor) -> Tensor:
-    """Of each pair of rows, one less γ times the other."""
+    """Takes from one of each pair of rows γ times the other."""
     return x - shear * x.roll(x.shape[-2] // 2, -2)
 
 
@@ -158,7 +158,7 @@ def _lengths(gram: Tensor) -> Tensor:
 
 
 def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, **constants) -> None:
-    """By a program for each part of each sequence and each block of columns of a left factor."""
+    """Launches a program for each part of each sequence and each block of columns of a left factor."""
     splits, rows = split(tensors[0], tensors[2])
     _, part, columns, _ = tile["TILE"]
     _launch(kernel, tensors, others, tile, splits, columns // part, rows_of_split=rows, **constants)
@@ -191,7 +191,7 @@ def split(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def is_split(*tensors: Tensor) -> bool:
-    """Whether products are those of tensor cores."""
+    """Tells whether products are those of tensor cores."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
 
 

@@ -43,7 +43,7 @@ def scratch_of(three: bool, is_backward: bool) -> int:
 
 @triton.jit
 def places():
-    """Of a matrix of D rows and SIZE columns."""
+    """Places of a matrix of D rows and SIZE columns."""
     return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
@@ -55,13 +55,13 @@ def swapped():
 
 @triton.jit
 def half():
-    """Of its left half; the right one begins D entries on."""
+    """Places of its left half; the right one begins D entries on."""
     return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, D)[None, :]
 
 
 @triton.jit
 def square():
-    """Of a matrix of D rows and columns."""
+    """Places of a matrix of D rows and columns."""
     return tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :]
 
 
@@ -147,7 +147,7 @@ def times_r(left, right, q_takes, k_takes, sigma):
 
 @triton.jit
 def vectors(kept):
-    """What `balance` returned."""
+    """Reads again what `balance` returned."""
     at = kept + VECTORS_AT + tl.arange(0, D)
     return tl.load(at + 2 * D), tl.load(at + 3 * D), tl.load(at)
 
@@ -210,7 +210,7 @@ def times_rt(kept, at):
 
 @triton.jit
 def replace(at, x):
-    """What is kept there, which other threads have read and will read."""
+    """Replaces what is kept there, which other threads have read and will read."""
     tl.debug_barrier()
     tl.store(at + places(), x)
     tl.debug_barrier()
@@ -407,7 +407,7 @@ def stepped_backward_kernel(
             signs = tl.where(tl.arange(0, SIZE) < D, -c * share, c * share)[None, :]
             for turn in range(steps):
                 j = steps - 1 - turn
-                h, pairs = signs * tl.load(kept + F_AT + swapped()), degree
+                h = signs * tl.load(kept + F_AT + swapped())
                 if THREE:
                     start = tl.load(kept + places())
                     back, _, _ = taylor(tl.zeros((D, SIZE), tl.float32), start, z, z_low, -share, least, terms, False, True)

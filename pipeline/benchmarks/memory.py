@@ -30,6 +30,7 @@ CLASSES, BATCH, CHANNELS = 10, 128, 3
 KINDS = {"RssAnon": "anonymous", "RssFile": "mapped"}  # in the words of proc(5)
 STEPS = ("convert", "load")
 EVERY_SECONDS = 0.002
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives larger blocks back when they are freed, else only now and then
 
 
 @entry_point
@@ -64,7 +65,7 @@ def row(count: int, size: int) -> dict[str, int]:
         peaks = {"images": count, "pixels": count * CHANNELS * size**2}
         for step in STEPS:
             command = [sys.executable, "-m", "pipeline.benchmarks.memory", "--step", step]
-            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            environment = os.environ | {"PYTHONPATH": str(ROOT)} | ALLOCATOR
             done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, check=True, text=True)
             found = map(int, done.stdout.splitlines()[-1].split())
             peaks |= {f"{step} {kind}": peak for kind, peak in zip(KINDS.values(), found, strict=True)}

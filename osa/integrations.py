@@ -4,6 +4,7 @@ import copyreg
 import functools
 import math
 import re
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -107,8 +108,7 @@ def register_with_transformers(
     With it goes the function that makes masks, without which transformers would hand padding over as no mask at all.
     Causal models and dropout of attention are refused at the first call, which also writes the name and the settings into
     the model's configuration. A model that is saved after it asks for this registration when it is loaded, and is refused
-    without it or with other settings. Of a model of several parts, such as CLIP, the configuration of the whole is not at
-    hand: `from_pretrained` takes `attn_implementation=name` there.
+    without it or with other settings. A model that can be a part of another, such as CLIP's, needs `set_attention`.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -131,12 +131,53 @@ def register_with_transformers(
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f'name must be a word such as "osa", not {name!r}')
     registered = AttentionInterface().get(name)
-    is_ours = isinstance(registered, functools.partial) and registered.func is _attend
-    if not is_ours and name in (*AttentionInterface(), *AttentionMaskInterface()):
+    if not _is_ours(registered) and name in (*AttentionInterface(), *AttentionMaskInterface()):
         raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
     options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
+    """Gives a model of transformers the attention registered as `name`, and writes it into its configuration.
+
+    A model of several parts, such as SigLIP, is saved with the configuration of the whole, which a layer does not see. What
+    is loaded has the attention where it was set, and is refused where the name is not registered.
+
+    Args:
+        model: the whole model, as it is saved.
+        name: a name registered by `register_with_transformers`.
+        parts: keys of the configurations of the parts that get the attention, such as ("vision_config",) for CLIP, whose
+            text model is causal; none for all parts.
+
+    Raises:
+        ValueError: the name is not registered, or a part is not one of the model's.
+
+    Example:
+        >>> set_attention(CLIPModel(CLIPConfig()), parts=("vision_config",))  # doctest: +SKIP
+    """
+    from transformers import AttentionInterface
+
+    registered = AttentionInterface().get(name)
+    if not _is_ours(registered):
+        raise ValueError(f"name {name!r} is not registered: call register_with_transformers({name!r}) before")
+    config: Any = model.config
+    known = [key for key in config.sub_configs if getattr(config, key, None) is not None]
+    for part in parts:
+        if part not in known:
+            raise ValueError(f"parts has {part!r}, and the model has {', '.join(known) or 'no parts'}")
+    chosen = dict.fromkeys(parts, name) or name
+    model.set_attn_implementation(chosen)  # type: ignore[operator]  # transformers has no types for its models
+    config.attn_implementation = chosen  # this one is saved
+    _, options, alpha = registered.args
+    for part in parts or known:
+        _mark(getattr(config, part), name, {**options, "alpha": alpha})
+    if not parts:
+        _mark(config, name, {**options, "alpha": alpha})
+
+
+def _is_ours(registered: Any) -> bool:
+    return isinstance(registered, functools.partial) and registered.func is _attend
 
 
 def _attend(
@@ -158,7 +199,13 @@ def _attend(
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
-    _mark(getattr(module, "config", None), name, {**options, "alpha": alpha})
+    config = getattr(module, "config", None)
+    if getattr(config, "base_config_key", "") and getattr(config, SAVED, None) is None:
+        raise ValueError(
+            "the model can be a part of another, whose configuration would not tell of its attention once it is saved: call "
+            f"osa.integrations.set_attention(model, {name!r}) with the whole model"
+        )
+    _mark(config, name, {**options, "alpha": alpha})
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     scale = alpha * (scaling or 1 / math.sqrt(query.shape[-1]))
     if key.shape[1] != query.shape[1]:

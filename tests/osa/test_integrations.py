@@ -293,6 +293,62 @@ def error_of(model, images):
     return caught.value
 
 
+def model_of_two_parts(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = dict(vocab_size=20, max_position_embeddings=8, projection_size=16, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    configuration = config(text_config=text | sizes, vision_config=dict(image_size=16, patch_size=4, **sizes))
+    return getattr(transformers, f"{name}Model")(configuration).eval()
+
+
+def features(model, images):
+    """The vision part's output for images: a tensor in some versions of transformers, and an attribute in others."""
+    found = model.get_image_features(pixel_values=images)
+    return getattr(found, "pooler_output", found)
+
+
+@pytest.mark.parametrize("name, parts", [("Siglip", ()), ("Siglip", ("vision_config",)), ("CLIP", ("vision_config",))])
+def test_a_model_of_several_parts_is_loaded_as_it_was_saved_or_refused(name, parts, registered, tmp_path):
+    model, images = model_of_two_parts(name), torch.randn(2, 3, 16, 16)
+    softmax = features(model, images)
+    model.set_attn_implementation({"vision_config": "osa_test"})
+    with pytest.raises(ValueError, match="set_attention"):  # its configuration would not tell
+        features(model, images)
+    integrations.set_attention(model, "osa_test", parts)
+    expected = features(model, images)
+    assert relative_error(expected, softmax) > 1e-2
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert relative_error(features(loaded, images), expected) < 1e-5
+    assert loaded.config.text_config._attn_implementation == ("sdpa" if parts else "osa_test")
+    integrations.register_with_transformers("osa_test", **SETTINGS | {"alpha": 3.0})
+    with pytest.raises(ValueError, match="attention is another one"):
+        features(loaded, images)
+    registered()
+    with pytest.raises(ValueError, match="osa_test"):
+        features(type(model).from_pretrained(tmp_path), images)
+
+
+def test_the_pages_model_of_several_parts_has_ours_where_it_says():
+    pytest.importorskip("transformers")
+    names = {}
+    exec(compile(SNIPPETS["clip"], "docs/library.md", "exec"), names)
+    config = names["clip"].config
+    assert (config.vision_config._attn_implementation, config.text_config._attn_implementation) == ("osa", "sdpa")
+
+
+def test_what_set_attention_refuses(registered):
+    with pytest.raises(ValueError, match="not registered"):
+        integrations.set_attention(encoder("sdpa"), "unknown")
+    with pytest.raises(ValueError, match="no parts"):
+        integrations.set_attention(encoder("sdpa"), "osa_test", ("vision_config",))
+    model = encoder("sdpa")
+    integrations.set_attention(model, "osa_test")
+    assert torch.equal(model(torch.ones(1, 3, 16, 16))[0], encoder()(torch.ones(1, 3, 16, 16))[0])
+
+
 def test_a_pickled_model_of_transformers_keeps_its_settings(registered):
     model, images = encoder(), torch.randn(2, 3, 16, 16)
     expected = model(images).last_hidden_state

@@ -347,6 +347,8 @@ MODELS: dict[str, Options] = {
     # Not in the paper: the function of osa_qr without a basis, and with the gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
+    # The Cayley transform of S in place of its exponential
+    "osa_cayley": _OSA | {"method": "cayley"},
     # For depth: OSA with the best α L of a grid (paper_outputs/studies/rates), and softmax in the same frame
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},

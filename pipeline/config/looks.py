@@ -19,6 +19,7 @@ METHODS = {  # the model whose look a method of attention has where it is drawn 
     "exact": "osa_exact",
     "softmax": "vit",
     "qr_literal": "osa_qr_literal",
+    "cayley": "osa_cayley",
 }
 METHOD_LABELS = {
     "qr": "QR",

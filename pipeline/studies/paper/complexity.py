@@ -37,7 +37,13 @@ from pipeline.studies.lab import Lab
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 KEYS = ["sweep", "part", "pass"]
 TIMED = ("tokens", "widths")  # the sweeps whose times are taken
-METHODS = {"osa_qr": "qr", "osa_ns": "newton_schulz", "osa_exact": "exact", "osa_qr_literal": "qr_literal"}
+METHODS = {  # attention by each method, named as the model that has it
+    "osa_qr": "qr",
+    "osa_ns": "newton_schulz",
+    "osa_exact": "exact",
+    "osa_cayley": "cayley",
+    "osa_qr_literal": "qr_literal",
+}
 SMALLEST = 64  # tokens; N = 50 in the paper, from which 16,384 is 8 doublings
 NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
@@ -191,7 +197,7 @@ ORDERS = {  # the entry of each part in paper.yaml's orders
     **{"qr": "qr", "newton_schulz": "newton_schulz", "newton_schulz_gram": "newton_schulz", "small": "small"},
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
-OSA = ("osa_qr", "osa_ns", "osa_exact")
+OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
 JUDGED = {"tokens": "N", "joint": "Nd"}  # the degree in N, and the total degree: what decides an order at 2d ≤ N
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # largest sizes of a sweep to which slopes are fitted: exponents are about the large

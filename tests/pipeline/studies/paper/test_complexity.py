@@ -48,6 +48,7 @@ def test_every_part_computes_what_it_is_named_after():
     close((x.value + made["qr"] @ made["phi1"]).double(), expected)
     for name in ("osa_qr", "osa_exact", "osa_qr_literal", "exponential_dense"):
         close(made[name].double(), expected)
+    close(made["osa_cayley"].double(), reference.cayley_attention(x.query, x.key, x.value, x.scale))
     close(made["softmax"], made["softmax_dense"])
 
 

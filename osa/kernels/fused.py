@@ -1,12 +1,13 @@
-"""Orthogonal attention by "exact" in bfloat16 on CUDA, a program a head, for any number of tokens: one launch each way.
+"""Orthogonal attention by "exact" in bfloat16 on CUDA, a program for each head of any number of tokens: one launch each way.
 
 With M = [Q, K], G = MᵀM, Z = c J G and Y = J MᵀV, the output is V + c M T with T = Σ Zᵏ Y / (k + 1)!. A first loop over the
-tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay there, each the left operand of its product with Zᵀ in shared
-memory, so that no product waits for memory, and the sum ends with the first term that no longer matters: each head has a
+tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers too, each the left operand of its product with Zᵀ in
+shared memory, so that no product waits for memory. The sum ends with the first term that no longer matters: each head has a
 degree of its own. A second loop reads the tokens again and writes the output.
 
-One product of bfloat16 a term leaves an error near the rounding of the output, up to a ‖Z‖_F. A head that asks for more has
-a `state` of 0, others of 1: osa/kernels/stepped.py takes those. Matrices of WIDTH columns are padded to D in registers.
+One product of bfloat16 a term leaves an error near the rounding of the output, up to a ‖Z‖_F of MOST_NORM. A head that asks
+for more gets a `state` of 0 and is left to osa/kernels/stepped.py; all others get 1. Matrices of WIDTH columns are padded to
+D in registers.
 """
 
 import triton
@@ -14,11 +15,11 @@ import triton.language as tl
 
 D = tl.constexpr(64)  # columns of query, key and value in registers
 SIZE = tl.constexpr(128)  # columns of M
-ENTRIES = tl.constexpr(8192)  # of a term, (D, SIZE)
+ENTRIES = tl.constexpr(8192)  # entries of a term, (D, SIZE)
 MOST = tl.constexpr(12)  # terms
 MOST_NORM = tl.constexpr(16.0)  # ‖Z‖_F up to which one product a term leaves the output within the rounding of bfloat16
-SCRATCH = tl.constexpr(25 * 8192)  # entries of a backward program's: s_k and t_k of MOST terms, and Y
-EPS = tl.constexpr(2.0**-6)  # of the output, below which a term ends the sum: a quarter of what its own rounding leaves
+SCRATCH = tl.constexpr(25 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
+EPS = tl.constexpr(2.0**-6)  # share of the output below which a term ends the sum: a quarter of the output's rounding
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def rows_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
 
 @triton.jit
 def scale_of(scale, head):
-    """c of a head. 0 is a tiny number, with the same output, as the gradient of c is divided by it."""
+    """c of a head, or for 0 a tiny number with the same output: the gradient of c is divided by c."""
     c = tl.load(scale + head).to(tl.float32)
     return tl.where(c == 0, 1e-30, c)
 
@@ -97,7 +98,7 @@ def forward_kernel(
     """The output of each head that one product a term suffices for, and its `state`.
 
     A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂; ‖G‖_F stands for
-    ‖M‖₂². Query, key and value have the same strides, multiples of 8, and columns side by side.
+    ‖M‖₂². Query, key and value have the same strides, multiples of 8, and adjacent columns.
     """
     i = tl.program_id(0)
     batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
@@ -121,7 +122,7 @@ def forward_kernel(
             if size > least:
                 term = tl.dot(term.to(tl.bfloat16), z) * (1.0 / (k + 2))
                 total += term
-    suffices = (norm <= MOST_NORM) & (size <= least)  # not where anything is NaN
+    suffices = (norm <= MOST_NORM) & (size <= least)  # False where anything is NaN
     tl.store(state + i, tl.where(suffices, 1.0, 0.0))
     if suffices:
         t = tl.trans(total.to(tl.bfloat16))
@@ -184,7 +185,7 @@ def backward_kernel(
                 rows = start + tl.arange(0, GRAM_ROWS)
                 e_rows = rows_of(e, e_strides[2], rows, tokens, WIDTH)
                 f = tl.dot(tl.trans(e_rows), rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH), f)
-            tl.debug_barrier()  # the terms are those of other threads
+            tl.debug_barrier()  # waits: other threads have stored the terms
             gradient = tl.sum(f * (tl.dot(t, z) + tl.load(terms + 2 * MOST * ENTRIES).to(tl.float32))) / c
             tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
             f = -c * times_jt(f)
@@ -216,4 +217,4 @@ def backward_kernel(
                 tl.store(gk + at, grad_k.to(tl.bfloat16), mask=mask)
                 grad_v = tl.dot(m, tl.trans(a2)) + e_rows.to(tl.float32)
                 tl.store(gv + at, grad_v.to(tl.bfloat16), mask=mask)
-            tl.debug_barrier()  # before the terms of the next head
+            tl.debug_barrier()  # waits: the next head's terms take the place of these

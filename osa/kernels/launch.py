@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: on a tensor's own device, by how many programs, and what they are compiled for."""
+"""Launches of Triton kernels on a tensor's own device, their numbers of programs and the constants of their compilation."""
 
 import math
 
@@ -9,9 +9,9 @@ from torch import Tensor
 from osa.kernels import attention, phi1
 from osa.kernels.tiles import BLOCK, SIZE
 
-ENTRIES = 64  # of a basis in each thread, which Gram–Schmidt holds in registers
-PHI1_BYTES = {64: 65536, 128: 163840}  # of shared memory, by rows of a tile: paper_outputs/benchmarks/kernels.csv
-WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # a matrix: on an H100 it took half the time of four warps
+ENTRIES = 64  # entries of a basis in each thread, which Gram–Schmidt holds in registers
+PHI1_BYTES = {64: 65536, 128: 163840}  # shared memory by rows of a tile: paper_outputs/benchmarks/kernels.csv
+WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp for a matrix, in half the time of four on an H100
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, heads, N, width), and scale (batch, heads, 1, 1)
 
@@ -32,7 +32,7 @@ def backward(
     query, _, value, _ = inputs
     size, block = _sizes(query, value)
     constants = attention_constants(method, "backward", query, value, num_iterations)
-    squares = 11 + num_iterations  # of which the iterations keep theirs
+    squares = 11 + num_iterations  # the iterations store one each
     scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + terms_size(size)
     tensors, with_strides = (*inputs, basis, grad, *grads), (*inputs, grad, grads[0], grads[2])
     _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
@@ -60,7 +60,7 @@ def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
 
 
 def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-    """c of each matrix, NaN where its φ₁ has no digit: of "exact" where no basis is at hand."""
+    """c of each matrix for "exact" without a basis, NaN where φ₁ has no digit; None for all else."""
     has_basis = attention_constants(method, "forward", query, value, 0)["ALL_ROWS"]
     return saved if method == "exact" and not has_basis else None
 
@@ -74,12 +74,12 @@ def _launch_heads(
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Tells whether its tensor cores read shared memory, by asynchronous instructions that Hopper alone has: none later."""
+    """Tells whether a device has Hopper's asynchronous tensor cores, which read shared memory and no later GPU has."""
     return capability(device) == 9
 
 
 def capability(device: torch.device) -> int:
-    """The first number of the compute capability; of what is no GPU, that of the one which has forms of its own."""
+    """The first number of the compute capability; without a GPU Hopper's, which some kernels have a form for."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
@@ -89,7 +89,7 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, arguments: dict) -> None:
-    """On the tensors' own device, which need not be the current one."""
+    """Launches a kernel on the tensors' own device, which need not be the current one."""
     with torch.cuda.device_of(tensors[0]):
         kernel[(programs,)](*tensors, *strides, **arguments)
 
@@ -125,7 +125,7 @@ def phi1_constants(z: Tensor, y: Tensor) -> dict:
 
 
 def holds_phi1(size: int, device: torch.device) -> bool:
-    """Tells whether a program has room for φ₁ of so many rows by tensor cores. Registers with operands would spill."""
+    """Tells whether a program has room for φ₁ of `size` rows by tensor cores, where operands in registers would spill."""
     needed, room = PHI1_BYTES.get(padded(size), math.inf), max(PHI1_BYTES.values())
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stub

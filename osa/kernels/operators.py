@@ -1,4 +1,4 @@
-"""The kernels as operators, which autograd, torch.func and torch.compile know as a whole, and when they are taken."""
+"""Operators of the kernels, each a whole to autograd, torch.func and torch.compile, and the tensors that they take."""
 
 import functools
 import warnings
@@ -19,20 +19,20 @@ from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_ea
 
 METHODS = ("exact", "newton_schulz", "qr")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-LONG_METHODS = ("exact", "newton_schulz")  # that need Gram matrices alone
-MAX_TOKENS, MAX_WIDTH = 256, 16  # of query and key, whose matrices one program holds in its registers
-MAX_LONG_WIDTH = 128  # of query, key and value
-TRIED_TOKENS = 1024  # stand for any more than MAX_TOKENS in `_agrees`
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of `_agrees`
-FUSED_TOLERANCE = 1e-2  # of what rounding leaves 3e-3 to 6e-3 apart, and a product too few 2e-2
-PHI1_TOLERANCE = 1e-5  # of which three products of TF32 need 4e-7, and two have 3e-4
+LONG_METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
+MAX_TOKENS, MAX_WIDTH = 256, 16  # most of query and key, whose matrices one program holds in its registers
+MAX_LONG_WIDTH = 128  # columns of query, key and value
+TRIED_TOKENS = 1024  # tokens that `_agrees` tries for all numbers above MAX_TOKENS
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative errors that `_agrees` allows
+FUSED_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
+PHI1_TOLERANCE = 1e-5  # three products of TF32 leave 4e-7, and two 3e-4
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Tells whether `attend` takes such tensors of CUDA: by a method with a kernel, and in no forward-mode derivative.
+    """Tells whether `attend` takes these tensors of CUDA: by a method with a kernel, and in no forward-mode derivative.
 
     A kernel that does not compile, or gives other numbers than the plain route when it is first used, does not fit either,
-    and warns once. While a CUDA graph is recorded none is tried: what is recorded has to have run before with the same
+    and warns once. No kernel is tried while a CUDA graph is recorded: a captured call has to have run before with the same
     shapes, as torch asks of every capture.
     """
     tokens, width = query.shape[-2:]
@@ -54,12 +54,12 @@ def _is_short(query: Tensor) -> bool:
 
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
-    """The same for `phi1_times`, of matrices that registers hold."""
+    """Tells whether `phi1_times` takes these matrices in registers."""
     return z.shape[-1] <= SIZE.value and _is_right_phi1(z, y)
 
 
 def fits_split_phi1(z: Tensor, y: Tensor) -> bool:
-    """The same for `phi1_times` by tensor cores, where 22 bits of the operands are enough."""
+    """Tells whether `phi1_times` takes these matrices by tensor cores, where 22 bits of the operands are enough."""
     return launch.holds_phi1(z.shape[-1], z.device) and _is_right_phi1(z, y)
 
 
@@ -95,16 +95,16 @@ class Operator:
     """The kernels of a method: osa::NAME and osa::NAME_backward, and the same as functions of autograd and torch.func."""
 
     method: str
-    attend: Callable[..., tuple[Tensor, Tensor]]  # of query, key, value, scale, number of iterations and ε
-    gradients: Callable[..., tuple[Tensor, ...]]  # of query, key, value, scale, what `attend` saved, E, and these two
+    attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
+    gradients: Callable[..., tuple[Tensor, ...]]  # takes query, key, value, scale, `saved`, E, iterations and ε
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
-        """To a compiler the first is one operator with a derivative, which torch.func does not take."""
+        """Calls the operator itself for a compiler, and otherwise through the function that torch.func takes."""
         return self.attend(*arguments) if torch.compiler.is_compiling() else _Attention.apply(self, *arguments)
 
 
 class _Attention(torch.autograd.Function):
-    """Returns what an operator does: the heads, and what its gradients need."""
+    """The two outputs of an operator: the heads, and a tensor that their gradients need."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
-    """A function mapped over a dimension of so many entries, which joins the batch, and where its outputs have it."""
+    """Outputs of a function mapped over dimensions of `size` entries, which join the batch, and their mapped dimensions."""
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
     for x, dim in zip(tensors, in_dims[1:-2], strict=True):
@@ -178,7 +178,7 @@ def _register(method: str, name: str, kernels) -> Operator:
 
     def empty_output(query, key, value, *others):
         batch, heads, tokens, width = value.shape
-        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # as the heads' concatenation wants it
+        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # strides for the heads' concatenation
         return output, query.new_empty(kernels.saved_shape(method, query, value), dtype=torch.float32)
 
     def empty_grads(query, key, value, scale, *others):
@@ -189,7 +189,7 @@ def _register(method: str, name: str, kernels) -> Operator:
         output, saved = empty_output(query, key, value, scale, *options)
         kernels.forward(method, (query, key, value, scale), output, saved, *options)
         kept = kernels.kept_scale(method, query, value, saved)
-        if kept is not None and not linalg.is_captured(kept):  # in here, where a compiler cannot drop it
+        if kept is not None and not linalg.is_captured(kept):  # warns inside the operator, where a compiler keeps it
             linalg.warn_of_loss(kept.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
@@ -201,7 +201,7 @@ def _register(method: str, name: str, kernels) -> Operator:
 
     def save(ctx, inputs, output) -> None:
         *tensors, ctx.num_iterations, ctx.epsilon = inputs
-        ctx.set_materialize_grads(False)  # what is saved has none
+        ctx.set_materialize_grads(False)  # the saved output has no gradient
         ctx.save_for_backward(*tensors, output[1])
 
     @linalg.in_own_types
@@ -246,16 +246,16 @@ _fused_operator = _register("exact", "fused_exact", heads)
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """Tells whether no trace, unless a compiler's, and no function transform, but for some, takes an operator on x apart."""
+    """Tells whether an operator on x stays whole: in no trace but a compiler's, and in no transform but the ones named."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
-_TRIED: dict[tuple, bool] = {}  # whether a kernel of these types, rows and widths agrees
+_TRIED: dict[tuple, bool] = {}  # verdicts of `_agrees` by a kernel's form, device, types, rows and widths
 
 
 @constant_to_a_trace
 def _is_right(*form) -> bool:
-    """Tells whether `_agrees` for a form of a kernel: tried once, and never while a graph is recorded."""
+    """Tells whether a form of a kernel agrees with the plain route: tried once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and so is what follows
     if form not in _TRIED and not torch.cuda.is_current_stream_capturing():
@@ -268,7 +268,7 @@ def _agrees(
 ) -> bool:
     """Tells whether values and gradients on this device are those of the plain route on the CPU in float64.
 
-    Whatever goes wrong between Triton, the C compiler, its cache on the disk and the driver is a reason to do without it.
+    Any failure of Triton, the C compiler, its cache on the disk or the driver is a reason to do without the kernel.
     """
     method = "exact" if form == "fused" else form
     with (

@@ -1,17 +1,19 @@
-"""The heads that osa/kernels/fused.py leaves: M balanced, and e^Z in steps.
+"""Kernels for the heads that osa/kernels/fused.py leaves: M balanced, and e^Z in steps.
 
-M R stands for M, of the same S: R is symplectic and balances each pair of columns as `osa.linalg.balanced` does, but from G
-alone. With the balanced G, e^Z is taken in n steps of norm RADIUS,
+M R takes the place of M and has the same S: R is symplectic and balances each pair of columns as `osa.linalg.balanced` does,
+but from G alone. The balanced G gives e^Z in n steps of norm RADIUS,
 
     Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
-(Al-Mohy & Higham 2011), each with a Taylor sum as in fused.py, and backward from the Y_j, which are kept.
+(Al-Mohy & Higham 2011). Each step is a Taylor sum as in fused.py. The backward kernel keeps the Y_j and goes through the
+steps from the last.
 
-A first launch takes one product of bfloat16 for each: its error grows with ‖S‖₂, as an error of query and key in bfloat16
-would. A head that asks for more than MOST_STEPS steps, or whose Z is far from normal, or whose query and key nearly cancel,
-has a `state` of −1 then, and a second launch takes THREE, with 16 bits. It leaves NaN in `state` where no digit is left.
+A first launch takes a term by one product of bfloat16, whose error grows with ‖S‖₂ as an error of query and key in bfloat16
+would. A head that asks for more than MOST_STEPS steps, whose Z is far from normal, or whose query and key nearly cancel gets
+a `state` of −1. A second launch takes such a head by THREE products, which have 16 bits, and sets `state` to NaN where no
+digit is left.
 
-A program has scratch memory, through which matrices go where their columns change places.
+Matrices whose columns change places go through a program's scratch memory.
 """
 
 import triton
@@ -19,18 +21,18 @@ import triton.language as tl
 
 from osa.kernels.fused import ENTRIES, SIZE, D, inside, rows_at, rows_of, rows_of_m, scale_of
 
-RADIUS = tl.constexpr(2.5)  # of a step: its terms stay near 1
-MOST_STEPS = tl.constexpr(8)  # by one product
-MOST_KEPT = tl.constexpr(8192)  # by three: ‖Z‖₂ beyond 2¹⁴ leaves them no digit
-MOST_TERMS = tl.constexpr(18)  # of a step
+RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
+MOST_STEPS = tl.constexpr(8)  # steps by one product
+MOST_KEPT = tl.constexpr(8192)  # steps by three products, which have no digit for ‖Z‖₂ beyond 2¹⁴
+MOST_TERMS = tl.constexpr(18)  # terms of a step
 MOST_SKEWED = tl.constexpr(16.0)  # ‖Z‖_F over (‖Z⁴Y‖/‖Y‖)^¼: 8 to 11 for independent tokens, more where Z is far from normal
-MOST_TAKEN = tl.constexpr(16.0)  # ‖G‖_F over its norm once balanced: columns so nearly alike cancel in the gradients
-EPS, EPS_OF_THREE = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # of the output, below which a term ends the sum
+MOST_TAKEN = tl.constexpr(16.0)  # ‖G‖_F before balancing over ‖G‖_F after: columns so nearly alike cancel in the gradients
+EPS, EPS_OF_THREE = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # share of the output below which a term ends the sum
 LOST = tl.constexpr(2.0**10)  # imbalance, as in `osa.linalg.imbalance`, from which on three products have no digit
-LEAST = tl.constexpr(2.0**-12)  # of a column's square norm, below which G in float32 does not tell what balancing leaves
+LEAST = tl.constexpr(2.0**-12)  # share of a column's square norm below which rounding of G hides what balancing leaves
 
-# a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k and s_k of
-# a step in bfloat16, in two parts for THREE, and Y_j of each step otherwise
+# places in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k
+# and s_k of a step in bfloat16, in two parts for THREE, and Y_j of each step otherwise
 F_AT, A_AT, GRAD_AT, VECTORS_AT = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 Z_AT, TERMS_AT = tl.constexpr(37120), tl.constexpr(53504)
 
@@ -49,13 +51,13 @@ def places():
 
 @triton.jit
 def swapped():
-    """The same with each column in its partner's place, q_j in that of k_j."""
+    """Places of the same matrix with each column in its partner's place, q_j in that of k_j."""
     return tl.arange(0, D)[:, None] * SIZE + ((tl.arange(0, SIZE) + D) % SIZE)[None, :]
 
 
 @triton.jit
 def half():
-    """Places of its left half; the right one begins D entries on."""
+    """Places of the left half of such a matrix; its right half begins D entries on."""
     return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, D)[None, :]
 
 
@@ -79,7 +81,7 @@ def halves_of(pointer):
 
 @triton.jit
 def z_of(kept, THREE: tl.constexpr):
-    """Zᵀ, and its low part, or the same again."""
+    """Zᵀ and its low part, or Zᵀ twice without THREE."""
     at = halves_of(kept + Z_AT) + tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     z = tl.load(at)
     z_low = z
@@ -90,7 +92,7 @@ def z_of(kept, THREE: tl.constexpr):
 
 @triton.jit
 def times(x, z, z_low, THREE: tl.constexpr):
-    """X Zᵀ by one product of bfloat16, or by all but that of the low parts."""
+    """X Zᵀ by one product of bfloat16, or for THREE by all products of high and low parts but low times low."""
     if THREE:
         high, low = split(x)
         product = tl.dot(high, z, tl.dot(high, z_low, tl.dot(low, z)))
@@ -147,14 +149,14 @@ def times_r(left, right, q_takes, k_takes, sigma):
 
 @triton.jit
 def vectors(kept):
-    """Reads again what `balance` returned."""
+    """Loads γ and σ, as `balance` returned them."""
     at = kept + VECTORS_AT + tl.arange(0, D)
     return tl.load(at + 2 * D), tl.load(at + 3 * D), tl.load(at)
 
 
 @triton.jit
 def keep_half(at, x, THREE: tl.constexpr):
-    """One of the four blocks of Zᵀ."""
+    """Stores one of the four blocks of Zᵀ."""
     high, low = split(x)
     tl.store(at, high)
     if THREE:
@@ -163,7 +165,7 @@ def keep_half(at, x, THREE: tl.constexpr):
 
 @triton.jit
 def prepare(qq, qk, kk, vq, vk, c, kept, THREE: tl.constexpr):
-    """Keeps Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and whether no digit is left of any product."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and whether no digit is left of any product."""
     tl.store(kept + half(), c * vk)
     tl.store(kept + half() + D, -c * vq)
     before = norm_of(qq, qk, kk)
@@ -201,7 +203,7 @@ def balanced_y(kept):
 
 @triton.jit
 def times_rt(kept, at):
-    """X Rᵀ of an X that is kept."""
+    """X Rᵀ of a stored X."""
     columns, partners = tl.arange(0, SIZE), (tl.arange(0, SIZE) + D) % SIZE
     sigma, takes = kept + VECTORS_AT, kept + VECTORS_AT + SIZE
     taken = tl.load(takes + partners) * tl.load(sigma + partners)
@@ -210,7 +212,7 @@ def times_rt(kept, at):
 
 @triton.jit
 def replace(at, x):
-    """Replaces what is kept there, which other threads have read and will read."""
+    """Stores X over a matrix that other threads have read, for other threads to read."""
     tl.debug_barrier()
     tl.store(at + places(), x)
     tl.debug_barrier()
@@ -234,7 +236,7 @@ def steps_of(radius):
 def limit_of(y, norm, share, THREE: tl.constexpr):
     """‖term‖_F² below which a term no longer matters.
 
-    It changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂); ‖G‖_F stands for
+    A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂); ‖G‖_F stands for
     ‖M‖₂².
     """
     factor = EPS / tl.maximum(norm, 1e-9)
@@ -246,9 +248,9 @@ def limit_of(y, norm, share, THREE: tl.constexpr):
 
 @triton.jit
 def taylor(total, term, z, z_low, share, least, terms, KEEP: tl.constexpr, THREE: tl.constexpr):
-    """A sum with Σ_k t_k added, t_k = (Z/n)ᵏ t_0 / (k + 1)!, how many follow t_0, and whether they suffice.
+    """Adds Σ_k t_k to a sum, t_k = (Z/n)ᵏ t_0 / (k + 1)!. Returns the sum, how many follow t_0, and whether they suffice.
 
-    KEEP keeps all terms but the last.
+    KEEP stores all terms but the last.
     """
     total += term
     size, degree = tl.full([], 1.0, tl.float32), 0
@@ -261,12 +263,12 @@ def taylor(total, term, z, z_low, share, least, terms, KEEP: tl.constexpr, THREE
                     keep_parts(terms, k, term, THREE)
                 term = times(term, z, z_low, THREE) * (share / (k + 2))
                 total += term
-    return total, degree, size <= least  # not where anything is NaN
+    return total, degree, size <= least  # False where anything is NaN
 
 
 @triton.jit
 def keep_parts(slots, k, x, THREE: tl.constexpr):
-    """X in bfloat16, in two parts for THREE."""
+    """Stores X in bfloat16, in two parts for THREE."""
     high, low = split(x)
     tl.store(slots + k * ENTRIES + places(), high)
     if THREE:
@@ -295,7 +297,7 @@ def stepped_forward_kernel(
             z, z_low = z_of(kept, THREE)
             radius = growth(y, z, norm)
             if THREE:
-                fits = (radius <= MOST_KEPT * RADIUS) & (is_lost == 0)  # NaN does not
+                fits = (radius <= MOST_KEPT * RADIUS) & (is_lost == 0)  # False for NaN
                 tl.store(state + i, tl.where(is_lost, float("nan"), -1.0))
             else:
                 is_normal = norm <= MOST_SKEWED * tl.maximum(radius, 1.0)
@@ -323,7 +325,7 @@ def stepped_forward_kernel(
                     out = tl.dot(m, low, tl.dot(m, high))
                     out += rows_of(v, strides[2], rows, tokens, WIDTH).to(tl.float32)
                     tl.store(rows_at(o, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
-            tl.debug_barrier()  # before what is kept of the next head
+            tl.debug_barrier()  # waits: the next head's matrices take the place of these
 
 
 @triton.jit
@@ -341,10 +343,11 @@ def stepped_backward_kernel(
 ):  # fmt: skip
     """The gradients of each head whose `state` is 0, or −1 or NaN for THREE.
 
-    As in osa/kernels/fused.py, step by step from the last. With h = c/n Fᵀ J and a the gradient of Y_{j+1} times J, zero for
-    the last step, those of the t_k of a step are u_k = h − a Zᵀ/n − s_k Zᵀ/n with s_k = u_{k+1} / (k + 2), and that of Y_j
-    is a + u_0; A₂ is the a that is left. grad G sums c s_kᵀ t_kᵀ over terms and steps, and aᵀ (Σ t_k)ᵀ over steps. THREE
-    keeps no Y_j, and takes Y_j = e^{−Z/n} Y_{j+1}: e^{Z/n} keeps norms where M is balanced.
+    The kernel does for each step what osa/kernels/fused.py does, from the last step to the first. Let h = c/n Fᵀ J, and let
+    a be the gradient of Y_{j+1} times J, zero for the last step. The t_k of a step have the gradients
+    u_k = h − a Zᵀ/n − s_k Zᵀ/n with s_k = u_{k+1} / (k + 2), and Y_j has a + u_0; A₂ is the a that is left. grad G sums
+    c s_kᵀ t_kᵀ over terms and steps, and aᵀ (Σ t_k)ᵀ over steps.
+    THREE stores no Y_j and computes Y_j = e^{−Z/n} Y_{j+1}, since e^{Z/n} keeps norms where M is balanced.
     """
     kept = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     terms = halves_of(kept + TERMS_AT)
@@ -391,7 +394,7 @@ def stepped_backward_kernel(
                 start = share * tl.load(kept + places())
                 if j > 0:
                     start += share * times(total, z, z_low, THREE)
-                    tl.debug_barrier()  # before the terms of another step
+                    tl.debug_barrier()  # waits: this step's terms take the place of the last one's
                     if not THREE:
                         tl.store(starts + j * ENTRIES + places(), start.to(tl.bfloat16))
                 total, degree, _ = taylor(total, start, z, z_low, share, least, terms, True, THREE)
@@ -448,7 +451,7 @@ def stepped_backward_kernel(
                         qq, qk = plus_product(qq, s, t + lows), plus_product(qk, s, t + lows + D)
                         kk, qk = plus_product(kk, s + D, t + lows + D), plus_product(qk, t, s + lows + D)
                 blocks = kept + GRAD_AT + square()
-                if turn > 0:  # as first summands they would keep the loop's products from overlapping
+                if turn > 0:  # added last: blocks as first summands keep the loop's products from overlapping
                     qq, qk, kk = qq + tl.load(blocks), qk + tl.load(blocks + D * D), kk + tl.load(blocks + 2 * D * D)
                 tl.store(blocks, qq)
                 tl.store(blocks + D * D, qk)
@@ -488,4 +491,4 @@ def stepped_backward_kernel(
                 if THREE:
                     x = tl.dot(k_rows, tl.trans(ak_low), tl.dot(q_rows, tl.trans(aq_low), x))
                 tl.store(gv + at, (x + e_rows.to(tl.float32)).to(tl.bfloat16), mask=mask)
-            tl.debug_barrier()  # before what is kept of the next head
+            tl.debug_barrier()  # waits: the next head's matrices take the place of these

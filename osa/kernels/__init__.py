@@ -1,4 +1,4 @@
-"""Triton kernels of CUDA. The import registers them with `osa.linalg`, which knows of none otherwise."""
+"""Triton kernels for CUDA, which this import registers with `osa.linalg`."""
 
 from osa import linalg
 from osa.kernels import operators

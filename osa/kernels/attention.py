@@ -1,8 +1,8 @@
 """Orthogonal attention on CUDA in one launch forward and one backward: Triton kernels, a program for a matrix at a time.
 
 The plain route of osa/functional.py gives the device hundreds of small products. Here a program takes the query, key and
-value of one head of one sequence through all of them, and sums as many terms of φ₁ as its own matrix's norm asks for; then
-it goes on with the next head that is its own. All methods have one form,
+value of one head of one sequence through all products, sums as many terms of φ₁ as the norm of the head's matrix asks for,
+and goes on with its next head. All methods have one form,
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 
@@ -10,9 +10,9 @@ with L and T of osa/kernels/mixing.py, and one form of the gradient, given that 
 
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
-Where balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program takes the basis of "qr" instead, of
-the same S; where a basis does not fit the registers, ALL_ROWS is 0 and the result is NaN. Nothing is added up by several
-programs: every run gives the same bits.
+Where balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program takes the basis of "qr" instead,
+for the same S; where a basis does not fit the registers, ALL_ROWS is 0 and the result is NaN. One program adds up each sum,
+so that every run gives the same bits.
 """
 
 import triton
@@ -53,10 +53,10 @@ def _column_products(q, k, on_key, on_query):
 def _gather(m, balance, q, k, METHOD: tl.constexpr):
     """M ← [Q, K]; for "exact" balanced, M ← [s (Q − a ∘ K), (K − b ∘ Q) / s], and the rows a, b and s of `balance`.
 
-    Of each pair of columns the shorter one takes off its projection on the longer, and s makes them alike. M ← M T with
-    T J Tᵀ = J leaves S = c M J Mᵀ as it is, so that T is constant for the backward pass, and makes ‖M‖ small, with which
-    the rounding of "exact" grows. s is a power of two: it rounds nothing. The differences are in float64 as Q may nearly
-    be K.
+    The shorter column of each pair loses its projection on the longer, and s makes the lengths of the two alike. M ← M T
+    with T J Tᵀ = J leaves S = c M J Mᵀ as it is, so that T is constant for the backward pass, and makes ‖M‖ small, with
+    which the rounding of "exact" grows. s is a power of two, which rounds nothing. The differences are in float64 as Q may
+    nearly be K.
     """
     columns = tl.arange(0, BLOCK)
     a = tl.zeros((BLOCK,), tl.float32)
@@ -102,9 +102,9 @@ def _scatter(grad_q, grad_k, grad_m, balance):
 def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
     """B of M: orthonormal columns, and zeros where a column depends on those before it.
 
-    Each column takes off its components in the basis twice, which suffices for orthogonality to rounding (Giraud et al.
-    2005). A remainder within the rounding of the column is no direction of M: M + E, for an E of that size, lies in
-    the span of the others.
+    Each column loses its components in the basis twice, which suffices for orthogonality to rounding (Giraud et al. 2005).
+    A remainder within the rounding of the column is no direction of M: the column of M + E, for some E of that size, lies
+    in the span of the others.
     """
     rows, columns = tl.arange(0, ALL_ROWS), tl.arange(0, SIZE)
     result = load(m, rows, columns)  # (ALL_ROWS, 2d), of which the first i columns are B's
@@ -125,7 +125,7 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
-    """The same as a call, of which a program that seldom needs it keeps no register."""
+    """Calls `_gram_schmidt`, so that a program which seldom needs a basis keeps no register for one."""
     _gram_schmidt(basis, m, ALL_ROWS)
 
 
@@ -149,7 +149,7 @@ def forward_kernel(
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """output = exp(S) V of `count` matrices, and `basis`: that of "qr", or each matrix's c of "exact" without a basis."""
+    """output = exp(S) V of `count` matrices; `basis` has the bases of "qr", or the c of "exact" without a basis."""
     own = slice_of(scratch, tl.program_id(0), scratch_size)
     m, own = matrix(own, tokens, 2 * WIDTH)
     own_basis, own = matrix(own, tokens, 2 * WIDTH)

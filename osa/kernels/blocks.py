@@ -1,8 +1,8 @@
-"""Matrices of at most 32 rows held in registers, as four blocks of 16 x 16: what a kernel repeats, without scratch memory.
+"""Matrices of at most 32 rows held in registers, as four blocks of 16 x 16, for products that a kernel repeats.
 
-A product in scratch memory waits for its loads, for a barrier, and for what it stores to be read again. Terms of a series
-and iterations wait for each other, so that this is all their time. Blocks are the smallest that `tl.dot` takes, and leave
-its operands few registers, so that those of all methods fit one warp.
+A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. A term of a series or
+an iteration waits for the one before, so that waiting takes all the time. Blocks have the smallest size that `tl.dot` takes,
+whose operands need few registers: the matrices of all methods fit one warp.
 """
 
 import triton

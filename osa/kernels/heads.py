@@ -1,4 +1,4 @@
-"""Launches of a program a head, for "exact" in bfloat16 on Hopper: fused.py, and stepped.py for the heads that it leaves."""
+"""Launches of a program for each head, by "exact" in bfloat16 on Hopper: of fused.py, then stepped.py for what it leaves."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch import Tensor
 from osa.kernels import fused, launch, stepped
 from osa.kernels.launch import Inputs
 
-MOST_ENTRIES = 2**31  # from a head's first row to the last, which 32 bits count
-# By the compiler's figures for sm_90 two programs share a multiprocessor: paper_outputs/benchmarks/kernels.csv
+MOST_ENTRIES = 2**31  # entries from a head's first row to the last, which 32 bits count
+# two programs share a multiprocessor, by the compiler's figures for sm_90: paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2, "num_warps": 4, "maxnreg": 255}
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1, "num_warps": 4, "maxnreg": 255}
-# the compiler's figures of these: 110 kB of shared memory for one product, 156 for three
+# shared memory, by the compiler's figures: 110 kB for one product, 156 for three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 BY_ONE, BY_THREE = STEPPED | {"STAGES": 5, "THREE": False}, STEPPED | {"STAGES": 2, "THREE": True}
 
@@ -35,7 +35,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
 def backward(
     method: str, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
 ) -> None:
-    """Fills the gradients of query, key, value, and of the scale of each matrix, given that of the output."""
+    """Fills the gradients of query, key, value and each matrix's scale, given the output's."""
     query, key, value = _alike(*inputs[:3])
     scale, (grad,) = inputs[3].contiguous(), _alike(grad)
     tensors = query, key, value, grad, *grads[:3], scale, grads[3], saved
@@ -47,7 +47,7 @@ def backward(
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
-    """Heads by one product a term, then those that ask for three."""
+    """Launches a kernel for the heads of one product a term, then for the heads that ask for three."""
     for options, share in ((BY_ONE, 2), (BY_THREE, 1)):
         size = stepped.scratch_of(bool(options["THREE"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
@@ -59,7 +59,7 @@ def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
 
 
 def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor:
-    """NaN where φ₁ has no digit."""
+    """A number for each matrix, NaN where φ₁ has no digit."""
     return saved
 
 
@@ -68,13 +68,13 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """Counts programs, so many for each multiprocessor and at most one a head, and makes the memory of each."""
+    """Counts programs, `share` for each multiprocessor and at most one a head, and makes the memory of each."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 
 
 def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As they are if they have the same strides, columns side by side and rows at multiples of 16 bytes; else copies."""
+    """The tensors if they have the same strides, adjacent columns and rows at multiples of 16 bytes; else copies."""
 
     def is_aligned(x: Tensor) -> bool:
         is_near = x.shape[-2] * x.stride(-2) < MOST_ENTRIES

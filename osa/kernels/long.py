@@ -1,16 +1,16 @@
 """Orthogonal attention of long sequences on CUDA, by two passes over query, key and value, each by many programs a matrix.
 
-With M = [Q, K], the first pass has G = MᵀM and X = MᵀV, osa/kernels/sequences.py finds T from these, and the second pass
-has V + M T:
+With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, osa/kernels/sequences.py finds T from G and X, and the second pass
+gives V + M T:
 
-    gram_kernel            partial sums of G and X, for each part of a sequence; and again where those have lost digits
+    gram_kernel            partial sums of G and X, for each part of a sequence; a second time where the first lose digits
     apply_kernel           V + M T
     products_kernel        partial sums of F = MᵀE, given the gradient E of the output
     apply_backward_kernel  the gradients of Q, K and V, once those of G and X are known
 
-M is balanced as `osa.linalg.balanced` does it, M T = M diag(σ) sheared by γ, with a T found from G, which costs no pass: of
-each pair of columns the shorter one takes off its projection on the longer. Where little is left of it, the digits of G are
-lost, and the sums are taken again of the sheared columns.
+M is balanced as in `osa.linalg.balanced`, M T = M diag(σ) sheared by γ, with γ and σ from G, which costs no pass: the
+shorter column of each pair loses its projection on the longer. Where little is left of a column, G has lost its digits, and
+a second call of gram_kernel sums the products of the sheared columns.
 """
 
 import triton
@@ -29,7 +29,7 @@ def gram_kernel(
 ):  # fmt: skip
     """QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, splits, 3d² + 2d·d_value).
 
-    SHEARED: of the columns that γ has sheared, and only of the matrices that are lost otherwise.
+    SHEARED takes the columns that γ has sheared, of the matrices whose first sums have lost digits.
     """
     ROWS: tl.constexpr = TILE[0]
     PART: tl.constexpr = TILE[1]
@@ -102,7 +102,7 @@ def products_kernel(
     query, key, grad, sums, saved, q_strides, k_strides, e_strides, heads, tokens, splits, rows_of_split,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The part of F = MᵀE that each part of each matrix makes, (matrices, splits, 2d, d_value)."""
+    """The summand of F = MᵀE from each part of each matrix, (matrices, splits, 2d, d_value)."""
     ROWS: tl.constexpr = TILE[0]
     PART: tl.constexpr = TILE[1]
     COLUMNS: tl.constexpr = TILE[2]
@@ -135,7 +135,7 @@ def apply_backward_kernel(
 ):  # fmt: skip
     """grad V = E + M A₂, and of grad M = E A₁ᵀ + V A₂ᵀ + M A₃ the gradients of Q and K; a tile of rows a program.
 
-    By the chain rule through G and X, A₁ = T, A₂ = grad X and A₃ = grad G + (grad G)ᵀ.
+    The chain rule through G and X gives A₁ = T, A₂ = grad X and A₃ = grad G + (grad G)ᵀ.
     """
     ROWS: tl.constexpr = TILE[0]
     PART: tl.constexpr = TILE[1]

@@ -1,15 +1,15 @@
-"""T of exp(S) V = V + L T, and the matrices of its gradient: what lies between Gram matrices, within one Triton program.
+"""T of exp(S) V = V + L T, and the matrices of its gradient, from Gram matrices within one Triton program.
 
-In the notation of `orthogonal_attention`, with G = LᵀM and X = LᵀV,
+Let, in the notation of `orthogonal_attention`, G = LᵀM and X = LᵀV. Then
 
     method           L              T
     "exact"          M, balanced    c φ₁(c J G) J X
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
-The formulas of the gradient are those of the autograd functions of osa/functional.py: the chain rule through G and X, and
-for "qr" the gradient that does not pass through the decomposition. φ₁ differs, in that nothing is kept for it: see
-`phi1_gradients`.
+The autograd functions of osa/functional.py have the same formulas of the gradient: the chain rule through G and X, and for
+"qr" the gradient that does not pass through the decomposition. They keep the terms of φ₁; a program keeps none
+(`phi1_gradients`).
 """
 
 import triton
@@ -34,8 +34,8 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-IMBALANCE = tl.constexpr(128.0)  # up to which "exact" keeps its digits, as in osa/linalg.py
-LOST = tl.constexpr(2.0**20)  # c ‖M‖_F² from which on an iteration has none: as in osa/functional.py, in float32
+IMBALANCE = tl.constexpr(128.0)  # imbalance up to which "exact" keeps its digits, as in osa/linalg.py
+LOST = tl.constexpr(2.0**20)  # c ‖M‖_F² from which on an iteration has no digit, as in osa/functional.py for float32
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def _projector(gram, grams, ITERATIONS: tl.constexpr):
 def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
     """The gradient of G_0 from the symmetric one of G_K, in place.
 
-    As in `_NewtonSchulzGram` of osa/linalg.py, with E and G those of G_{k+1} and G_k: E ← R + Rᵀ of
-    R = ¼ (Y + ½ Yᵀ) G + 9/8 E with Y = E G − 4 E.
+    An iteration turns the gradient E of G_{k+1} into that of G = G_k as `_NewtonSchulzGram` of osa/linalg.py does:
+    E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
     """
     for k in range(ITERATIONS):
         g = blocks.load_square(rows_of(grams, (ITERATIONS - 1 - k) * grad[3], grad[3]), 1.0)
@@ -104,8 +104,9 @@ def _normaliser(gram, epsilon):
 
 @triton.jit
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
-    """Z = c Π J G, NaN where it has no digit, and Y = Π J Π X, with Π, its `grams` and J Π X; returns ‖M‖_F and
-    1 / (‖M‖_F + ε).
+    """Stores Z = c Π J G, NaN where it has no digit, Y = Π J Π X, Π, its `grams` and J Π X.
+
+    Returns ‖M‖_F and 1 / (‖M‖_F + ε).
     """
     norm, inverse = _normaliser(g, epsilon)
     scale = tl.where(tl.abs(scale) * norm * norm > LOST, float("nan"), scale)
@@ -147,8 +148,8 @@ def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
 def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS):
     """A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄; returns the gradient of c.
 
-    By the chain rule through G, X and c, A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact" that of c is
-    ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩, for "qr" likewise. The A's of "qr" are those of `_ByBasis` in osa/functional.py:
+    The chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact", and likewise
+    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. "qr" has the A's of `_ByBasis` in osa/functional.py:
     with U = φ₁([S]) X, Ū = φ₁(−[S]) F and A twice the skew part of the gradient of [S] for a fixed basis,
 
         A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.

@@ -1,7 +1,7 @@
 """φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own.
 
-A Z of up to 32 rows is held in registers (osa/kernels/blocks.py). A taller one, of up to 128, is one tile for tensor cores,
-which take it from shared memory.
+Registers hold a Z of up to 32 rows (osa/kernels/blocks.py). A Z of up to 128 rows is one tile in shared memory, for tensor
+cores.
 """
 
 import triton
@@ -27,7 +27,7 @@ from osa.kernels.tiles import (
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
 EPS = tl.constexpr(1.2e-7)
-MOST_TERMS = tl.constexpr(19)  # of ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18
+MOST_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _terms(z, TILE: tl.constexpr):
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z), TILE), 0.0) + EPS * inner_product(z, z, TILE)
     radius = tl.sqrt(square)
-    fits = radius <= LIMIT  # NaN does not
+    fits = radius <= LIMIT  # False for NaN
     radius = tl.where(fits, radius, 0.0)
     halvings, fraction = 0, tl.full([], 1.0, tl.float32)
     while radius > RADIUS:
@@ -74,7 +74,7 @@ def _taylor(out, z, fraction, y, degree, TILE: tl.constexpr):
 
 @triton.jit
 def _taylor_in_blocks(out, z, fraction, y, degree):
-    """The same of a Z that registers hold."""
+    """Does what `_taylor` does, for a Z that registers hold."""
     z_blocks = blocks.load_square(z, fraction)
     for column in range(0, out[4], blocks.BLOCK):
         columns = column + tl.arange(0, blocks.BLOCK)
@@ -118,13 +118,13 @@ def phi1_times(out, z, y, scratch, TILE: tl.constexpr = SIZE):
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILE: tl.constexpr = SIZE):
     """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
 
-    With one term more than the value needs, W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule and H_k = Zᵀ H_{k−1} / (k + 1)
-    from H_0 = H lie side by side, for a block of columns at a time:
+    With one term more than the value needs, Horner's rule gives W_k = (Y + Z W_{k+1}) / (k + 2), and H_0 = H gives
+    H_k = Zᵀ H_{k−1} / (k + 1), for a block of columns at a time:
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
-    Where Z was halved, with e = e^Z − I, Φ = φ₁(Z) and the gradient of the exponential,
-    L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ, that of twice Z comes from
+    Where Z was halved, let e = e^Z − I, Φ = φ₁(Z), and let L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the
+    gradient of the exponential. The gradients for twice Z come from
 
         D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
 
@@ -158,9 +158,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILE: tl.constexpr = SIZ
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms, TILE: tl.constexpr):
-    """Does what `phi1_gradients` does, for Z times the fraction. The W_k of a block of columns lie in scratch memory, where
-    nothing waits for them.
-    """
+    """Does what `phi1_gradients` does, for Z times the fraction, with the W_k in scratch memory, where nothing waits."""
     if TILE == SIZE:
         _gradients_in_blocks(u, grad_y, grad_z, z, y, h, degree, fraction, terms)
     else:
@@ -207,7 +205,7 @@ def _sum_terms(grad_y, grad_z, terms, z, h, degree, fraction, TILE: tl.constexpr
 
 @triton.jit
 def _gradients_in_blocks(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """The same of a Z that registers hold."""
+    """Does what `_gradients` does, for a Z that registers hold."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     sums = (zero, zero, zero, zero)
     z_blocks = blocks.load_square(z, fraction)
@@ -257,7 +255,7 @@ def backward_kernel(
     z, y, grad, grad_z, grad_y, scratch, count, scratch_size,
     SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of Z and Y from that of φ₁(Z) Y."""
+    """The gradients of Z and Y from the gradient of φ₁(Z) Y."""
     u, own = matrix(slice_of(scratch, tl.program_id(0), scratch_size), SIZE, VALUE_WIDTH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         z_i, _ = matrix(slice_of(z, i, SIZE * SIZE), SIZE, SIZE)

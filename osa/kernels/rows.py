@@ -1,7 +1,7 @@
 """Tiles of rows of a long sequence: M = [Q, K] balanced, and its products.
 
-Products of bfloat16 are those of tensor cores, exact, and summed in float32; what is float32 beside them is the sum of two
-bfloat16, 16 bits. All other products are in full float32.
+Tensor cores take the products of bfloat16, exactly, and sum them in float32; a float32 operand of such a product is the sum
+of two bfloat16, 16 bits. All other products are in full float32.
 """
 
 import triton
@@ -12,7 +12,7 @@ from osa.kernels.tiles import dot, load, matrix, slice_of, transpose
 
 @triton.jit
 def product(sums, left, right, SPLIT: tl.constexpr):
-    """sums + left · right. SPLIT: as products of bfloat16, where a float32 operand has a high and a low part."""
+    """sums + left · right; for SPLIT by products of bfloat16, where a float32 operand has a high and a low part."""
     if SPLIT:
         high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
         if left.dtype == tl.float32:
@@ -27,7 +27,7 @@ def product(sums, left, right, SPLIT: tl.constexpr):
 
 @triton.jit
 def sheared(q, k, shear, rows, columns, WIDTH: tl.constexpr):
-    """Columns of Q − a ∘ K and K − b ∘ Q, rounded once."""
+    """Columns of Q − a ∘ K and of K − b ∘ Q, rounded once."""
     q_tile, k_tile = load(q, rows, columns).to(tl.float32), load(k, rows, columns).to(tl.float32)
     a = load(transpose(shear), tl.arange(0, 1), columns) + tl.zeros_like(q_tile)
     b = load(transpose(shear), tl.arange(0, 1), columns + WIDTH) + tl.zeros_like(q_tile)
@@ -44,7 +44,7 @@ def balanced(q, k, kept, rows, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """sums + M A of rows of M and columns of A."""
+    """sums + M A, for some rows of M and columns of A."""
     PART: tl.constexpr = TILE[1]
     for start in range(0, WIDTH, PART):
         inner = start + tl.arange(0, PART)
@@ -56,7 +56,7 @@ def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.con
 
 @triton.jit
 def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Loads what the passes over a sequence need of a kept matrix: γ, σ and T; G, X and c lie behind."""
+    """Finds the γ, σ and T that a pass over a sequence needs in the saved row of a matrix, before G, X and c."""
     LENGTH: tl.constexpr = 4 * WIDTH + 4 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
     scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)

@@ -1,7 +1,7 @@
 """Orthogonal attention of long sequences and wide heads on CUDA: two passes forward, two back, and torch's products between.
 
-The passes are the kernels of osa/kernels/long.py, by many programs a matrix. T of V + M T and its gradient, between Gram
-matrices, are by the formulas of osa/functional.py, for all matrices side by side.
+The passes are the kernels of osa/kernels/long.py, by many programs a matrix. T of V + M T and its gradient come from Gram
+matrices by the formulas of osa/functional.py, for all matrices at a time.
 """
 
 import math
@@ -15,15 +15,15 @@ from osa.kernels import launch, long
 from osa.kernels.launch import Inputs, padded, ratio_up
 from osa.kernels.mixing import LOST
 
-LEAST_ROWS = 256  # of a part of a sequence, of which there are half as many as the device has multiprocessors
-LEAST = 2.0**-46  # of a pair's larger square norm, to which the smaller one is raised
-KEPT = 2.0**-5  # of a column's square norm, below which float32 has lost five bits of what is left
-MATRICES = 128  # whose gradients are taken at a time: the steps to T are kept for them, 2 MB each at a width of 64
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # T, given G, X and c
+LEAST_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
+LEAST = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
+KEPT = 2.0**-5  # share of a column's square norm that balancing leaves, below which float32 has lost five bits of it
+MATRICES = 128  # matrices at a time, whose gradients keep the steps to T: 2 MB each at a width of 64
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # gives T of G, X and c
 
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-    """Fills the output, (batch, heads, N, d_value), and for the gradients a row for each matrix: see `_kept`."""
+    """Fills the output, (batch, heads, N, d_value), and a row of `saved` for each matrix, as `_kept` takes it apart."""
     query, key, value, scale = inputs
     kept = _kept(saved, query, value)
     length = 3 * query.shape[-1] ** 2 + kept[4][0].numel()
@@ -50,7 +50,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
 def backward(
     method: str, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
 ) -> None:
-    """Fills the gradients of query, key, value, and of the scale of each matrix, given that of the output."""
+    """Fills the gradients of query, key, value and each matrix's scale, given the output's."""
     query, key, value, _ = inputs
     _, _, mixed, *given = _kept(saved, query, value)
     sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
@@ -69,7 +69,7 @@ def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-    """c of each matrix of "exact", NaN where its φ₁ has no digit."""
+    """c of each matrix for "exact", NaN where φ₁ has no digit; None for "newton_schulz"."""
     return _kept(saved, query, value)[-1] if method == "exact" else None
 
 
@@ -79,14 +79,14 @@ def _kept_shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
 
 
 def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
-    """γ, σ, T, G, X and c of each matrix, (matrices, rows, columns), of which the kernels take the first three."""
+    """γ, σ, T, G, X and c of each matrix, (matrices, rows, columns); the kernels take the first three."""
     shapes = _kept_shapes(query, value)
     rows = saved[:, : sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes], 1)
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
 def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) -> Mixing:
-    """Makes the mixing of a method. φ₁ is in full float32, or by tensor cores, with 22 bits, where the inputs have 8."""
+    """The mixing of a method, with φ₁ in full float32, or by tensor cores with 22 bits for inputs of 8."""
     may_split = is_split(*inputs[:3])
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor) -> Tensor:
@@ -101,10 +101,10 @@ def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) ->
     return mixing
 
 
-@torch.inference_mode(False)  # within an operator, and so below autograd, it alone brings autograd back
+@torch.inference_mode(False)  # brings autograd back, with enable_grad, within an operator, which lies below autograd
 @torch.enable_grad()
 def _mixing_gradients(mixing: Mixing, gram: Tensor, products: Tensor, c: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of G, X and c, given that of T."""
+    """The gradients of G, X and c, given the gradient of T."""
     small = [x.detach().requires_grad_() for x in (gram, products, c)]
     mixed = mixing(*small)
     with linalg.full_precision(grad.device), linalg.without_autocast(grad.device):
@@ -114,14 +114,14 @@ def _mixing_gradients(mixing: Mixing, gram: Tensor, products: Tensor, c: Tensor,
 def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
     """Π = G_K of G / (‖M‖_F + ε)²."""
     square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()  # whose derivative at M = 0 is infinite
+    norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()  # clamped: at M = 0 the root's derivative is infinite
     return linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
 
 
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """G = MᵀM and X = MᵀV; given γ, of the columns that it shears, where these are lost: elsewhere the sums stay."""
+    """G = MᵀM and X = MᵀV; given γ, lost matrices get the sums of the columns that γ shears, and all others keep theirs."""
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
@@ -135,12 +135,12 @@ def _gram_and_products(
 
 
 def _sheared(x: Tensor, shear: Tensor) -> Tensor:
-    """Takes from one of each pair of rows γ times the other."""
+    """Subtracts from each row γ times its partner."""
     return x - shear * x.roll(x.shape[-2] // 2, -2)
 
 
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """γ, (matrices, 2d, 1), by which the shorter column of a pair takes off the longer, and whether that loses digits."""
+    """γ, (matrices, 2d, 1), the multiple of a pair's longer column that the shorter loses, and whether digits go with it."""
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
     longer, shorter = torch.maximum(q_q, k_k), torch.minimum(q_q, k_k)
@@ -150,7 +150,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lengths(gram: Tensor) -> Tensor:
-    """σ, (matrices, 2d, 1): s and 1/s, a power of two, which make the columns of each pair alike."""
+    """σ, (matrices, 2d, 1): s and 1/s, powers of two, which make the lengths of each pair of columns alike."""
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
     least = LEAST * (q_q + k_k) + 1e-37  # bounds the ratio where one is a multiple of the other
     exponent = (0.25 * (torch.maximum(k_k, least).log2() - torch.maximum(q_q, least).log2()) + 0.5).floor()
@@ -173,7 +173,10 @@ def _launch(
     blocks: int = 1,
     **constants,
 ) -> None:
-    """`tensors` begin with query, key, and what is as wide as value; by default by a program for each tile of rows."""
+    """Launches a program for each tile of rows, or for each of `splits` parts and `blocks` of a matrix.
+
+    `tensors` begin with query, key, and a tensor as wide as value.
+    """
     query, _, value, *_ = tensors
     batch, heads, tokens, width = query.shape
     splits = splits or ratio_up(tokens, tile["TILE"][0])
@@ -183,7 +186,7 @@ def _launch(
 
 
 def split(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """In how many parts a sequence is taken, and the rows of each."""
+    """The number of a sequence's parts, and the rows of each."""
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, LEAST_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
@@ -191,12 +194,12 @@ def split(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def is_split(*tensors: Tensor) -> bool:
-    """Tells whether products are those of tensor cores."""
+    """Tells whether tensor cores take the products."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
 
 
 def gram_tile(query: Tensor, value: Tensor) -> dict:
-    """Rows at a time, columns of the left factor and of both right ones, and registers for five products of these."""
+    """Rows, columns of the left factor and of both right ones, and registers, for five products at a time."""
     width, value_width, is_halved = padded(query.shape[-1]), padded(value.shape[-1]), is_split(query, value)
     if is_halved and width == 64 >= value_width and launch.has_wgmma(query.device):
         return {"TILE": (64, width, width, value_width), "num_warps": 8, "num_stages": 3, "maxnreg": 128}
@@ -204,22 +207,22 @@ def gram_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def sheared_tile(query: Tensor, value: Tensor) -> dict:
-    """The same of columns that are sheared on their way."""
+    """The tile of `gram_tile` for columns that a kernel shears as it loads them."""
     return _tile(16, 32, query, value, 1) | {"maxnreg": 255}
 
 
 def products_tile(query: Tensor, value: Tensor) -> dict:
-    """The same for two products. Tensor cores take 16 rows at a time, and their loads are issued ahead."""
+    """The tile of `gram_tile` for two products. Tensor cores take 16 rows at a time, of loads that are issued ahead."""
     return _tile(64, 32, query, value, 3) if is_split(query, value) else _tile(16, 32, query, value, 1)
 
 
 def apply_tile(query: Tensor, value: Tensor) -> dict:
-    """Rows, the length of an inner product, and columns: T is loaded once for all rows."""
+    """Rows, the length of an inner product, and columns, with T loaded once for all rows."""
     return _tile(128 if is_split(query, value) else 32, 16, query, value, 1)
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """The same for three results, with fewer rows where registers would run out."""
+    """The tile of `apply_tile` for three results, with fewer rows where registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)
@@ -229,5 +232,5 @@ def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
 def _tile(rows: int, part: int, query: Tensor, value: Tensor, stages: int) -> dict:
     width, value_width = padded(query.shape[-1]), padded(value.shape[-1])
     tile, widest = (rows, min(part, width), width, value_width), max(width, value_width)
-    registers = 128 if widest == 64 and is_split(query, value) else 255  # the former let two programs share a multiprocessor
+    registers = 128 if widest == 64 and is_split(query, value) else 255  # 128 let two programs share a multiprocessor
     return {"TILE": tile, "num_warps": 4 if widest <= 32 else 8, "num_stages": stages, "maxnreg": registers}

@@ -1,30 +1,30 @@
 """Products and sums of small matrices within one Triton program.
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
-Intermediate ones lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
-tiles of TILE rows (2d or more). Of 32 rows they are in full float32, by 16 columns, with sums 16 long; of more by tensor
-cores, as three products of TF32, which keep 22 bits, by 32 columns, with sums as long as the tile.
-What works on entries is called, not inlined: between calls a program holds a few numbers, so that no register has to be
-spilled, and a kernel compiles in seconds.
+Intermediate matrices lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
+tiles of TILE rows (2d or more). Tiles of 32 rows are in full float32, by 16 columns, with sums 16 long; larger ones take
+tensor cores, three products of TF32, which keep 22 bits, by 32 columns, with sums as long as the tile.
+Functions that work on entries are called, not inlined: between calls a program holds a few numbers, so that no register has
+to be spilled, and a kernel compiles in seconds.
 """
 
 import triton
 import triton.language as tl
 
-SIZE = tl.constexpr(32)  # rows of a tile, and the most of a matrix that osa/kernels/blocks.py holds in registers
+SIZE = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that osa/kernels/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
 PANEL = tl.constexpr(32)  # columns of a wider tile
 
 
 @triton.jit
 def matrix(scratch, rows, columns):
-    """A matrix at the beginning of a scratch memory (pointer, offset), row by row, and the memory behind it."""
+    """A matrix at the beginning of scratch memory (pointer, offset), row by row, and the memory after it."""
     return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
 
 
 @triton.jit
 def scratch_at(pointer):
-    """A scratch memory. Offsets from its pointer are numbers of the program's text, which take no register."""
+    """Scratch memory at a pointer, with offsets that are numbers of the program's text and take no register."""
     return (pointer, tl.full([], 0, tl.int32))
 
 
@@ -80,14 +80,14 @@ def store(a, rows, columns, values):
 
 @triton.jit
 def dot(a, b, sums, TILE: tl.constexpr = SIZE):
-    """sums + A B, of tiles of so many rows."""
+    """sums + A B, of tiles of TILE rows."""
     PRECISION: tl.constexpr = "ieee" if TILE == SIZE else "tf32x3"
     return tl.dot(a, b, sums, input_precision=PRECISION)
 
 
 @triton.jit(noinline=True)
 def multiply(out, a, b, alpha, add, beta, TILE: tl.constexpr = SIZE):
-    """out ← α A B + β C, without C where it is None. `out` may be C, and B where its rows fit one tile."""
+    """out ← α A B + β C, or α A B where C is None; `out` may be C, and may be B where B's rows fit one tile."""
     LENGTH: tl.constexpr = BLOCK if TILE == SIZE else TILE
     COLUMNS: tl.constexpr = BLOCK if TILE == SIZE else PANEL
     for row in range(0, out[3], TILE):
@@ -102,7 +102,7 @@ def multiply(out, a, b, alpha, add, beta, TILE: tl.constexpr = SIZE):
             sums = alpha * sums
             if add is not None:
                 sums += beta * load(add, rows, columns).to(tl.float32)
-            tl.debug_barrier()  # what is overwritten has been read
+            tl.debug_barrier()  # waits: other threads may still read entries that `out` replaces
             store(out, rows, columns, sums)
     tl.debug_barrier()
 

@@ -1,7 +1,7 @@
 """Depth: which model trains at which depth without skips and LN, and what stops the others? Section 4 of He et al. 2023, and
 OSA with them. Theirs are language models of width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
 
-The runs are listed in params.yaml beside this file. All models of one depth have the same budget, and each the learning rate
+The runs are listed in params.yaml of this folder. All models of one depth have the same budget, and each the learning rate
 that the study `rates` found for its kind.
 """
 

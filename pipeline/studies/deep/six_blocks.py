@@ -1,7 +1,7 @@
 """Six blocks, side by side: what does each way to do without skips or LN come to in the paper's own setting?
 
 Six blocks, ten epochs and the paper's recipe, in the form of Table 2, with its runs for comparison. What He et al. 2023
-leave open or call unimportant is tried on E-SPA. The runs are listed in params.yaml beside this file.
+leave open or call unimportant is tried on E-SPA. The runs are listed in params.yaml of this folder.
 """
 
 from pipeline.statistics.claims import Results, read_claims

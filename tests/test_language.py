@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.core.files import ROOT
-from tests.language import comments, docstrings, faults
+from tests.language import comments, docstrings, faults, phrases
 
 READ = [(folder, texts) for folder in ("osa", "pipeline", "tests") for texts in (docstrings, comments)]
 # words that open no docstring, some of which may open a comment
@@ -16,6 +16,13 @@ def test_docstrings_and_comments_say_what_they_are_about(folder, texts):
     found = {path: faults(texts(ROOT / path)) for path in paths}
     assert len(found) > 10
     assert not {str(path): lines for path, lines in found.items() if lines}
+
+
+def test_the_manual_keeps_the_dialect_out():
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    found = {path.name: phrases(path.read_text(encoding="utf-8")) for path in paths}
+    assert len(found) > 10
+    assert not {name: words for name, words in found.items() if words}
 
 
 @pytest.mark.parametrize("folder", ["osa", "pipeline"])

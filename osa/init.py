@@ -253,6 +253,10 @@ def init_suo_mlp_(
     Args:
         transposed: scale by max(1, √(in/out)) instead, as a reading of the weight as [in, out] would.
         gain: factor of the second layer, which restores the mean square that the activation reduces.
+
+    Example:
+        >>> block = osa.create_model("vit", depth=1).blocks[0]
+        >>> init_suo_mlp_(block.mlp)
     """
     for linear in (mlp.fc1, mlp.fc2):
         scaled_uniform_orthogonal_(linear.weight, generator=generator)
@@ -289,6 +293,13 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
     Raises:
         ValueError: H < d, so that no frame fits.
+
+    Example:
+        >>> mlp = osa.MLP(64, 256)
+        >>> init_isometric_mlp_(mlp, gain=1.0, kappa=1.0)
+        >>> rotation = mlp.fc2.weight @ mlp.fc1.weight
+        >>> bool((rotation @ rotation.T - torch.eye(64)).abs().max() < 1e-5)
+        True
     """
     hidden_dim, embed_dim = mlp.fc1.weight.shape
     if hidden_dim < embed_dim:

@@ -254,6 +254,10 @@ class ModelConfig(Sizes, Start, Architecture):
 
     Raises:
         ValueError: an option has an impossible value, or belongs to another attention.
+
+    Example:
+        >>> ModelConfig(**MODELS["osa_iso"], depth=72).embed_dim
+        64
     """
 
     def __post_init__(self) -> None:

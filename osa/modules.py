@@ -245,7 +245,12 @@ def first_rows(attn_mask: Tensor | None, num_outputs: int | None) -> Tensor | No
 
 
 class MLP(nn.Module):
-    """Linear, activation, linear, for each token alone (Eq. 2)."""
+    """Linear, activation, linear, for each token alone (Eq. 2).
+
+    Example:
+        >>> MLP(64, 256)(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+    """
 
     def __init__(
         self,

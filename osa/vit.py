@@ -38,6 +38,12 @@ class VisionTransformer(nn.Module):
 
     Raises:
         ValueError: the patch size does not divide the image size, or depth < 1.
+
+    Example:
+        >>> sizes = dict(image_size=28, patch_size=7, num_classes=10, embed_dim=64, depth=2, mlp_ratio=4)
+        >>> vit = VisionTransformer(**sizes, attention=lambda i: osa.OrthogonalSelfAttention(64, 4), skip=True, norm=True)
+        >>> vit(torch.randn(8, 1, 28, 28)).shape
+        torch.Size([8, 10])
     """
 
     def __init__(

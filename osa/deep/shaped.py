@@ -51,7 +51,12 @@ def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
 
 
 def uniform_schedule(depth: int, last: float, first: float = 0.0) -> list[float]:
-    """ρ_0, …, ρ_L, linear in depth (Appendix C)."""
+    """ρ_0, …, ρ_L, linear in depth (Appendix C).
+
+    Example:
+        >>> uniform_schedule(depth=4, last=0.5)
+        [0.0, 0.125, 0.25, 0.375, 0.5]
+    """
     if not 0 <= first <= last < 1:
         raise ValueError(f"a uniform kernel needs 0 <= first <= last < 1, not {first} and {last}")
     return [first + (last - first) * block / depth for block in range(depth + 1)]

@@ -16,7 +16,7 @@ import unicodedata
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -38,7 +38,7 @@ UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information",
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
 Decoded = tuple[str, int, int]  # its mode and size, and where its pixels begin in the spool
-Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read a file; None for a folder
+Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read it; None for no plain file
 
 
 def convert(wanted: params.Data, out: Path) -> None:
@@ -58,7 +58,8 @@ def convert(wanted: params.Data, out: Path) -> None:
             f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
         )
     with tempfile.TemporaryFile(dir=Path()) as spool:
-        images, classes, sizes, sha256 = read(path, wanted.resize, spool)
+        images, sizes, sha256 = read(path, wanted.resize, spool)
+        classes = classes_of(path, images)
         size = wanted.resize or max(sizes, key=lambda each: (sizes[each], each))
         num_grey = sum(mode == "L" for mode, _, _ in images.values())
         mode = "L" if num_grey == len(images) else "RGB"
@@ -69,8 +70,6 @@ def convert(wanted: params.Data, out: Path) -> None:
         if num_grey and mode == "RGB":
             print(f"{num_grey} of {len(images)} images are grey and become colour images.")
         (out / params.DESCRIPTION).unlink(missing_ok=True)  # it goes first and comes last
-        for older in out.glob("*.gz"):  # as which they were stored once
-            older.unlink()
         digests = {split: write_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
     if shared := sum(each in known for each in digests["test"]):
@@ -105,40 +104,38 @@ def write_split(
     return digests
 
 
-def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], list[str], Counter, str]:
-    """The images under train/ and test/, their classes, how many have which size, and a digest of names and contents. The
-    pixels go to `spool`."""
-    free = shutil.disk_usage(Path()).free
-    images, classes, sizes, digests, roots, num_bytes = {}, {}, Counter(), [], set(), 0
+def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter, str]:
+    """The images under train/ and test/, how many have which size, and a digest of names and contents. The pixels go to
+    `spool`."""
+    most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # as pixels are stored a second time
+    images, sizes, digests, roots, num_bytes = {}, Counter(), [], set(), 0
     for name, length, content in tqdm(members(path), unit=" files", leave=False, disable=None):
-        root, (split, *inside) = split_root(name)
-        if split not in SPLITS:
+        where, (first, *others) = f"{path}: {name}", name.split("/")
+        root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a folder around
+        if not parts or parts[0] not in SPLITS:
             continue
         roots.add(root)
-        with_images = classes.setdefault(split, {})
-        if inside and (content is None or len(inside) > 1):
-            label = unicodedata.normalize("NFC", inside[0])  # macOS writes é as e and an accent, which look alike
-            with_images.setdefault(label, False)
-        if content is None or len(inside) < 2:
+        if content is None:
+            raise UserError(f"{where} is a broken link, a link in an archive or a device: put a file there, or remove it.")
+        if len(parts) < 3:
             continue
-        if len(inside) > 2:
-            raise UserError(
-                f"{path}: {name} lies in a folder inside a class: move it up into {split}/{label}, or remove it."
-            )
+        split, label, *_ = parts
+        if len(parts) > 3:
+            raise UserError(f"{where} lies in a folder inside a class: move it up into {split}/{label}, or remove it.")
+        label = unicodedata.normalize("NFC", label)  # macOS writes é as e and an accent, which look alike
         if length > LARGEST_FILE:
-            raise UserError(f"{path}: {name} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
+            raise UserError(f"{where} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
         try:
             content = content()
         except DAMAGES as error:
-            raise UserError(f"{path}: {name} cannot be read ({error}): put a whole file or archive there.") from None
-        image, size = decode(path, name, content, resize)
-        images[split, label, name], with_images[label] = (image.mode, image.width, num_bytes), True
+            raise UserError(f"{where} cannot be read ({error}): put a whole file or archive there.") from None
+        image, size = decode(where, content, resize)
+        images[split, label, name] = image.mode, image.width, num_bytes
         num_bytes += spool.write(image.tobytes())
-        if num_bytes > min(LARGEST_DATA, free / 2):  # as they are stored a second time
+        if num_bytes > most:
+            taken = f"{num_bytes / 1e9:.1f} GB of pixels, and {most / 1e9:.1f} are taken here"
             raise UserError(
-                f"{path}: the first {len(images):,} images have {num_bytes / 1e9:.1f} GB of pixels, and at most "
-                f"{LARGEST_DATA / 1e9:.1f} GB are taken, or half of the disk's {free / 1e9:.1f} GB that are free: write a "
-                "smaller data.resize."
+                f"{path}: the first {len(images):,} images have {taken}: write a smaller data.resize, or make room."
             )
         sizes[size] += 1
         digests.append(f"{name} {hashlib.sha256(content).hexdigest()}")
@@ -146,30 +143,26 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
         names = " and ".join(map(repr, sorted(roots)))
         raise UserError(f"{path} has {names} with train/ or test/ inside: leave one of them.")
     digest = hashlib.sha256("\n".join(sorted(digests)).encode(errors="surrogateescape"))
-    return images, checked(path, classes), sizes, digest.hexdigest()
+    return images, sizes, digest.hexdigest()
 
 
-def checked(path: Path, classes: dict[str, dict[str, bool]]) -> list[str]:
-    """The names of the classes, sorted; both splits have the same, and each has an image."""
-    for split in SPLITS:
-        if not classes.get(split):
-            missing = "class folder in" if split in classes else "folder"
-            raise UserError(f"{path} has no {missing} {split}/: write train/CLASS/IMAGE and test/CLASS/IMAGE.")
-    train, test = (classes[split] for split in SPLITS)
-    for name in sorted(train.keys() ^ test.keys()):
-        there, other = ("train", "test") if name in train else ("test", "train")
-        raise UserError(f"{path}: {there}/{name} has no class {other}/{name} beside it: add images there, or remove it.")
-    if not 2 <= len(train) <= MAX_CLASSES:
-        count = "one class" if len(train) == 1 else f"{len(train)} classes"
-        raise UserError(f"{path} has {count} in train/: 2 to {MAX_CLASSES} can be learnt.")
-    for split, names in classes.items():
-        for name in sorted(names):
-            if not names[name]:
-                raise UserError(f"{path}: {split}/{name} has no image: add some, or remove the class.")
-    return sorted(train)
+def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
+    """The names of the classes, sorted. Raises UserError unless both splits have images of each."""
+    found = {split: set() for split in SPLITS}
+    for split, label, _ in images:
+        found[split].add(label)
+    for split, classes in found.items():
+        if not classes:
+            raise UserError(f"{path} has no image in {split}/CLASS/: write train/CLASS/IMAGE and test/CLASS/IMAGE.")
+    for label in sorted(found["train"] ^ found["test"]):
+        there, other = ("train", "test") if label in found["train"] else ("test", "train")
+        raise UserError(f"{path}: {other}/{label} has no image, but {there}/{label} has: add images there, or remove it.")
+    if not 2 <= len(classes) <= MAX_CLASSES:
+        raise UserError(f"{path}: the number of classes is {len(classes)}, and 2 to {MAX_CLASSES} can be learnt.")
+    return sorted(classes)
 
 
-def decode(path: Path, name: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
+def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
     """An image as a viewer shows it, in mode L or RGB, and its size before `resize`.
 
     A decoder may raise anything. All of it becomes a sentence that names the file.
@@ -179,13 +172,13 @@ def decode(path: Path, name: str, content: bytes, resize: int | None) -> tuple[I
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's own limit of pixels
             with Image.open(io.BytesIO(content)) as image:
                 if problem := problem_of(image):
-                    raise UserError(f"{path}: {name} has {problem}.")
+                    raise UserError(f"{where} has {problem}.")
                 return resized(as_seen(image), resize or image.width), image.width
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001
         reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
-        raise UserError(f"{path}: {name} cannot be read as an image ({reason}): replace or remove it.") from None
+        raise UserError(f"{where} cannot be read as an image ({reason}): replace or remove it.") from None
 
 
 def problem_of(image: Image.Image) -> str | None:
@@ -225,51 +218,40 @@ def in_turns(places: list[ImagePath]) -> list[ImagePath]:
     return [place for _, place in sorted(ranked)]
 
 
-def split_root(name: str) -> tuple[str, tuple[str, ...]]:
-    """The folder around train/ and test/, which archives often have, and the parts of a name inside it."""
-    first, *others = parts = tuple(name.split("/"))
-    return ("", parts) if first in SPLITS or not others else (first, tuple(others))
-
-
 def members(path: Path) -> Iterator[Member]:
-    """All files and folders but those that no viewer shows: hidden ones, and what systems leave behind."""
-    for name, length, content in in_folder(path, path, ()) if path.is_dir() else in_archive(path):
+    """All files but those that no viewer shows: hidden ones, and what systems leave behind."""
+    for name, length, content in in_folder(path, path) if path.is_dir() else in_archive(path):
         parts = PurePosixPath(name.replace("\\", "/")).parts
         if ".." in parts or "/" in parts[:1]:
             raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
-        if parts and not any(part.startswith(".") or part in UNSEEN for part in parts):
+        if not any(part.startswith(".") or part in UNSEEN for part in parts):
             yield "/".join(parts), length, content
 
 
-def in_folder(folder: Path, base: Path, above: tuple[Path, ...]) -> Iterator[Member]:
-    above = (*above, folder.resolve())
+def in_folder(folder: Path, base: Path) -> Iterator[Member]:
     for path in sorted(folder.iterdir()):
-        name = path.relative_to(base).as_posix()
-        if path.is_file():
-            yield name, path.stat().st_size, path.read_bytes
-        elif path.is_dir() and path.resolve() not in above:
-            yield name, 0, None
-            yield from in_folder(path, base, above)
-        elif path.name not in UNSEEN and not path.name.startswith("."):
-            what = "leads back to a folder above it" if path.is_dir() else "is a link to nothing, or no file"
-            raise UserError(f"{base}: {name} {what}: replace or remove it.")
+        if path.is_dir():
+            yield from in_folder(path, base)
+        elif path.is_file():
+            yield path.relative_to(base).as_posix(), path.stat().st_size, path.read_bytes
+        else:
+            yield path.relative_to(base).as_posix(), 0, None
 
 
 def in_archive(path: Path) -> Iterator[Member]:
     """The members of an archive, which is never unpacked."""
-    link = "{} has the member {}, a link or device: data.path needs plain files."
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 for entry in archive.infolist():
-                    if stat.S_ISLNK(entry.external_attr >> 16):  # the mode that Unix stores
-                        raise UserError(link.format(path, entry.filename))
-                    yield entry.filename, entry.file_size, None if entry.is_dir() else partial(archive.read, entry)
+                    is_link = stat.S_ISLNK(entry.external_attr >> 16)  # the mode that Unix stores
+                    if not entry.is_dir():
+                        yield entry.filename, entry.file_size, None if is_link else partial(archive.read, entry)
             return
         with tarfile.open(path) as archive:
             for entry in archive:
-                if not (entry.isfile() or entry.isdir()):
-                    raise UserError(link.format(path, entry.name))
-                yield entry.name, entry.size, None if entry.isdir() else lambda: archive.extractfile(entry).read()  # noqa: B023
+                if not entry.isdir():
+                    content = lambda: archive.extractfile(entry).read()  # noqa: B023, E731  called before the next entry
+                    yield entry.name, entry.size, content if entry.isfile() else None
     except DAMAGES as error:
         raise UserError(f"{path} cannot be read as a tar or zip archive ({error}): data.path needs a whole one.") from None

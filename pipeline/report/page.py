@@ -4,7 +4,7 @@ import functools
 import html
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,14 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
         "verdict": verdict,
         "holds": holds,
         "label": lambda name: text(label(name)),
+        "by": by,
     }
     return templates
+
+
+def by(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Mapping[str, Any]]:
+    """Rows by the value that each has for a key: `table_2 | by("variant")`."""
+    return {row[key]: row for row in rows}
 
 
 def text(words: str) -> Markup:

@@ -220,7 +220,7 @@ def write_readme() -> None:
         check_current(name)
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}
-    context = numbers | common(lab) | {"page": "paper_outputs/research.md"}
+    context = {**numbers, **common(lab), "page": "paper_outputs/research.md"}
     environment = page.environment(lab.label)
     readme = README.read_text(encoding="utf-8")
 

@@ -22,6 +22,7 @@ from pipeline.training.run import Run, same_config
 
 FOLDER = Path("paper_outputs")
 TABLE_2 = FOLDER / "table_2.csv"
+PROPERTIES = ("device_name", "python", "torch", "num_threads", "data_sha256", "numerics", "commit")
 
 
 def read(lab: Lab) -> dict[tuple[str, int], dict]:
@@ -55,26 +56,39 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
         low, high = one_more_run(own) if len(own) >= LEAST_RUNS else (math.nan, math.nan)
         ours, paper = summary_of(own), lab.paper.table_2.get(variant)
         rows.append(
-            {"variant": variant, "paper": paper, "ours": asdict(ours), "accuracies": own, "runs": len(accuracies)}
-            | {"others": [value for seed, value in accuracies.items() if seed not in starting]}
-            | {"difference": None if paper is None else ours.mean - paper}
-            | {"one_more_run": {"low": low, "high": min(high, 100.0)}}
-            | {"is_within": None if paper is None or math.isnan(low) else low <= paper <= high}
-            | results.counts(variant)
+            {
+                "variant": variant,
+                "paper": paper,
+                "ours": asdict(ours),
+                "accuracies": own,
+                "runs": len(accuracies),
+                "others": [value for seed, value in accuracies.items() if seed not in starting],
+                "difference": None if paper is None else ours.mean - paper,
+                "one_more_run": {"low": low, "high": min(high, 100.0)},
+                "is_within": None if paper is None or math.isnan(low) else low <= paper <= high,
+                **results.counts(variant),
+            }
         )
     return rows
 
 
 def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
     """`rows` as a file: per cent, and percentage points."""
-    return pd.DataFrame(
-        {"variant": row["variant"], "model": lab.label(row["variant"]), "paper": row["paper"]}
-        | {name: row["ours"][name] for name in ("mean", "std", "low", "high", "min", "max")}
-        | {"difference": row["difference"] if row["difference"] is None else round(row["difference"], files.DIGITS) + 0.0}
-        | {"n_starting": row["ours"]["n"]}
-        | {f"n_{status}": row[status] for status in ("finished", "diverged", "missing")}
-        for row in rows
-    )
+    listed = []
+    for row in rows:
+        ours, difference = row["ours"], row["difference"]
+        listed.append(
+            {
+                "variant": row["variant"],
+                "model": lab.label(row["variant"]),
+                "paper": row["paper"],
+                **{name: ours[name] for name in ("mean", "std", "low", "high", "min", "max")},
+                "difference": None if difference is None else round(difference, files.DIGITS) + 0.0,
+                "n_starting": ours["n"],
+                **{f"n_{status}": row[status] for status in ("finished", "diverged", "missing")},
+            }
+        )
+    return pd.DataFrame(listed)
 
 
 def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
@@ -95,29 +109,26 @@ def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
 
 def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:
     """Runs and hours of training, for Table 2 and for each study that trains."""
-    groups = {"table_2": list(records.values())}
+    seconds = {"table_2": [record["seconds"] for record in records.values()]}
     for name in studies.names():
-        if own := [record for _, record in recorded(name)]:
-            groups[name] = own
-    return {
-        name: {"runs": len(own), "hours": sum(record["seconds"] for record in own) / 3600} for name, own in groups.items()
-    }
+        if own := [record["seconds"] for _, record in recorded(name)]:
+            seconds[name] = own
+    return {name: {"runs": len(own), "hours": sum(own) / 3600} for name, own in seconds.items()}
 
 
 def made_with(records: dict[tuple[str, int], dict]) -> dict[str, Any]:
     """Provenance of Table 2's runs: for each property every value that occurs, with its number of runs."""
     listed = list(records.values())
-    environments = [each["environment"] for each in listed]
-    facts = {key: [str(each[key]) for each in environments] for key in ("device_name", "python", "torch", "num_threads")}
-    facts |= {
-        "data_sha256": [each["data_sha256"] for each in listed],
-        "numerics": [str(each["numerics"]) for each in listed],
-    }
-    facts |= {"commit": [str(each["git_commit"]) for each in environments]}
-    counts = {key: dict(sorted(Counter(values).items())) for key, values in facts.items()}
+    counts = {key: Counter() for key in PROPERTIES}
+    for record in listed:
+        own, environment = {key: record[key] for key in ("data_sha256", "numerics")}, record["environment"]
+        known = {**environment, **own, "commit": environment["git_commit"]}
+        for key, count in counts.items():
+            count[str(known[key])] += 1
     newest = max(listed, key=lambda each: each["finished_at"], default={"environment": {"git_commit": None}})
-    return counts | {
+    return {
+        **{key: dict(sorted(count.items())) for key, count in counts.items()},
         "newest_commit": newest["environment"]["git_commit"],
-        "dirty": sum(bool(each["git_dirty"]) for each in environments),
+        "dirty": sum(bool(each["environment"]["git_dirty"]) for each in listed),
         "resumptions": sum(each["resumptions"] for each in listed),
     }

@@ -82,7 +82,8 @@ def run_row(run: Run, config: RunConfig) -> dict:
     if record is None or not same_config(record["config"], config):
         return {"status": "missing"}
     row = {key: record.get(key, record["environment"].get(key)) for key in PROVENANCE_COLUMNS}
-    if record["status"] == "diverged":
-        return row | {"status": "diverged"}
-    metrics = run.metrics()
-    return row | {"status": "finished"} | {key: metrics[key] for key in FINALS}
+    row["status"] = record["status"]
+    if row["status"] == "finished":
+        metrics = run.metrics()
+        row |= {key: metrics[key] for key in FINALS}
+    return row

@@ -92,7 +92,7 @@ def read_run(run: Run) -> dict:
     record = run.record()
     if record is None or not run.evaluated.exists():
         return identity | {"status": "missing"}
-    return identity | {"status": record["status"]} | run.metrics() | files.read_json(run.evaluated)
+    return {**identity, "status": record["status"], **run.metrics(), **files.read_json(run.evaluated)}
 
 
 def warn(sentence: str) -> None:
@@ -147,11 +147,13 @@ def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
     """Long form: variant, step, epoch, curve and the statistics over those seeds that have a finite value there."""
     long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
     groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
-    statistics = ("n", "mean", "std", "min", "max")
-    return pd.DataFrame(
-        dict(zip(groups.keys, group, strict=True)) | {s: getattr(summary_of(values), s) for s in statistics}
-        for group, values in groups
-    )
+    rows = []
+    for group, values in groups:
+        summary = summary_of(values)
+        row = dict(zip(groups.keys, group, strict=True))
+        row |= {name: getattr(summary, name) for name in ("n", "mean", "std", "min", "max")}
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]) -> pd.DataFrame:
@@ -168,11 +170,11 @@ def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
 
 def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
     """Metrics for `dvc metrics`: test accuracy of each variant in per cent, mean and standard deviation over n runs."""
-    return {
-        row["variant"]: {"mean": round(100 * row["test_accuracy_mean"], 2), "sd": round(100 * row["test_accuracy_std"], 2)}
-        | {"n": row["n_finished"]}
-        for row in summary.to_dict("records")
-    }
+    found = {}
+    for row in summary.to_dict("records"):
+        mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]
+        found[row["variant"]] = {"mean": round(100 * mean, 2), "sd": round(100 * std, 2), "n": row["n_finished"]}
+    return found
 
 
 def trained_again(params: Params) -> pd.DataFrame:
@@ -186,9 +188,10 @@ def trained_again(params: Params) -> pd.DataFrame:
             row = {
                 "variant": run.variant,
                 "seed": run.seed,
+                "committed": accuracy(json.loads(metrics)),
+                "here": accuracy(run.metrics()),
                 "same_weights": before["weights_sha256"] == record["weights_sha256"],
             }
-            row |= {"committed": accuracy(json.loads(metrics)), "here": accuracy(run.metrics())}
             rows.append(row)
     return pd.DataFrame(rows, columns=[*RUN, "committed", "here", "same_weights"])
 

@@ -180,8 +180,10 @@ def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Jo
         UserError: a pattern matches none.
     """
     parts = [pattern.partition("/")[0] for pattern in patterns]
-    named = [name for name in studies.names() if any(fnmatch.fnmatchcase(name, part) for part in parts)]
-    jobs = table_2_jobs(settings) + [job for name in named for job in jobs_of(name, settings)]
+    jobs = table_2_jobs(settings)
+    for name in studies.names():
+        if any(fnmatch.fnmatchcase(name, part) for part in parts):
+            jobs += jobs_of(name, settings)
     selected: dict[str, Job] = {}
     for pattern in patterns:
         matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}
@@ -192,9 +194,11 @@ def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Jo
 
 
 def table_2_jobs(settings: Params) -> list[Job]:
-    return [
-        (Run(name, seed), params.resolve(settings, name)) for name in settings.run.variants for seed in settings.run.seeds
-    ]
+    jobs = []
+    for name in settings.run.variants:
+        config = params.resolve(settings, name)
+        jobs += [(Run(name, seed), config) for seed in settings.run.seeds]
+    return jobs
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
@@ -336,7 +340,7 @@ def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
     Raises:
         RuntimeError: it fails.
     """
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"} | environment
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
     streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
     with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=settings, **streams) as process:
         PROCESSES.add(process)

@@ -38,8 +38,10 @@ def claims() -> dict | None:
 def dvc_processes() -> list[str]:
     """The processes of DVC that work here, as in `dvc repro` (process 12). DVC itself forgets those that are dead."""
     known = claims() or {}
-    each = [*known.get("write", {}).values(), *(claim for listed in known.get("read", {}).values() for claim in listed)]
-    alive = {claim["pid"]: claim["cmd"] for claim in each if claim["pid"] != os.getpid() and _is_alive(claim["pid"])}
+    listed = list(known.get("write", {}).values())
+    for readers in known.get("read", {}).values():
+        listed += readers
+    alive = {claim["pid"]: claim["cmd"] for claim in listed if claim["pid"] != os.getpid() and _is_alive(claim["pid"])}
     return [f"`{command}` (process {pid})" for pid, command in sorted(alive.items())]
 
 

@@ -47,8 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
         origin = f"comes from its mirrors, {size} MB" if size else "is made from what is on this machine"
         changed.setdefault("fetch", []).append(f"{source} is not here, and {origin}")
     for group, stages in grouped(changed).items():
-        reasons = list(dict.fromkeys(reason for stage in stages for reason in changed[stage]))
-        print(f"{label(group, stages)}: {shortened(reasons, '; ')}{cost(stages, settings, records)}")
+        why = {}  # each reason once, in order
+        for stage in stages:
+            why |= dict.fromkeys(changed[stage])
+        print(f"{label(group, stages)}: {shortened(list(why), '; ')}{cost(stages, settings, records)}")
     if following:
         names = [label(group, stages) for group, stages in grouped(following).items()]
         print(f"If these come out differently: {', '.join(names)}{cost(following, settings, records)}")

@@ -46,10 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [row(name, before.get(bases[name], {}), runs) for name, runs in after.items()]
     if chosen.of:
         rows += [row(name, runs, {}) for name, runs in before.items() if name not in after]
+    lines = [HEADS]
     for each in rows:
-        if each["changes"]:
-            print(f"{each['model']}: {each['changes']}")
-    lines = [HEADS, *([value for key, value in each.items() if key != "changes"] for each in rows)]
+        if changes := each.pop("changes"):
+            print(f"{each['model']}: {changes}")
+        lines.append(list(each.values()))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print("Test accuracy in per cent: mean ± standard deviation (seeds); the interval is Welch's, of that model alone.")
     for line in lines:
@@ -132,41 +133,50 @@ def committed(name: str) -> dict[str, Seeds]:
 
 def parameters(record: dict[str, Any]) -> dict[str, str]:
     """Parameters of a run by key, with the data and the numerics."""
-    config = params.normalised_config(record["config"])
-    keys = {f"{section}.{key}": as_yaml(value) for section, values in config.items() for key, value in values.items()}
-    return keys | {"data": record["data_sha256"][:8], "numerics": as_yaml(record["numerics"])}
+    found = {}
+    for section, values in params.normalised_config(record["config"]).items():
+        found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
+    return found | {"data": record["data_sha256"][:8], "numerics": as_yaml(record["numerics"])}
 
 
 def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     """Both accuracies, their difference with Welch's interval, what may be said of it, and which parameters differ."""
-    finished = [[run["accuracy"] for run in side.values() if not math.isnan(run["accuracy"])] for side in (new, old)]
-    shown = {"model": name, "before": cell(old, finished[1]), "after": cell(new, finished[0])}
+    shown = {"model": name, "before": cell(old), "after": cell(new)}
     shown |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not (old and new):
         return shown
-    trainings = [{(run["run_key"], run["started_at"]) for run in side.values()} for side in (old, new)]
-    if trainings[0] == trainings[1]:
+    if trainings(old) == trainings(new):
         return shown | {"reading": "the same runs"}
     was, now = (parameters(next(iter(side.values()))) for side in (old, new))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
     shown["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
-    if not all(finished):
+    after, before = accuracies(new), accuracies(old)
+    if not (after and before):
         return shown | {"reading": "diverged"}
-    shown["difference"] = f"{summary_of(finished[0]).mean - summary_of(finished[1]).mean:+.2f}"
-    low, high = interval(finished, (1, -1))
+    shown["difference"] = f"{summary_of(after).mean - summary_of(before).mean:+.2f}"
+    low, high = interval([after, before], (1, -1))
     if math.isnan(low):
         return shown | {"reading": "one seed, or no spread: no interval"}
     said = "higher" if low > 0 else "lower" if high < 0 else "no difference shown"
     return shown | {"interval": f"{low:+.2f} to {high:+.2f}", "reading": said}
 
 
-def cell(runs: Seeds, finished: list[float]) -> str:
+def accuracies(runs: Seeds) -> list[float]:
+    """The accuracies of the runs that did not diverge."""
+    return [run["accuracy"] for run in runs.values() if not math.isnan(run["accuracy"])]
+
+
+def trainings(runs: Seeds) -> set[tuple[str, str]]:
+    return {(run["run_key"], run["started_at"]) for run in runs.values()}
+
+
+def cell(runs: Seeds) -> str:
     """97.03 ± 0.15 (3), with the number of runs that diverged."""
-    found, num_diverged, parts = summary_of(finished), len(runs) - len(finished), []
-    if finished:
+    found, parts = summary_of(accuracies(runs)), []
+    if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
         parts.append(f"{found.mean:.2f}{spread} ({found.n})")
-    if num_diverged:
+    if num_diverged := len(runs) - found.n:
         parts.append(f"{num_diverged} diverged")
     return ", ".join(parts) or "not run"
 

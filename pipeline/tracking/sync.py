@@ -104,7 +104,9 @@ def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
 def _log_models(experiment: Experiment, trainings: list[Training]) -> None:
     """Logs the trained models of the runs that have none."""
     known = experiment.search({training.family for training in trainings})
-    entries = {entry.name: entry for family in known.values() for entry in reversed(family)}  # the newest
+    entries = {}
+    for family in known.values():
+        entries |= {entry.name: entry for entry in reversed(family)}  # the newest of a name comes last
     pairs = [(training, entries[training.name]) for training in trainings if training.name in entries]
     pairs = [(training, entry) for training, entry in pairs if entry.status == "FINISHED" and "model" not in entry.tags]
     with _bar(len(pairs), "model") as bar:
@@ -214,10 +216,14 @@ class Family:
         newest = {_seed(child): child for child in sorted(children, key=lambda child: child.start) if child.status in ENDED}
         finished = [newest[seed] for seed in sorted(newest)]
         known = {_seed(child) for child in finished or children}
-        tags = {key: children[0].tags[key] for key in SHARED} | {"run": self.name, "level": "mean"}
-        tags |= {"seed": ",".join(map(str, sorted(known)))}
-        tags |= {"current": _word(any(child.tags["current"] == "true" for child in children))}
-        tags |= {"children": files.digest([[child.id, child.tags.get("checksum")] for child in finished])[:16]}
+        tags = {
+            **{key: children[0].tags[key] for key in SHARED},
+            "run": self.name,
+            "level": "mean",
+            "seed": ",".join(map(str, sorted(known))),
+            "current": _word(any(child.tags["current"] == "true" for child in children)),
+            "children": files.digest([[child.id, child.tags.get("checksum")] for child in finished])[:16],
+        }
         if tags.items() <= parent.tags.items():
             return
         constants = {key: value for key, value in children[0].parameters.items() if key not in ("seed", "run")}
@@ -241,7 +247,7 @@ class Family:
             values |= self.experiment.beside_paper(
                 counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
             )
-        return values | deviations | {"num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
+        return {**values, **deviations, "num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
 
     def attach_report(self) -> None:
         """Attaches Figure 1 and the report to the parents, as artifacts."""

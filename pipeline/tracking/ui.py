@@ -43,8 +43,9 @@ def start_server(port: str) -> subprocess.Popen:
     command = ["-m", "pipeline.tracking.ui", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
     command += ["--no-serve-artifacts", "--default-artifact-root", store.artifacts()]
     hidden = {"MLFLOW_BACKEND_STORE_URI": store.address()}  # from `ps`, as it may hold a password
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": store.ENVIRONMENT | os.environ | hidden}
-    return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet)
+    environment = {**store.ENVIRONMENT, **os.environ, **hidden}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True, **quiet)
 
 
 def follow(server: subprocess.Popen | None, site: str) -> None:

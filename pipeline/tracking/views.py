@@ -47,6 +47,12 @@ def _chart(metric: str, kind: str) -> dict:
 
 def _line(metric: str) -> dict:
     """One metric over the epochs, a loss on a logarithmic axis."""
-    scale = "log" if "loss" in metric else "linear"
-    axes = {"scaleType": scale, "xAxisScaleType": "linear", "yAxisKey": "metric", "range": {}}
-    return _chart(metric, "LINE") | axes | {"useGlobalXaxisKey": True, "useGlobalLineSmoothing": True}
+    return {
+        **_chart(metric, "LINE"),
+        "scaleType": "log" if "loss" in metric else "linear",
+        "xAxisScaleType": "linear",
+        "yAxisKey": "metric",
+        "range": {},
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+    }

@@ -208,7 +208,7 @@ def signal_preserving_attention(
     if not 0 <= repeated < 1:
         raise ValueError(f"repeated is a fraction of the tokens, in [0, 1), not {repeated}")
     if not 0 <= shortcut < 1 or (shortcut and repeated):
-        raise ValueError(f"shortcut must be in [0, 1), and repeated 0 beside one, not {shortcut} and {repeated}")
+        raise ValueError(f"shortcut must be in [0, 1), and with one repeated must be 0, not {shortcut} and {repeated}")
     place = (num_tokens - 1 if causal else (num_tokens - 1) // 2) if cls_index is None else cls_index
     if not 0 <= place < num_tokens:
         raise ValueError(f"cls_index must be 0 to {num_tokens - 1}, not {place}")

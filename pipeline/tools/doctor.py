@@ -20,11 +20,13 @@ Line = tuple[str, str, str, bool]  # subject, its state, the remedy if it is mis
 
 
 def main() -> None:
-    lines = [line for check in CHECKS for line in guarded(check)]
-    for what, state, remedy, is_needed in lines:
-        mark = "ok" if not remedy else "NO" if is_needed else "--"
-        print(f"{mark}  {what:<9} {state}{f': {remedy}' if remedy else ''}")
-    needed = [what for what, _, remedy, is_needed in lines if remedy and is_needed]
+    needed = []
+    for check in CHECKS:
+        for what, state, remedy, is_needed in guarded(check):
+            mark = "ok" if not remedy else "NO" if is_needed else "--"
+            print(f"{mark}  {what:<9} {state}{f': {remedy}' if remedy else ''}", flush=True)
+            if mark == "NO":
+                needed.append(what)
     print(f"\n`make reproduce` needs: {', '.join(needed)}." if needed else "\n`make reproduce` has all that it needs.")
     sys.exit(bool(needed))
 

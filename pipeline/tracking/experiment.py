@@ -144,7 +144,7 @@ class Experiment:
         data = Dataset(source, entry.tags["data_sha256"][:36], "local", source)  # MLflow takes 36 characters
         self.client.log_inputs(entry.id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
-    def beside_paper(self, tags: dict[str, str], accuracy: float) -> dict[str, float]:
+    def against_paper(self, tags: dict[str, str], accuracy: float) -> dict[str, float]:
         """The paper's accuracy and the difference to it, of its models in Table 2."""
         number = self.paper.table_2.get(tags["variant"]) if tags["study"] == TABLE_2 else None
         if number is None:

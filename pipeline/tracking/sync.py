@@ -163,7 +163,7 @@ class Family:
             once = {key: getattr(training.record, key) for key in COSTS}
             once = {key: rounded(key, value) for key, value in once.items() if value is not None}
             if not metrics["diverged"]:
-                once |= self.experiment.beside_paper(tags, 100 * metrics["test_accuracy"])
+                once |= self.experiment.against_paper(tags, 100 * metrics["test_accuracy"])
             values += [(key, value, training.ended, 0) for key, value in once.items()]
         self.experiment.write(entry, values, _parameters(training, metrics), tags)
         if entry.status != status:
@@ -244,7 +244,7 @@ class Family:
             if len(last) > 1 and key in CURVES[:-1]:
                 deviations[f"{key}_std"] = rounded(key, stdev(last))
         if counted:
-            values |= self.experiment.beside_paper(
+            values |= self.experiment.against_paper(
                 counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
             )
         return {**values, **deviations, "num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}

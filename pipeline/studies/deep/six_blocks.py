@@ -17,8 +17,8 @@ CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_a
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     claims = read_claims("pipeline/studies/deep/claims.yaml")
-    beside = {name: table[table["variant"].isin(BASELINES)] for name, table in lab.tables.items() if name in tables}
-    results = Results(tables, beside)
+    baselines = {name: table[table["variant"].isin(BASELINES)] for name, table in lab.tables.items() if name in tables}
+    results = Results(tables, baselines)
     rows = [{"name": name} | outcome(results, name) for name in (*settings.runs, *BASELINES)]
     there = sorted((row for row in rows if row["trained"]), key=lambda row: -row["accuracy"].mean)
     return {

@@ -121,8 +121,7 @@ class Description(Section):
 
     path: str
     resize: Size | None
-    made_from: str  # digests of the images that were there, and of those that were stored
-    sha256: str
+    sha256: str  # digest of the stored images and labels
     classes: list[str]
     channels: Literal[1, 3]
     size: PositiveInt

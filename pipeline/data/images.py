@@ -58,13 +58,11 @@ def convert(wanted: params.Data, out: Path) -> None:
             f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
         )
     with tempfile.TemporaryFile(dir=Path()) as spool:
-        images, sizes, sha256 = read(path, wanted.resize, spool)
+        images, sizes = read(path, wanted.resize, spool)
         classes = classes_of(path, images)
         size = wanted.resize or max(sizes, key=lambda each: (sizes[each], each))
         num_grey = sum(mode == "L" for mode, _, _ in images.values())
         mode = "L" if num_grey == len(images) else "RGB"
-        description = {"path": wanted.path, "resize": wanted.resize, "made_from": sha256}
-        description |= {"classes": classes, "channels": len(mode), "size": size}
         if others := len(images) - sizes[size]:
             print(f"{others} of {len(images)} images are resized to {size} x {size}.")
         if num_grey and mode == "RGB":
@@ -75,6 +73,7 @@ def convert(wanted: params.Data, out: Path) -> None:
     if shared := sum(each in known for each in digests["test"]):
         count = len(digests["test"])
         print(f"warning: {shared} of {count} test images are in train/ too: remove them there.", file=sys.stderr)
+    description = {"path": wanted.path, "resize": wanted.resize, "classes": classes, "channels": len(mode), "size": size}
     files.write_json(out / params.DESCRIPTION, description)  # the number of classes, which a digest needs
     files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.digest(out)})
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
@@ -104,11 +103,10 @@ def write_split(
     return digests
 
 
-def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter, str]:
-    """The images under train/ and test/, how many have which size, and a digest of names and contents. The pixels go to
-    `spool`."""
+def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter]:
+    """The images under train/ and test/, and how many have which size. The pixels go to `spool`."""
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # as pixels are stored a second time
-    images, sizes, digests, roots, num_bytes = {}, Counter(), [], set(), 0
+    images, sizes, roots, num_bytes = {}, Counter(), set(), 0
     for name, length, content in tqdm(members(path), unit=" files", leave=False, disable=None):
         where, (first, *others) = f"{path}: {name}", name.split("/")
         root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a folder around
@@ -126,10 +124,9 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
         if length > LARGEST_FILE:
             raise UserError(f"{where} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
         try:
-            content = content()
+            image, size = decode(where, content(), resize)
         except DAMAGES as error:
             raise UserError(f"{where} cannot be read ({error}): put a whole file or archive there.") from None
-        image, size = decode(where, content, resize)
         images[split, label, name] = image.mode, image.width, num_bytes
         num_bytes += spool.write(image.tobytes())
         if num_bytes > most:
@@ -138,12 +135,10 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
                 f"{path}: the first {len(images):,} images have {taken}: write a smaller data.resize, or make room."
             )
         sizes[size] += 1
-        digests.append(f"{name} {hashlib.sha256(content).hexdigest()}")
     if len(roots) > 1:
         names = " and ".join(map(repr, sorted(roots)))
         raise UserError(f"{path} has {names} with train/ or test/ inside: leave one of them.")
-    digest = hashlib.sha256("\n".join(sorted(digests)).encode(errors="surrogateescape"))
-    return images, sizes, digest.hexdigest()
+    return images, sizes
 
 
 def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:

@@ -11,7 +11,7 @@ from pipeline import studies
 from pipeline.core.files import ROOT
 from pipeline.report.__main__ import on_page
 
-BY_HAND = {"pilot", "rates"}  # measured by a command, and kept
+BY_HAND = {"first_steps", "pilot", "rates"}  # measured by a command, and kept
 pytestmark = pytest.mark.slow
 
 

@@ -1,89 +1,161 @@
-"""The first steps of OSA from the same weights and images, with bases from Newton–Schulz and from QR. Section 3 prefers
-Newton–Schulz for its stable gradients. Its error grows with ‖S‖₂, which nothing bounds during training.
+"""The first steps of OSA from the same weights and images: Newton–Schulz with the paper's K = 6 and with 10, and QR.
+
+Section 3 prefers Newton–Schulz for its stable gradients. Its error grows with ‖S‖₂, which nothing bounds during training. A
+run fails where the mean loss of its last steps is a guess's, or no number. It is repeated in float64, from the same weights,
+which tells what rounding decides. Fisher's exact test compares how many seeds fail.
+
+It takes an hour and a half of a core, so no stage makes it: `python -m pipeline study first_steps`.
 """
 
-import itertools
-from typing import Annotated
+from dataclasses import replace
 
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from pydantic import Field
 from scipy.stats import fisher_exact
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
 from pipeline.config.looks import look_of
-from pipeline.config.params import PositiveInt, Section, Seeds
-from pipeline.results.measures import LAYER_IMAGES, attention_inputs, norm, orthogonality_error
+from pipeline.config.params import PositiveInt
+from pipeline.results.measures import LAYER_IMAGES, attention_inputs, norm
 from pipeline.statistics.claims import GUESS_LOSS
-from pipeline.studies import Study, Tables
+from pipeline.studies import Study, Tables, comparison
 from pipeline.studies.charts import legend, logarithmic, panels
 from pipeline.studies.lab import Lab, first_steps
 from pipeline.training.loop import Training
 
 LEARNT = GUESS_LOSS - 0.1  # the mean loss of the last steps of a model that has left the guess
 LAST_STEPS = 20
+COMPARED = ("osa_ns", "osa_qr")  # the names of the models with which every other is compared
 
 
-class Settings(Section):
-    variants: Annotated[list[str], Field(min_length=1)]
-    seeds: Seeds
+class Settings(comparison.Settings):
     steps: PositiveInt
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each step of each run: loss and gradient, and after the step the largest ‖S‖₂ and ‖AᵀA − I‖₂ of any head."""
-    rows = []
-    for variant, seed in itertools.product(settings.variants, settings.seeds):
-        training = lab.training(lab.config(variant), seed)
-        steps = first_steps(training, settings.steps)
-        rows += [{"variant": variant, "seed": seed, **step, **largest(training)} for step in steps]
-    return {"steps": pd.DataFrame(rows)}
+    """Measures each step of each run: loss and gradient, and after the step ‖S‖₂ and the singular values of A."""
+    tables = []
+    for name, (variant, overrides, seed) in settings.requests():
+        config = lab.config(variant, overrides)
+        for dtype in (torch.float32, torch.float64):
+            own = steps_of(as_dtype(lab.training(config, seed), dtype), settings.steps)
+            own[["name", "seed", "dtype"]] = name, seed, str(dtype).removeprefix("torch.")
+            tables.append(own)
+            if learns(own["loss"], settings.steps):
+                break
+    names = ["name", "seed", "dtype"]
+    table = pd.concat(tables, ignore_index=True)
+    return {"steps": table[[*names, *table.columns.drop(names)]]}
+
+
+def as_dtype(training: Training, dtype: torch.dtype) -> Training:
+    """The training from the same weights over the same images, in another dtype."""
+    data = training.data
+    train, test = (replace(images, levels=images.levels.to(dtype)) for images in (data.train_images, data.test_images))
+    training.data = replace(data, train_images=train, test_images=test)
+    training.model.to(dtype)
+    return training
+
+
+def steps_of(training: Training, steps: int) -> pd.DataFrame:
+    return pd.DataFrame([step | extremes(training) for step in first_steps(training, steps)])
 
 
 @torch.no_grad()
-def largest(training: Training) -> dict[str, float]:
-    """‖S‖₂ and ‖AᵀA − I‖₂, each of the layer, head and test image where it is largest."""
-    skew_norm = error = 0.0
+def extremes(training: Training) -> dict[str, float]:
+    """The largest ‖S‖₂, the largest ‖A‖₂ and the smallest σ_min(A) of all layers, heads and images that are looked at."""
+    norms, largest, smallest = [], [], []
     for layer, x in attention_inputs(training.model, training.data.test_images[:LAYER_IMAGES]):
         query, key, _ = layer.project(x)  # (images, heads, N, d_v)
         a = orthogonal_attention_matrix(query, key, scale=layer.scale(), **layer.options).double()
-        skew_norm = max(skew_norm, norm(skew(query, key, layer.scale().double())).max().item())
-        error = max(error, orthogonality_error(a).max().item())
-    return {"skew_norm": skew_norm, "error": error}
+        values = torch.linalg.svdvals(a)  # (images, heads, N)
+        norms.append(norm(skew(query, key, layer.scale().double())).max())
+        largest.append(values.max())
+        smallest.append(values.min())
+    return {
+        "skew_norm": torch.stack(norms).max().item(),
+        "largest": torch.stack(largest).max().item(),
+        "smallest": torch.stack(smallest).min().item(),
+    }
+
+
+def learns(losses: pd.Series, steps: int) -> bool:
+    """Whether a run has left the guess. One that ended early, at a loss that is no number, has not."""
+    return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists the seeds of each model that do not learn, and the largest gradient, ‖S‖₂ and ‖AᵀA − I‖₂ of both groups.
+    """Lists the seeds of each model that fail, in float32 and in float64 too, and the extremes of both groups.
 
-    Fisher's exact test compares how often the first two models fail.
+    `p` compares a model's failing seeds with those of the paper's K and of QR.
     """
-    models = {}
-    for variant in settings.variants:
-        own = tables["steps"][tables["steps"]["variant"] == variant]
-        last = own[own["step"] >= settings.steps - LAST_STEPS].groupby("seed")["loss"].mean().reindex(settings.seeds)
-        failing = [seed for seed in settings.seeds if not last[seed] < LEARNT]  # one whose loss is no number fails too
-        groups = {"failing": own[own["seed"].isin(failing)], "learning": own[~own["seed"].isin(failing)]}
-        worst = {key: group[["gradient", "skew_norm", "error"]].max().to_dict() for key, group in groups.items()}
-        models[variant] = {"seeds": len(settings.seeds), "failing": failing, "worst": worst}
-    failing = [[len(model["failing"]), model["seeds"] - len(model["failing"])] for model in models.values()]
-    return {"models": models, "steps": settings.steps, "p": float(fisher_exact(failing[:2]).pvalue)}
+    models, table = {}, tables["steps"]
+    for name, training in settings.runs.items():
+        own = table[table["name"] == name]
+        failing = {"float32": [], "float64": []}
+        for (dtype, seed), run in own.groupby(["dtype", "seed"]):
+            if not learns(run["loss"], settings.steps):
+                failing[dtype].append(seed)
+        single = own[own["dtype"] == "float32"]
+        fails = single["seed"].isin(failing["float32"])
+        models[name] = {
+            "label": label(settings, lab, name),
+            "seeds": len(training.seeds),
+            "failing": failing["float32"],
+            "failing_double": failing["float64"],
+            "learning": extremes_of(single[~fails]),
+            "lost": extremes_of(single[fails]),
+        }
+    for name, model in models.items():
+        model["p"] = {other: p_value(model, models[other]) for other in COMPARED if other != name}
+    return {"models": models, "steps": settings.steps}
+
+
+def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
+    """The extremes over all steps of some runs; None without a run."""
+    if rows.empty:
+        return None
+    worst = rows[["gradient", "skew_norm", "largest"]].max().to_dict()
+    return worst | {"smallest": rows["smallest"].min()}
+
+
+def p_value(one: dict, other: dict) -> float:
+    """Fisher's exact test, two-sided, of whether two models fail equally often."""
+    table = [[len(model["failing"]), model["seeds"] - len(model["failing"])] for model in (one, other)]
+    return float(fisher_exact(table).pvalue)
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """‖S‖₂ and the gradient over steps, a line for each seed."""
+    """‖S‖₂ and the gradient over steps: the median of the seeds that learn, and a line for each run that fails."""
     figure, axes = panels(2, height=2.9)
     titles = {"skew_norm": "‖S‖₂, largest head", "gradient": "Gradient of the loss"}
-    for (column, title), ax in zip(titles.items(), axes, strict=True):
-        for (variant, _), own in tables["steps"].groupby(["variant", "seed"], sort=False):
-            own = own.iloc[::2]  # else the figure is above 100 kB
-            ax.plot(own["step"], own[column], **look_of(variant).line(linewidth=0.8))
+    handles, single = [], tables["steps"][tables["steps"]["dtype"] == "float32"]
+    for name in settings.runs:
+        look = look_of(name, among=settings.runs)
+        runs = dict(iter(single[single["name"] == name].groupby("seed")))
+        learning = [run for run in runs.values() if learns(run["loss"], settings.steps)]
+        median = pd.concat(learning).groupby("step")[[*titles]].median()
+        for column, ax in zip(titles, axes, strict=True):
+            ax.plot(median.index, median[column], **look.line())
+            for run in runs.values():
+                if not learns(run["loss"], settings.steps):
+                    ax.plot(run["step"], run[column], color=look.colour, linewidth=0.8)
+        handles.append(Line2D([], [], label=label(settings, lab, name), **look.line()))
+    for title, ax in zip(titles.values(), axes, strict=True):
         ax.set(title=title, xlabel="Step")
         logarithmic(ax, "y")
-    legend(figure, [Line2D([], [], label=lab.label(variant), **look_of(variant).line()) for variant in settings.variants])
+    legend(figure, handles)
     return figure
+
+
+def label(settings: Settings, lab: Lab, name: str) -> str:
+    """A model's label, with K where it is not the paper's."""
+    training = settings.runs[name]
+    iterations = training.set.get("variant", {}).get("num_iterations")
+    return lab.label(training.variant) + (f", K = {iterations}" if iterations else "")
 
 
 STUDY = Study(settings=Settings, measure=measure, summarise=summarise, figures={"first_steps": draw})

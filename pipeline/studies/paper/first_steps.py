@@ -83,7 +83,7 @@ def extremes(training: Training) -> dict[str, float]:
 
 
 def learns(losses: pd.Series, steps: int) -> bool:
-    """Whether a run has left the guess. One that ended early, at a loss that is no number, has not."""
+    """Tells whether a run has left the guess. One that ended early, at a loss that is no number, has not."""
     return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 from pydantic import Field, model_validator
 from scipy.stats import gmean
 
-from pipeline.config import params
+from pipeline.config import reading
 from pipeline.config.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
 from pipeline.statistics.verdicts import (
     MARGIN_OF_A_START,
@@ -301,8 +301,8 @@ class Claims(Section):
 
 def read_claims(path: str | Path) -> dict[str, Claim]:
     """The claims of a wing by name. Raises UserError where the file has something else than a rule needs."""
-    path = params.in_repository(path)
-    return params.validate(Claims, {"claims": params.read(path)}, str(path)).claims
+    path = reading.in_repository(path)
+    return reading.validate(Claims, {"claims": reading.read(path)}, str(path)).claims
 
 
 def trains(loss: float) -> bool:

@@ -114,7 +114,6 @@ def common(lab: Lab) -> dict[str, Any]:
     content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, records), "compute": table_2.compute(records)}
     content |= {
         "provenance": table_2.made_with(records),
-        "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),

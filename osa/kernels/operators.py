@@ -313,7 +313,8 @@ def _agrees(
         torch.enable_grad(),
         linalg.without_autocast(device),
     ):
-        generator, options = torch.Generator().manual_seed(0), {}
+        generator = torch.Generator().manual_seed(0)
+        options: dict[str, Any] = {}
         shapes: tuple[tuple[int, ...], ...]
         if method == "phi1":
             shapes = (6, width, width), (6, width, value_width), (6, width, value_width)

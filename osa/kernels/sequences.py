@@ -39,14 +39,14 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
         products = torch.where(is_lost, again[1], _sheared(products, shear))
         sigma = _lengths(gram)
         gram, products = sigma * gram * sigma.mT, sigma * products
-        turn, back, is_lost = _turn(gram, c)
-        others, turns = (c.masked_fill(is_lost, math.nan), back), (turn, back)
+        *turns, is_lost = _turn(gram, c)
     else:
         shear, sigma = torch.zeros_like(kept[0]), torch.ones_like(kept[1])
         square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        others, turns = (c.masked_fill(c.abs() * square_norm > LOST.value, math.nan),), ()
-    mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, others[0], *turns)
-    rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, *others)]
+        turns, is_lost = [], c.abs() * square_norm > LOST.value
+    c = c.masked_fill(is_lost, math.nan)
+    mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, c, *turns)
+    rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *turns[1:])]
     torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
     _launch(long.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
 

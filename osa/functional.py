@@ -111,10 +111,11 @@ def orthogonal_attention(
     large part, for outliers. Where the error would show, "exact" and "cayley" take M T of the same S (see `balanced`), and
     where balancing is not enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read,
     "exact" and "cayley" take M R⁻¹ (see `_without_reading`), and all methods but "qr" compute in float64 on the CPU. A
-    kernel of CUDA chooses between M T and a basis by itself. Where it has more tokens or wider heads than it holds a basis
-    of, and where a method has no digit left, the result is NaN, with a warning; exp(S) of an S whose ‖S‖_F cannot be read
-    and exceeds 69,000 is NaN too. On CUDA all products of float32 inputs are in full float32 even where the program allows
-    TF32; under torch.compile, and in the backward pass of "qr_literal", its setting holds.
+    kernel of CUDA chooses by itself: between M T and a basis up to 64 tokens of width 16, and beyond 256 tokens or that
+    width between M T and M R⁻¹. Where this is not enough, and where a method has no digit left, the result is NaN, with a
+    warning; exp(S) of an S whose ‖S‖_F cannot be read and exceeds 69,000 is NaN too, in a kernel from 23,000 on. On CUDA
+    all products of float32 inputs are in full float32 even where the program allows TF32; under torch.compile, and in the
+    backward pass of "qr_literal", its setting holds.
 
     Args:
         query: (..., N, d).
@@ -316,7 +317,7 @@ def _without_reading(function: Function, m: Tensor, value: Tensor, scale: Tensor
     if _goes_to_onnx():
         is_lost = imbalance(apply_j(scale * _gram(m))) > limit
         return _by_differentiable_gram(m, value, _nan_where(is_lost, scale), partial(_mixing, function))
-    turn = root(m)
+    turn = root(_gram(m.detach()))
     basis = torch.linalg.solve_triangular(turn, m, upper=True, left=False)
     z, y = (torch.bmm(turn, scale * apply_j(torch.bmm(m.mT, x))) for x in (basis, value))
     if limit < math.inf:

@@ -242,14 +242,14 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
 
 
 @torch.no_grad()
-def imbalance(z: Tensor) -> Tensor:
+def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of a Z with imaginary spectrum, (b, n, n), the root taken as 1 to 64: (b, 1, 1).
 
     The numerator is 0 for a normal Z, and else the square of its departure from normality (Henrici 1962). Times eps it
     is about the error of φ₁(Z) in exp(S); the denominator, about ‖S‖₂, is what the norm itself costs. Beyond 64 the
-    errors of the part that is not normal grow faster than the norm.
+    errors of the part that is not normal grow faster than the norm. `spectrum` is Σ|λ|² if known.
     """
-    spectrum = square_moduli(z)
+    spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
     return (norm.square() - spectrum) / spectrum.clamp(1, 64**2).sqrt()
 
@@ -261,15 +261,17 @@ def square_moduli(z: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def root(m: Tensor) -> Tensor:
+def root(gram: Tensor) -> Tensor:
     """R of M R⁻¹ with columns that are orthonormal, or short where M is as good as rank-deficient, (b, 2d, 2d).
 
     RᵀR = MᵀM + δI by the Cholesky decomposition, and δ a little more than the rounding of MᵀM.
+
+    Args:
+        gram: MᵀM, (b, 2d, 2d).
     """
-    gram = torch.bmm(m.mT, m)
-    norm = torch.linalg.vector_norm(m, dim=(-2, -1), keepdim=True)
-    shift = gram.shape[-1] * torch.finfo(m.dtype).eps * norm.square() + torch.finfo(m.dtype).tiny
-    identity = torch.eye(gram.shape[-1], dtype=m.dtype, device=m.device)
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]  # ‖M‖_F²
+    shift = gram.shape[-1] * torch.finfo(gram.dtype).eps * size + torch.finfo(gram.dtype).tiny
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.cholesky_ex(gram + shift * identity).L.mT
 
 

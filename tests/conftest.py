@@ -5,17 +5,25 @@ from unittest import mock
 
 import hypothesis
 import pytest
-import torch
 
-torch.set_num_threads(1)
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: it runs kernels on the CPU then
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):  # hands out tests to other processes, and needs no torch
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: it runs kernels on the CPU then
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
+    import torch
+
     torch.manual_seed(20260)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from pipeline.config import params
+from pipeline.config import params, reading
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import tries
@@ -81,7 +81,7 @@ def test_dvc_takes_its_commands():
     from dvc.cli.parser import get_main_parser
 
     parser, run = get_main_parser(), params.load(ROOT / "params.yaml").run
-    content = params.read(ROOT / "dvc.yaml")
+    content = reading.read(ROOT / "dvc.yaml")
     stages = content["stages"].keys() | {"{}"}  # xargs fills it in
     stages |= {f"train@{variant}-{seed}" for variant in run.variants for seed in run.seeds}
     stages |= {f"evaluate@{variant}" for variant in run.variants}

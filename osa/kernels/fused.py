@@ -13,6 +13,8 @@ D in registers.
 import triton
 import triton.language as tl
 
+from osa.kernels.tiles import split
+
 D = tl.constexpr(64)  # columns of query, key and value in registers
 SIZE = tl.constexpr(128)  # columns of M
 ENTRIES = tl.constexpr(8192)  # entries of a term, (D, SIZE)
@@ -41,7 +43,7 @@ def times_jt(x):
 
 
 @triton.jit
-def rows_of_m(query, key, row_stride, rows, tokens, WIDTH: tl.constexpr):
+def load_m(query, key, row_stride, rows, tokens, WIDTH: tl.constexpr):
     """Rows of M = [Q, K], by copies of 16 bytes: the pointers of both halves are those of one matrix with a gap."""
     columns = tl.arange(0, SIZE)
     gap = (key.to(tl.int64) - query.to(tl.int64)) // 2 - D  # entries
@@ -67,7 +69,7 @@ def inside(rows, tokens, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def rows_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
+def tile_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
     return tl.load(rows_at(pointer, row_stride, rows), mask=inside(rows, tokens, WIDTH), other=0.0)
 
 
@@ -84,7 +86,7 @@ def gram_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.con
     gram, sums = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((D, SIZE), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
-        m, value = rows_of_m(q, k, row_stride, rows, tokens, WIDTH), rows_of(v, row_stride, rows, tokens, WIDTH)
+        m, value = load_m(q, k, row_stride, rows, tokens, WIDTH), tile_of(v, row_stride, rows, tokens, WIDTH)
         gram = tl.dot(tl.trans(m), m, gram)
         sums = tl.dot(tl.trans(value), m, sums)
     return gram, sums
@@ -125,13 +127,13 @@ def forward_kernel(
     suffices = (norm <= MOST_NORM) & (size <= least)  # False where anything is NaN
     tl.store(state + i, tl.where(suffices, 1.0, 0.0))
     if suffices:
-        t = tl.trans(total.to(tl.bfloat16))
-        t_low = tl.trans((total - total.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16))
+        high, low = split(total)
+        t, t_low = tl.trans(high), tl.trans(low)
         for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
             rows = start + tl.arange(0, ROWS)
-            m = rows_of_m(query, key, strides[2], rows, tokens, WIDTH)
+            m = load_m(query, key, strides[2], rows, tokens, WIDTH)
             out = tl.dot(m, t_low, tl.dot(m, t))
-            out += rows_of(value, strides[2], rows, tokens, WIDTH).to(tl.float32)
+            out += tile_of(value, strides[2], rows, tokens, WIDTH).to(tl.float32)
             tl.store(rows_at(output, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
 
 
@@ -183,8 +185,8 @@ def backward_kernel(
             f = tl.zeros((D, SIZE), tl.float32)
             for start in tl.range(0, tokens, GRAM_ROWS, num_stages=2):
                 rows = start + tl.arange(0, GRAM_ROWS)
-                e_rows = rows_of(e, e_strides[2], rows, tokens, WIDTH)
-                f = tl.dot(tl.trans(e_rows), rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH), f)
+                e_rows = tile_of(e, e_strides[2], rows, tokens, WIDTH)
+                f = tl.dot(tl.trans(e_rows), load_m(q, k_own, strides[2], rows, tokens, WIDTH), f)
             tl.debug_barrier()  # waits: other threads have stored the terms
             gradient = tl.sum(f * (tl.dot(t, z) + tl.load(terms + 2 * MOST * ENTRIES).to(tl.float32))) / c
             tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
@@ -205,8 +207,8 @@ def backward_kernel(
             gq, gk, gv = grad_query + place, grad_key + place, grad_value + place
             for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
                 rows = start + tl.arange(0, ROWS)
-                m = rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH)
-                v_rows, e_rows = rows_of(v, strides[2], rows, tokens, WIDTH), rows_of(e, e_strides[2], rows, tokens, WIDTH)
+                m = load_m(q, k_own, strides[2], rows, tokens, WIDTH)
+                v_rows, e_rows = tile_of(v, strides[2], rows, tokens, WIDTH), tile_of(e, e_strides[2], rows, tokens, WIDTH)
                 grad_m = tl.dot(e_rows, t)
                 grad_m = tl.dot(v_rows, a2, grad_m)
                 grad_m = tl.dot(m, a3, grad_m)

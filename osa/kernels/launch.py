@@ -1,5 +1,6 @@
 """Launches of Triton kernels on a tensor's own device, their numbers of programs and the constants of their compilation."""
 
+import functools
 import math
 
 import torch
@@ -79,8 +80,10 @@ def has_wgmma(device: torch.device) -> bool:
 
 
 def capability(device: torch.device) -> int:
-    """The first number of the compute capability; without a GPU Hopper's, which some kernels have a form for."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    """The first number of the compute capability, for "meta" of the current GPU; without a GPU Hopper's."""
+    if device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available()):
+        return torch.cuda.get_device_capability(device if device.type == "cuda" else None)[0]
+    return 9
 
 
 def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
@@ -89,9 +92,10 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, arguments: dict) -> None:
-    """Launches a kernel on the tensors' own device, which need not be the current one."""
+    """Launches a kernel on the tensors' own device, which need not be the current one; for "meta" compiles it alone."""
+    run = functools.partial(kernel.warmup, grid=(programs,)) if tensors[0].is_meta else kernel[(programs,)]
     with torch.cuda.device_of(tensors[0]):
-        kernel[(programs,)](*tensors, *strides, **arguments)
+        run(*tensors, *strides, **arguments)
 
 
 def launch_resident(

@@ -3,10 +3,12 @@
 import functools
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from osa import functional, linalg
@@ -77,17 +79,21 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
     """`orthogonal_attention` of tensors that fit."""
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     if not isinstance(scale, Tensor):
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
+    batch, inputs = _as_heads(query, key, value, scale)
+    options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
+    output, _ = _operator(method, *inputs[:3])(*inputs, *options)
+    return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
+
+
+def _as_heads(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> tuple[torch.Size, list[Tensor]]:
+    """The shape of the batch, and the inputs as (batch, heads, N, width) and (batch, heads, 1, 1)."""
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     inputs = [x.expand(*batch, *x.shape[-2:]) for x in (query, key, value, scale.view(*scale.shape[:-2], 1, 1))]
     if len(batch) != 2:
         inputs = [x.reshape(-1, *batch[-1:], *x.shape[-2:]) if batch else x[None, None] for x in inputs]
-    options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
-    operators = OPERATORS if _is_short(query) else LONG_OPERATORS
-    is_fused = not _is_short(query) and heads.is_fused(method, *inputs[:3])
-    output, _ = (_fused_operator if is_fused else operators[method])(*inputs, *options)
-    return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
+    return batch, inputs
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Operator:
     method: str
     attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
     gradients: Callable[..., tuple[Tensor, ...]]  # takes query, key, value, scale, `saved`, E, iterations and ε
+    launch_both: Callable[..., None]  # takes what `attend` does, and gives no output
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
         """Calls the operator itself for a compiler, and otherwise through the function that torch.func takes."""
@@ -208,10 +215,15 @@ def _register(method: str, name: str, kernels) -> Operator:
     def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         return *gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
 
+    def launch_both(*arguments) -> None:
+        (*inputs, num_iterations, epsilon), (output, saved) = arguments, empty_output(*arguments)
+        kernels.forward(method, inputs, output, saved, num_iterations, epsilon)
+        kernels.backward(method, inputs, saved, output.contiguous(), empty_grads(*inputs), num_iterations, epsilon)
+
     attend_heads.register_fake(empty_output)
     gradients.register_fake(empty_grads)
     attend_heads.register_autograd(differentiate, setup_context=save)
-    return Operator(method, attend_heads, gradients)
+    return Operator(method, attend_heads, gradients, launch_both)
 
 
 @torch.library.custom_op("osa::phi1", mutates_args=())
@@ -245,6 +257,13 @@ LONG_OPERATORS = {method: _register(method, f"long_{method}", sequences) for met
 _fused_operator = _register("exact", "fused_exact", heads)
 
 
+def _operator(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator:
+    """The operator of a method that takes (batch, heads, N, d)."""
+    if _is_short(query):
+        return OPERATORS[method]
+    return _fused_operator if heads.is_fused(method, query, key, value) else LONG_OPERATORS[method]
+
+
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
     """Tells whether an operator on x stays whole: in no trace but a compiler's, and in no transform but the ones named."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
@@ -263,6 +282,23 @@ def _is_right(*form) -> bool:
     return _TRIED.get(form, False)
 
 
+def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
+    """Compiles side by side what a call of inputs and its gradients launch, from tensors of "meta", which have no memory.
+
+    Triton compiles outside of Python's lock. What fails to compile fails again, with its error, where it is launched.
+    """
+    meta = [x.detach().to("meta") for x in inputs]
+    with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        if form == "phi1":
+            z, y = meta
+            launch.phi1_forward(z, y, y)
+            launch.phi1_backward(z, y, y, z, y)
+        else:
+            _, tensors = _as_heads(*meta)
+            num_iterations = functional.ITERATIONS.get(options["method"], 0)
+            _operator(options["method"], *tensors[:3]).launch_both(*tensors, num_iterations, options["epsilon"])
+
+
 def _agrees(
     form: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
 ) -> bool:
@@ -278,6 +314,7 @@ def _agrees(
         linalg.without_autocast(device),
     ):
         generator = torch.Generator().manual_seed(0)
+        options: dict[str, Any] = {}
         shapes: tuple[tuple[int, ...], ...]
         if method == "phi1":
             shapes = (6, width, width), (6, width, value_width), (6, width, value_width)
@@ -293,12 +330,14 @@ def _agrees(
             if rows >= TRIED_TOKENS:  # ‖S‖₂ of 0.5, 5 and, for the fused form in steps by three products, 50
                 scales = torch.tensor([0.3, -3.0, 30.0 if form == "fused" else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
-            options: dict[str, Any] = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
+            options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
         grad = grad.to(dtypes[-1])
         exact = [x.double().requires_grad_() for x in inputs]
         try:
             inputs = [x.to(device).requires_grad_() for x in inputs]
+            if device.type == "cuda":
+                _compile_ahead(form, inputs, options)
             actual, expected = function(*inputs), plain(*exact)
             grads = torch.autograd.grad(actual, inputs, grad.to(device)), torch.autograd.grad(expected, exact, grad.double())
             errors = [

@@ -7,7 +7,7 @@ of two bfloat16, 16 bits. All other products are in full float32.
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import dot, load, matrix, slice_of, transpose
+from osa.kernels.tiles import dot, load, matrix, slice_of, split, transpose
 
 
 @triton.jit
@@ -16,9 +16,9 @@ def product(sums, left, right, SPLIT: tl.constexpr):
     if SPLIT:
         high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
         if left.dtype == tl.float32:
-            sums = tl.dot((left - high.to(tl.float32)).to(tl.bfloat16), right_high, sums)
+            sums = tl.dot(split(left)[1], right_high, sums)
         if right.dtype == tl.float32:
-            sums = tl.dot(high, (right - right_high.to(tl.float32)).to(tl.bfloat16), sums)
+            sums = tl.dot(high, split(right)[1], sums)
         sums = tl.dot(high, right_high, sums)
     else:
         sums = dot(left.to(tl.float32), right.to(tl.float32), sums)
@@ -56,8 +56,8 @@ def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.con
 
 @triton.jit
 def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Finds the γ, σ and T that a pass over a sequence needs in the saved row of a matrix, before G, X and c."""
-    LENGTH: tl.constexpr = 4 * WIDTH + 4 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
+    """Finds the γ, σ and T that a pass over a sequence needs in the saved row of a matrix, before G, X, c and R⁻¹."""
+    LENGTH: tl.constexpr = 4 * WIDTH + 8 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
     scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)
     sigma, scratch = matrix(scratch, 2 * WIDTH, 1)

@@ -14,12 +14,14 @@ from osa import linalg
 from osa.kernels import launch, long
 from osa.kernels.launch import Inputs, padded, ratio_up
 from osa.kernels.mixing import LOST
+from osa.kernels.phi1 import LIMIT
 
 LEAST_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
 LEAST = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
 KEPT = 2.0**-5  # share of a column's square norm that balancing leaves, below which float32 has lost five bits of it
+MOST_ROUNDING = 8.0  # rounding of G over (Σ|λ|²)^½ up to which errors stay below 100 eps ‖S‖₂: at 16 they grow with ‖S‖₂²
 MATRICES = 128  # matrices at a time, whose gradients keep the steps to T: 2 MB each at a width of 64
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # gives T of G, X and c
+Mixing = Callable[..., Tensor]  # gives T of G, X and c, and for "exact" of R and R⁻¹
 
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
@@ -29,7 +31,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
     length = 3 * query.shape[-1] ** 2 + kept[4][0].numel()
     sums = query.new_empty(len(saved), split(query, value)[0], length, dtype=torch.float32)
     gram, products = _gram_and_products(inputs, sums)
-    shear, sigma, c = torch.zeros_like(kept[0]), torch.ones_like(kept[1]), scale.reshape(-1, 1, 1).float()
+    c = scale.reshape(-1, 1, 1).float()
     if method == "exact":
         shear, is_lost = _shear(gram)
         again = _gram_and_products(inputs, sums, shear, is_lost)
@@ -37,13 +39,15 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
         products = torch.where(is_lost, again[1], _sheared(products, shear))
         sigma = _lengths(gram)
         gram, products = sigma * gram * sigma.mT, sigma * products
-        c = torch.where(linalg.imbalance(linalg.apply_j(c * gram)) > linalg.IMBALANCE, math.nan, c)
+        *turns, is_lost = _turn(gram, c)
     else:
+        shear, sigma = torch.zeros_like(kept[0]), torch.ones_like(kept[1])
         square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        c = torch.where(c.abs() * square_norm > LOST.value, math.nan, c)
-    mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, c)
-    for place, x in zip(kept, (shear, sigma, mixed, gram, products, c), strict=True):
-        place.copy_(x)
+        turns, is_lost = [], c.abs() * square_norm > LOST.value
+    c = c.masked_fill(is_lost, math.nan)
+    mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, c, *turns)
+    rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *turns[1:])]
+    torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
     _launch(long.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
 
 
@@ -52,10 +56,13 @@ def backward(
 ) -> None:
     """Fills the gradients of query, key, value and each matrix's scale, given the output's."""
     query, key, value, _ = inputs
-    _, _, mixed, *given = _kept(saved, query, value)
+    _, _, mixed, *given, back = _kept(saved, query, value)
+    turns: tuple[Tensor, ...] = ()
+    if method == "exact":
+        turns = torch.linalg.solve_triangular(back, torch.eye(back.shape[-1], device=back.device), upper=True), back
     sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
     _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
-    parts = zip(*(x.split(MATRICES) for x in (*given, sums.sum(1))), strict=True)
+    parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *turns)), strict=True)
     mixing = _mixing(method, inputs, num_iterations, epsilon)
     found = [_mixing_gradients(mixing, *part) for part in parts]
     grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
@@ -70,16 +77,16 @@ def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, int]:
 
 def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
     """c of each matrix for "exact", NaN where φ₁ has no digit; None for "newton_schulz"."""
-    return _kept(saved, query, value)[-1] if method == "exact" else None
+    return _kept(saved, query, value)[-2] if method == "exact" else None
 
 
 def _kept_shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
     size, width = 2 * query.shape[-1], value.shape[-1]
-    return [(size, 1), (size, 1), (size, width), (size, size), (size, width), (1, 1)]
+    return [(size, 1), (size, 1), (size, width), (size, size), (size, width), (1, 1), (size, size)]
 
 
 def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
-    """γ, σ, T, G, X and c of each matrix, (matrices, rows, columns); the kernels take the first three."""
+    """γ, σ, T, G, X, c and R⁻¹ of each matrix, (matrices, rows, columns); the kernels take the first three."""
     shapes = _kept_shapes(query, value)
     rows = saved[:, : sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes], 1)
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
@@ -89,11 +96,13 @@ def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) ->
     """The mixing of a method, with φ₁ in full float32, or by tensor cores with 22 bits for inputs of 8."""
     may_split = is_split(*inputs[:3])
 
-    def mixing(gram: Tensor, products: Tensor, c: Tensor) -> Tensor:
+    def mixing(gram: Tensor, products: Tensor, c: Tensor, *turns: Tensor) -> Tensor:
         phi1_times = (may_split and linalg.kernel("split_phi1_times", gram, products)) or linalg.phi1_times
         with linalg.full_precision(gram.device), linalg.without_autocast(gram.device):
             if method == "exact":
-                return c * phi1_times(linalg.apply_j(c * gram), linalg.apply_j(products))
+                turn, back = turns
+                z = torch.bmm(torch.bmm(turn, linalg.apply_j(c * gram)), back)
+                return c * torch.bmm(back, phi1_times(z, torch.bmm(turn, linalg.apply_j(products))))
             projector = _projector(gram, num_iterations, epsilon)
             z = torch.bmm(projector, linalg.apply_j(c * gram))
             return c * phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
@@ -101,12 +110,33 @@ def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) ->
     return mixing
 
 
+def _turn(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R and R⁻¹, and whether no digit is left: M R⁻¹ stands for M where Z = c J G is too far from normal for φ₁, else M.
+
+    R Z R⁻¹ is near to skew with R of `osa.linalg.root`, and R is a constant, as the result is the same for any R. The
+    rounding ΔG of G gives R Z R⁻¹ the error c R J ΔG R⁻¹: for random entries of size eps |m_i| |m_j| it is about
+    eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii, which is 1 for orthogonal columns.
+    """
+    z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
+    spectrum = linalg.square_moduli(z)
+    is_far = linalg.imbalance(z, spectrum) > linalg.IMBALANCE
+    turn = torch.where(is_far, linalg.root(gram), identity)
+    back = torch.linalg.solve_triangular(turn, identity, upper=True)
+    squares = gram.diagonal(dim1=-2, dim2=-1)[..., None]
+    inflation = (squares * back.square()).sum((-2, -1), keepdim=True)  # times 2d
+    rounding = (c * squares).square().sum(-2, keepdim=True) * inflation
+    is_lost = rounding > MOST_ROUNDING**2 * gram.shape[-1] * spectrum.clamp(min=1)
+    return turn, back, (is_far & is_lost) | (spectrum > 2 * LIMIT.value**2)
+
+
 @torch.inference_mode(False)  # brings autograd back, with enable_grad, within an operator, which lies below autograd
 @torch.enable_grad()
-def _mixing_gradients(mixing: Mixing, gram: Tensor, products: Tensor, c: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+def _mixing_gradients(
+    mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *turns: Tensor
+) -> tuple[Tensor, ...]:
     """The gradients of G, X and c, given the gradient of T."""
     small = [x.detach().requires_grad_() for x in (gram, products, c)]
-    mixed = mixing(*small)
+    mixed = mixing(*small, *turns)
     with linalg.full_precision(grad.device), linalg.without_autocast(grad.device):
         return torch.autograd.grad(mixed, small, grad)
 
@@ -144,16 +174,18 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
     longer, shorter = torch.maximum(q_q, k_k), torch.minimum(q_q, k_k)
-    ratio = q_k / torch.where(longer > 0, longer, 1)
-    shear = torch.cat([torch.where(k_k >= q_q, ratio, 0), torch.where(k_k >= q_q, 0, ratio)], -1)
+    ratio = q_k / longer.clamp(min=1e-37)
+    of_query = ratio * (k_k >= q_q)
+    shear = torch.cat([of_query, ratio - of_query], -1)
     return shear[..., None], (shorter - ratio * q_k < KEPT * shorter).any(-1)[:, None, None]
 
 
 def _lengths(gram: Tensor) -> Tensor:
     """σ, (matrices, 2d, 1): s and 1/s, powers of two, which make the lengths of each pair of columns alike."""
-    q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)
-    least = LEAST * (q_q + k_k) + 1e-37  # bounds the ratio where one is a multiple of the other
-    exponent = (0.25 * (torch.maximum(k_k, least).log2() - torch.maximum(q_q, least).log2()) + 0.5).floor()
+    squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
+    least = LEAST * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio where one is a multiple of the other
+    of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
+    exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]
 
 

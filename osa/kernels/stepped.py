@@ -19,7 +19,8 @@ Matrices whose columns change places go through a program's scratch memory.
 import triton
 import triton.language as tl
 
-from osa.kernels.fused import ENTRIES, SIZE, D, inside, rows_at, rows_of, rows_of_m, scale_of
+from osa.kernels.fused import ENTRIES, SIZE, D, inside, load_m, rows_at, scale_of, tile_of
+from osa.kernels.tiles import split
 
 RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
 MOST_STEPS = tl.constexpr(8)  # steps by one product
@@ -68,13 +69,6 @@ def square():
 
 
 @triton.jit
-def split(x):
-    """A high and a low part in bfloat16, 16 bits."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
-
-
-@triton.jit
 def halves_of(pointer):
     return pointer.to(tl.pointer_type(tl.bfloat16))
 
@@ -102,14 +96,14 @@ def times(x, z, z_low, THREE: tl.constexpr):
 
 
 @triton.jit
-def grams_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """QᵀQ, QᵀK and KᵀK, then VᵀQ and VᵀK."""
+def sums_by_blocks(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """QᵀQ, QᵀK and KᵀK, then VᵀQ and VᵀK: cut out of `gram_and_sums` they would spill a third more."""
     qq, qk, kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     vq, vk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
-        query, key = rows_of(q, row_stride, rows, tokens, WIDTH), rows_of(k, row_stride, rows, tokens, WIDTH)
-        value = rows_of(v, row_stride, rows, tokens, WIDTH)
+        query, key = tile_of(q, row_stride, rows, tokens, WIDTH), tile_of(k, row_stride, rows, tokens, WIDTH)
+        value = tile_of(v, row_stride, rows, tokens, WIDTH)
         qq = tl.dot(tl.trans(query), query, qq)
         qk = tl.dot(tl.trans(query), key, qk)
         kk = tl.dot(tl.trans(key), key, kk)
@@ -155,12 +149,12 @@ def vectors(kept):
 
 
 @triton.jit
-def keep_half(at, x, THREE: tl.constexpr):
-    """Stores one of the four blocks of Zᵀ."""
+def keep(at, x, gap, THREE: tl.constexpr):
+    """Stores X in bfloat16, for THREE in two parts, the low one a gap behind."""
     high, low = split(x)
     tl.store(at, high)
     if THREE:
-        tl.store(at + SIZE * SIZE, low)
+        tl.store(at + gap, low)
 
 
 @triton.jit
@@ -186,10 +180,10 @@ def prepare(qq, qk, kk, vq, vk, c, kept, THREE: tl.constexpr):
     tl.store(at + 2 * D, q_takes)
     tl.store(at + 3 * D, k_takes)
     z, transposed = halves_of(kept + Z_AT), tl.trans(half())
-    keep_half(z + half(), c * qk, THREE)
-    keep_half(z + half() + D, -c * qq, THREE)
-    keep_half(z + half() + D * SIZE, c * kk, THREE)
-    keep_half(z + transposed + D * SIZE + D, -c * qk, THREE)
+    keep(z + half(), c * qk, SIZE * SIZE, THREE)
+    keep(z + half() + D, -c * qq, SIZE * SIZE, THREE)
+    keep(z + half() + D * SIZE, c * kk, SIZE * SIZE, THREE)
+    keep(z + transposed + D * SIZE + D, -c * qk, SIZE * SIZE, THREE)
     return tl.abs(c) * norm, before > MOST_TAKEN * norm, is_lost
 
 
@@ -260,19 +254,16 @@ def taylor(total, term, z, z_low, share, least, terms, KEEP: tl.constexpr, THREE
             if size > least:
                 degree += 1
                 if KEEP:
-                    keep_parts(terms, k, term, THREE)
+                    keep_term(terms, k, term, THREE)
                 term = times(term, z, z_low, THREE) * (share / (k + 2))
                 total += term
     return total, degree, size <= least  # False where anything is NaN
 
 
 @triton.jit
-def keep_parts(slots, k, x, THREE: tl.constexpr):
-    """Stores X in bfloat16, in two parts for THREE."""
-    high, low = split(x)
-    tl.store(slots + k * ENTRIES + places(), high)
-    if THREE:
-        tl.store(slots + (2 * (MOST_TERMS + 1) + k) * ENTRIES + places(), low)
+def keep_term(slots, k, x, THREE: tl.constexpr):
+    """Stores term number k."""
+    keep(slots + k * ENTRIES + places(), x, 2 * (MOST_TERMS + 1) * ENTRIES, THREE)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
@@ -289,7 +280,7 @@ def stepped_forward_kernel(
             first, place = batch * strides[0] + own * strides[1], batch * out_strides[0] + own * out_strides[1]
             q, k_own, v, o = query + first, key + first, value + first, output + place
             c = scale_of(scale, i)
-            qq, qk, kk, vq, vk = grams_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
+            qq, qk, kk, vq, vk = sums_by_blocks(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
             norm, cancels, is_lost = prepare(qq, qk, kk, vq, vk, c, kept, THREE)
             tl.debug_barrier()
             y = balanced_y(kept)
@@ -321,9 +312,9 @@ def stepped_forward_kernel(
                 high, low = split(tl.trans(times_rt(kept, kept)))
                 for begin in range(0, tokens, ROWS):
                     rows = begin + tl.arange(0, ROWS)
-                    m = rows_of_m(q, k_own, strides[2], rows, tokens, WIDTH)
+                    m = load_m(q, k_own, strides[2], rows, tokens, WIDTH)
                     out = tl.dot(m, low, tl.dot(m, high))
-                    out += rows_of(v, strides[2], rows, tokens, WIDTH).to(tl.float32)
+                    out += tile_of(v, strides[2], rows, tokens, WIDTH).to(tl.float32)
                     tl.store(rows_at(o, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
             tl.debug_barrier()  # waits: the next head's matrices take the place of these
 
@@ -364,14 +355,14 @@ def stepped_backward_kernel(
             q, k_own, v = query + first, key + first, value + first
             e = grad + batch * e_strides[0] + own * e_strides[1]
             c = scale_of(scale, i)
-            qq, qk, kk, vq, vk = grams_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
+            qq, qk, kk, vq, vk = sums_by_blocks(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
             norm, _, is_lost = prepare(qq, qk, kk, vq, vk, c, kept, THREE)
             fq, fk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
             for begin in tl.range(0, tokens, GRAM_ROWS, num_stages=2):
                 rows = begin + tl.arange(0, GRAM_ROWS)
-                e_rows = tl.trans(rows_of(e, e_strides[2], rows, tokens, WIDTH))
-                fq = tl.dot(e_rows, rows_of(q, strides[2], rows, tokens, WIDTH), fq)
-                fk = tl.dot(e_rows, rows_of(k_own, strides[2], rows, tokens, WIDTH), fk)
+                e_rows = tl.trans(tile_of(e, e_strides[2], rows, tokens, WIDTH))
+                fq = tl.dot(e_rows, tile_of(q, strides[2], rows, tokens, WIDTH), fq)
+                fk = tl.dot(e_rows, tile_of(k_own, strides[2], rows, tokens, WIDTH), fk)
             tl.debug_barrier()
             q_takes, k_takes, sigma = vectors(kept)
             fq, fk = times_r(fq, fk, q_takes, k_takes, sigma)
@@ -427,15 +418,15 @@ def stepped_backward_kernel(
                 pairs = degree
                 if turn > 0:
                     a = tl.load(kept + A_AT + places())
-                    keep_parts(terms, degree, total, THREE)
-                    keep_parts(factors, degree, a, THREE)
+                    keep_term(terms, degree, total, THREE)
+                    keep_term(factors, degree, a, THREE)
                     pairs = degree + 1
                     h -= share * times(a, z, z_low, THREE)
                 u = h
                 for m in range(degree):
                     k = degree - 1 - m
                     s = u * (1.0 / (k + 2))
-                    keep_parts(factors, k, s, THREE)
+                    keep_term(factors, k, s, THREE)
                     u = h - share * times(s, z, z_low, THREE)
                 if turn > 0:
                     u += tl.load(kept + A_AT + places())
@@ -473,8 +464,8 @@ def stepped_backward_kernel(
             gq, gk, gv = grad_query + place, grad_key + place, grad_value + place
             for begin in range(0, tokens, ROWS):
                 rows = begin + tl.arange(0, ROWS)
-                q_rows, k_rows = rows_of(q, strides[2], rows, tokens, WIDTH), rows_of(k_own, strides[2], rows, tokens, WIDTH)
-                v_rows, e_rows = rows_of(v, strides[2], rows, tokens, WIDTH), rows_of(e, e_strides[2], rows, tokens, WIDTH)
+                q_rows, k_rows = tile_of(q, strides[2], rows, tokens, WIDTH), tile_of(k_own, strides[2], rows, tokens, WIDTH)
+                v_rows, e_rows = tile_of(v, strides[2], rows, tokens, WIDTH), tile_of(e, e_strides[2], rows, tokens, WIDTH)
                 at = tl.arange(0, D)[None, :] + rows[:, None] * grad_strides[2]
                 mask = inside(rows, tokens, WIDTH)
                 x = tl.dot(k_rows, tl.trans(qk), tl.dot(q_rows, qq, tl.dot(v_rows, aq, tl.dot(e_rows, tq))))

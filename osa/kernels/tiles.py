@@ -79,6 +79,13 @@ def store(a, rows, columns, values):
 
 
 @triton.jit
+def split(x):
+    """A high and a low part in bfloat16, 16 bits."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
 def dot(a, b, sums, TILE: tl.constexpr = SIZE):
     """sums + A B, of tiles of TILE rows."""
     PRECISION: tl.constexpr = "ieee" if TILE == SIZE else "tf32x3"

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pipeline import studies
-from pipeline.config import params
+from pipeline.config import params, reading
 from pipeline.config.looks import STYLE, look_of
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
@@ -67,7 +67,7 @@ def write(name: str, only: str | None = None) -> None:
     if only is None:
         check_current(name)
     elif only not in on_page(name):
-        raise UserError(params.ended(f"--only {only} is no study of this page{params.hint(only, on_page(name))}"))
+        raise UserError(reading.ended(f"--only {only} is no study of this page{reading.hint(only, on_page(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     for variant in lab.params.variants:
         look_of(variant)  # gives one to each variant without a fixed look, in this order whatever is drawn first
@@ -114,7 +114,6 @@ def common(lab: Lab) -> dict[str, Any]:
     content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, records), "compute": table_2.compute(records)}
     content |= {
         "provenance": table_2.made_with(records),
-        "trained_again": lab.tables["again"].to_dict("records") if "again" in lab.tables else [],
         "level": LEVEL,
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),

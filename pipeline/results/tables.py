@@ -1,12 +1,10 @@
 """The tables stage: the runs of Table 2 side by side and summarised over seeds: `python -m pipeline tables`.
 
 Which runs there should be is read from params.yaml, never from the folder: one that is not there yet is listed as missing,
-a diverged one is counted, and one that is not listed is left out. Runs that were trained again since the last commit go into
-again.csv.
+a diverged one is counted, and one that is not listed is left out.
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -16,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from pipeline.config.params import Params, load
-from pipeline.core import files, provenance
+from pipeline.core import files
 from pipeline.core.errors import UserError, entry_point
-from pipeline.results.runs import accuracy, of_table_2
+from pipeline.results.runs import of_table_2
 from pipeline.statistics.intervals import summary_of
 from pipeline.training.run import CURVES, TABLE_2, Run
 from pipeline.training.run import FOLDER as RUNS
@@ -47,7 +45,6 @@ def main() -> None:
     for curve in ("train_loss", "test_loss"):
         tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
     tables["accuracy_by_seed"] = accuracy_by_seed(tables["runs"], params.run.variants)
-    tables["again"] = trained_again(params)
     for name, table in tables.items():
         write_csv(FOLDER / f"{name}.csv", table)
     written = {FOLDER / f"{name}.csv" for name in tables}
@@ -175,25 +172,6 @@ def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
         mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]
         found[row["variant"]] = {"mean": round(100 * mean, 2), "sd": round(100 * std, 2), "n": row["n_finished"]}
     return found
-
-
-def trained_again(params: Params) -> pd.DataFrame:
-    """A row for each run that another training has replaced since the last commit: both accuracies in per cent, and whether
-    the weights have the same bits. Of a run that diverged the accuracy is blank."""
-    rows = []
-    for run in itertools.starmap(Run, itertools.product(params.run.variants, params.run.seeds)):
-        record = run.record()
-        before, metrics = (provenance.committed(run.folder / name) for name in ("record.json", "metrics.json"))
-        if record and before and metrics and (before := json.loads(before))["started_at"] != record["started_at"]:
-            row = {
-                "variant": run.variant,
-                "seed": run.seed,
-                "committed": accuracy(json.loads(metrics)),
-                "here": accuracy(run.metrics()),
-                "same_weights": before["weights_sha256"] == record["weights_sha256"],
-            }
-            rows.append(row)
-    return pd.DataFrame(rows, columns=[*RUN, "committed", "here", "same_weights"])
 
 
 def write_csv(path: Path, table: pd.DataFrame) -> None:

@@ -16,7 +16,7 @@ import pandas as pd
 from pydantic import Field, model_validator
 from scipy.stats import gmean
 
-from pipeline.config import params
+from pipeline.config import reading
 from pipeline.config.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
 from pipeline.statistics.verdicts import (
     MARGIN_OF_A_START,
@@ -301,8 +301,8 @@ class Claims(Section):
 
 def read_claims(path: str | Path) -> dict[str, Claim]:
     """The claims of a wing by name. Raises UserError where the file has something else than a rule needs."""
-    path = params.in_repository(path)
-    return params.validate(Claims, {"claims": params.read(path)}, str(path)).claims
+    path = reading.in_repository(path)
+    return reading.validate(Claims, {"claims": reading.read(path)}, str(path)).claims
 
 
 def trains(loss: float) -> bool:
@@ -318,19 +318,28 @@ def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
     """The geometric mean of the lowest train loss of each run in the first part of its training; NaN where there is none."""
-    lowest = [curve.loc[curve["epoch"] <= of_training * curve["epoch"].max(), "train_loss"].min() for curve in curves]
+    lowest = []
+    for curve in curves:
+        epochs, losses = _points(curve)
+        lowest.append(np.fmin.reduce(losses[epochs <= of_training * epochs.max()], initial=math.nan))  # fmin passes over NaN
     return float(gmean(lowest)) if lowest else math.nan
 
 
 def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
     """The epoch at which a curve first falls to `loss`, log-linear between its points; infinite if it never does."""
-    curve = curve.dropna(subset=["train_loss"])
-    epochs, losses = curve["epoch"].to_numpy(), curve["train_loss"].to_numpy()
+    epochs, losses = _points(curve)
+    known = ~np.isnan(losses)
+    epochs, losses = epochs[known], losses[known]
     there = np.flatnonzero(losses <= loss)
     if len(there) == 0:
         return math.inf
     ends = slice(max(there[0] - 1, 0), there[0] + 1)
     return float(np.interp(-math.log(loss), -np.log(losses[ends]), epochs[ends]))
+
+
+def _points(curve: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Epoch and train loss of each point. Studies ask for them thousands of times, where pandas would be slow."""
+    return curve["epoch"].to_numpy(float), curve["train_loss"].to_numpy(float)
 
 
 def largest_rise(curve: pd.DataFrame) -> float:

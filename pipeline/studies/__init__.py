@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import params
+from pipeline.config import reading
 from pipeline.config.params import Overrides, Section
 from pipeline.core.errors import UserError
 
@@ -58,7 +58,7 @@ def names(wing: str | None = None) -> list[str]:
 def wing(name: str) -> str:
     """The wing of a study. Raises UserError if there is no such study."""
     if name not in _wings():
-        raise UserError(params.ended(f"{name} is no study{params.hint(name, names())}"))
+        raise UserError(reading.ended(f"{name} is no study{reading.hint(name, names())}"))
     return _wings()[name]
 
 
@@ -82,11 +82,11 @@ def settings(name: str) -> Section | None:
     schema = get(name).settings
     if schema is None:
         return None
-    path = params.in_repository(f"pipeline/studies/{wing(name)}/params.yaml")
-    section = params.read(path).get(name)
+    path = reading.in_repository(f"pipeline/studies/{wing(name)}/params.yaml")
+    section = reading.read(path).get(name)
     if section is None:
         raise UserError(f"{path} has no section {name}: put it back as git has it.")
-    return params.validate(schema, section, f"{path}: {name}")
+    return reading.validate(schema, section, f"{path}: {name}")
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:

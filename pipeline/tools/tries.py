@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import params
+from pipeline.config import params, reading
 from pipeline.config.params import Params, as_yaml
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
@@ -120,7 +120,7 @@ def committed(name: str) -> dict[str, Seeds]:
         raise UserError(f"{name} has no runs of Table 2: name a revision, or an experiment of `dvc exp list` ({why}).")
     with zipfile.ZipFile(io.BytesIO(packed.stdout)) as opened, tempfile.TemporaryDirectory() as folder:
         opened.extractall(folder)
-        run, found = params.read(Path(folder, "params.yaml"))["run"], {}
+        run, found = reading.read(Path(folder, "params.yaml"))["run"], {}
         seeds = [*run["seeds"], *run.get("recorded_seeds", [])]
         for variant in run["variants"]:
             paths = {seed: Path(folder, FOLDER, TABLE_2, variant, str(seed)) for seed in seeds}

@@ -24,9 +24,9 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
     from mlflow.entities import LoggedModelOutput, Metric
     from mlflow.models import infer_signature
 
-    from pipeline.config import params
+    from pipeline.config import params, reading
 
-    config = params.validate(params.RunConfig, params.normalised_config(training.record.config), str(training.path))
+    config = reading.validate(params.RunConfig, params.normalised_config(training.record.config), str(training.path))
     model, data = training.run.load_model(config), config.data.images
     images = torch.zeros(2, data.channels, data.size, data.size)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import params
+from pipeline.config import params, reading
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
@@ -142,4 +142,4 @@ def test_parameters_are_taken_as_they_stand_or_refused_in_one_sentence(content, 
     if sentence:
         assert "params.yaml" in sentence and "\n" not in sentence and len(sentence) < 500
     else:
-        assert params.deep_merge(loaded, params.read(path)) == loaded, "all that was written is there as it stands"
+        assert params.deep_merge(loaded, reading.read(path)) == loaded, "all that was written is there as it stands"

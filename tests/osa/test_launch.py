@@ -3,6 +3,7 @@
 Tensors of the CPU stand in for those of CUDA, or have no values; what a kernel computes is tested in test_kernels.py.
 """
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -232,6 +233,59 @@ def test_a_kernel_is_tried_once_wherever_it_is_first_used(rows):
 @pytest.mark.usefixtures("untried", "as_on_cuda")
 def test_a_kernel_may_be_tried_in_a_transform():
     assert torch.func.vmap(lambda x: x + operators._is_right(*FORM))(torch.zeros(2)).all()
+
+
+ALL_AT_ONCE = """
+import functools, sys, threading
+from unittest import mock
+import torch
+from triton import compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from osa.kernels import operators
+
+form, count, dtype, shape = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3]), tuple(map(int, sys.argv[4:]))
+device = mock.Mock(**{"get_current_target.return_value": GPUTarget("cuda", 90, 32), "get_current_device.return_value": 0})
+driver.set_active(device)
+everyone, compiled = threading.Barrier(count), []
+
+def compile(source, **options):
+    compiled.append(source.name)
+    everyone.wait(timeout=30)
+    return mock.MagicMock()
+
+compiler.compile = compile
+if form == "phi1":
+    inputs, options = [torch.zeros(shape), torch.zeros(shape)], {}
+    call = operators.phi1_times
+else:
+    inputs = [torch.zeros(shape, dtype=dtype) for _ in range(3)] + [torch.zeros(3, 1, 1)]
+    options = {"method": form, "num_iterations": None, "epsilon": 1e-7}
+    call = functools.partial(operators.attend, **options)
+operators._compile_ahead(form, inputs, options)
+assert len(compiled) == count, compiled
+output = call(*(x.requires_grad_() for x in inputs))
+output.backward(torch.zeros(output.shape, dtype=output.dtype))
+assert len(compiled) == count, compiled
+"""
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.parametrize(
+    "form, count, dtype, shape",
+    [
+        ("exact", 6, "bfloat16", (2, 3, 300, 64)),
+        ("exact", 5, "float32", (2, 3, 300, 24)),
+        ("qr", 2, "float32", (2, 3, 50, 16)),
+        ("phi1", 2, "float32", (6, 128, 128)),
+    ],
+)
+def test_what_a_first_use_launches_is_compiled_side_by_side(form, count, dtype, shape):
+    """Each compilation waits for all of them, and the call itself compiles nothing more. It needs no device."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    arguments = [form, str(count), dtype, *map(str, shape)]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", ALL_AT_ONCE, *arguments], env=environment, check=True)
 
 
 @pytest.mark.usefixtures("untried")

@@ -1,6 +1,7 @@
 """Any module in the place of a layer is called: subclasses, wrappers, patched forwards, hooks, quantised weights."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -85,8 +86,15 @@ def draw(name):
     return module, torch.randn(shape, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("make", [wrapped, subclassed, patched, hooked], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("name", MODULES)
+WAYS = (wrapped, subclassed, patched, hooked)
+QUICK = [(name, make) for name in MODULES for make in WAYS if make is wrapped or name not in osa.MODELS]
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in itertools.product(MODULES, WAYS)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_every_layer_is_called(name, make):
     """Doubling a layer's output does what doubled weights do, and learns."""
     module, x = draw(name)

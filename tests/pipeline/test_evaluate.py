@@ -118,9 +118,12 @@ def by_hand(attention, head, x) -> dict[str, float]:
         return np.linalg.norm(matrix, 2, axis=(-2, -1))
 
     a, exponential = attention_matrix(query, key), reference.orthogonal_attention_matrix(query, key, scale)
-    jacobian = torch.func.jacrev(head_output)(x[0]).reshape(x[0].numel(), -1)
-    nonzero = torch.linalg.svdvals(jacobian)[: len(x[0]) * d_v]
     m = torch.cat([query, key], -1)
+    jacobian_kappa = float("nan")
+    if head == 0:
+        jacobian = torch.func.jacrev(head_output)(x[0]).reshape(x[0].numel(), -1)
+        nonzero = torch.linalg.svdvals(jacobian)[: len(x[0]) * d_v]
+        jacobian_kappa = (nonzero[0] / nonzero[-1]).item()
     over_images = {"error": norm(a.mT @ a - torch.eye(a.shape[-1])), "exp_error": norm(a - exponential), "norm": norm(skew)}
     return {
         "alpha": alpha.item(),
@@ -129,7 +132,7 @@ def by_hand(attention, head, x) -> dict[str, float]:
         "size_max": abs(scale.item()) * (norm(m) ** 2).max(),
         "condition_median": np.median(np.linalg.cond(m)),
         "weight_kappa": np.divide(*np.linalg.svd(w_query @ w_key.mT - w_key @ w_query.mT)[1][[0, 2 * d_v - 1]]),
-        "jacobian_kappa": (nonzero[0] / nonzero[-1]).item() if head == 0 else float("nan"),
+        "jacobian_kappa": jacobian_kappa,
         "layer_kappa": np.linalg.cond(attention.out.weight @ attention.value.weight),
     }
 

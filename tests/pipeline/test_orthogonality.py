@@ -56,7 +56,7 @@ def test_a_penalty_is_differentiated_and_the_cross_entropy_recorded(penalty):
         torch.testing.assert_close(weight.grad, factor * gradient, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("keep", ["attention", "whole_key_value"])
+@pytest.mark.parametrize("keep", ["attention", pytest.param("whole_key_value", marks=pytest.mark.slow)])
 def test_constrained_weights_are_orthogonal_after_a_training_with_decay(keep):
     settings = {"weight_decay": 0.5, "learning_rate": 0.01}
     start, free = training("osa_exact"), finished(options("osa_exact", settings))
@@ -66,7 +66,7 @@ def test_constrained_weights_are_orthogonal_after_a_training_with_decay(keep):
     assert all((old - new).norm() > 0.1 for old, new in zip(weights(start, keep), weights(run, keep), strict=True))
 
 
-@pytest.mark.parametrize("by", MAPS)
+@pytest.mark.parametrize("by", [pytest.param(by, marks=[] if by == "cayley" else pytest.mark.slow) for by in MAPS])
 def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
     keep = "whole_value_out"
     run = trained(options("osa_exact", {"learning_rate": 0.01}, keep=keep, keep_by=by))

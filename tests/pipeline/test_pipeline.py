@@ -316,6 +316,7 @@ def test_edits_of_parameters_measure_no_theorem_again(dvc):
     assert not [stage for stage in stages if stage.startswith("study")]
 
 
+@pytest.mark.slow
 def test_a_clone_has_the_same_bytes_whatever_the_line_ends(tmp_path):
     folder = tmp_path / "a %41? #é"
     subprocess.run(["git", "clone", "--quiet", "--config", "core.autocrlf=true", ROOT, folder], check=True)

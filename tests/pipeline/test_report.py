@@ -16,7 +16,7 @@ import torch
 
 import osa
 from pipeline import studies
-from pipeline.config import params
+from pipeline.config import params, reading
 from pipeline.config.params import RunConfig
 from pipeline.core import files
 from pipeline.core.files import ROOT
@@ -77,14 +77,19 @@ def test_a_mistake_in_a_study_shows_itself(monkeypatch):
 
 
 WEIGHTS = sorted((ROOT / "paper_outputs/weights/table_2").rglob("*.safetensors"))
+ONE_A_MODEL = {path.parent: path for path in WEIGHTS}.values()
 
 
-@pytest.mark.parametrize("path", WEIGHTS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path in ONE_A_MODEL else pytest.mark.slow) for path in WEIGHTS],
+    ids=lambda path: path.parent.name,
+)
 def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     name, seed = path.parent.name, int(path.stem)
     images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
-    theirs = run.load_model(params.validate(RunConfig, params.normalised_config(run.record()["config"]), str(path)))
+    theirs = run.load_model(reading.validate(RunConfig, params.normalised_config(run.record()["config"]), str(path)))
     with torch.no_grad():
         assert osa.load_pretrained(name, folder=path)(images).equal(theirs(images))
 
@@ -111,6 +116,7 @@ def test_pages_show_whatever_runs_are_there(share, tmp_path, monkeypatch):
         ]
 
 
+@pytest.mark.slow
 def test_a_demonstration_needs_tables_and_runs_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "paper_outputs").mkdir()
@@ -221,9 +227,8 @@ def test_a_figure_for_a_narrow_screen_stacks_panels_with_labels_of_their_own():
     assert wide.count("a line") == narrow.count("a line") == 1
 
 
-def test_a_page_has_a_drawing_for_each_width_with_ids_of_its_own(written):
-    markdown = (written / "report.md").read_text(encoding="utf-8")
-    html = (written / "report.html").read_text(encoding="utf-8")
+def test_a_page_has_a_drawing_for_each_width_with_ids_of_its_own():
+    markdown, html = ((ROOT / f"paper_outputs/report.{end}").read_text(encoding="utf-8") for end in ("md", "html"))
     shown = re.findall(r"\]\([^)]*\.svg\)", markdown)
     assert html.count('class="roomy"') == html.count('class="narrow"') == len(shown) > 5
     ids = re.findall(r'\bid="([^"]+)"', html)

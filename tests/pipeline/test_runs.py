@@ -67,7 +67,7 @@ def test_a_run_is_where_its_identity_says():
 # the outputs
 
 
-@pytest.mark.parametrize("variant", ["vit_noskip_nonorm", "osa_qr"])
+@pytest.mark.parametrize("variant", [pytest.param("vit_noskip_nonorm", marks=pytest.mark.slow), "osa_qr"])
 def test_the_same_seed_gives_the_same_bytes(project, monkeypatch, variant):
     found = []
     for folder, global_seed in (("one", 1), ("two", 2)):
@@ -283,7 +283,10 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch):
     assert resumptions == [0] * before_the_first_checkpoint + [1] * (WRITES - before_the_first_checkpoint)
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "warmup_steps": 6, "schedule": "cosine"}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"optimizer": "muon", "warmup_steps": 6, "schedule": "cosine"}],
+)
 def test_resumed_at_each_point_it_ends_with_the_same_bytes(monkeypatch, options):
     write_params(train=options)
     expected = outputs(trained())

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +10,6 @@ import pytest
 
 from pipeline.core import files
 from pipeline.results import tables
-from pipeline.training.run import Run
 from tests.pipeline import synthetic
 
 FOLDER, RUNS, EVALUATIONS = (Path("paper_outputs", name) for name in ("tables", "runs/table_2", "evaluations"))
@@ -116,29 +114,6 @@ def test_table_2_has_recorded_seeds_of_models_that_are_as_they_were(project):
     }  # runs of other settings do not count
     shutil.rmtree(RUNS / "osa_ns/0")
     assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [1, 2]}
-
-
-def test_a_run_that_was_trained_again_stands_beside_the_committed_one(project, monkeypatch):
-    monkeypatch.setattr("pipeline.core.provenance.ROOT", Path.cwd())
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "runs"]):
-        subprocess.run(["git", *command], check=True)
-    tables.main()
-    assert len(table("again")) == 0
-    committed = files.read_json(RUNS / "osa_ns/1/metrics.json")["test_accuracy"]
-    shutil.copy(RUNS / "osa_ns/0/metrics.json", RUNS / "osa_ns/1/metrics.json")
-    shutil.copy(RUNS / "osa_ns/0/history.csv", RUNS / "osa_ns/1/history.csv")
-    own, other = (files.read_json(RUNS / f"osa_ns/{seed}/record.json") for seed in (1, 0))
-    shutil.copy(Run("osa_ns", 0).weights, Run("osa_ns", 1).weights)
-    digests = {key: value for key, value in other.items() if key.endswith("_sha256")}
-    files.write_json(RUNS / "osa_ns/1/record.json", own | digests | {"started_at": "2026-01-01T00:00:00+00:00"})
-    shutil.copy(EVALUATIONS / "osa_ns/0/evaluation.json", EVALUATIONS / "osa_ns/1/evaluation.json")
-    tables.main()
-    again = table("again").to_dict("records")
-    here = files.read_json(RUNS / "osa_ns/0/metrics.json")["test_accuracy"]
-    assert again == [
-        {"variant": "osa_ns", "seed": 1, "same_weights": False}
-        | {"committed": pytest.approx(100 * committed, rel=1e-5), "here": pytest.approx(100 * here, rel=1e-5)}
-    ]
 
 
 def test_missing_and_unlisted_runs_are_named(project, capsys):

@@ -1,15 +1,19 @@
-"""Does a training repeat? Runs of Table 2, trained once more by another process.
+"""Does a training repeat? Runs of Table 2, trained once more: by another process, for another study, or here since the last
+commit.
 
 On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the accuracy may be
 that of one more seed; other studies that trained a model of Table 2 with the same configuration and seed show it.
 """
+
+import json
+from collections.abc import Iterable
 
 import pandas as pd
 
 from pipeline.config import params
 from pipeline.config.params import Name, Section, Seed
 from pipeline.core import provenance
-from pipeline.results.runs import accuracy, recorded
+from pipeline.results.runs import accuracy, of_table_2, recorded
 from pipeline.statistics.intervals import one_more_run
 from pipeline.studies import Request, Study, Tables
 from pipeline.studies.lab import Lab
@@ -18,6 +22,9 @@ from pipeline.training.run import TABLE_2, TRIES, Run
 
 COLUMNS = ["variant", "seed", "study", "same_recipe", "same_points", "same_weights"]
 COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
+REPLACED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
+
+Ended = tuple[dict, dict]  # record and metrics of a training that has ended
 
 
 class Repeat(Section):
@@ -36,32 +43,58 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """A row for each run of a study that repeats one of Table 2, its own first."""
+    """Compares pairs of trainings, a row for each.
+
+    repeats     runs of studies that repeat one of Table 2, this study's first
+    replaced    runs of Table 2 that another training has replaced since the last commit
+    """
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
     for run, record in recorded():
         if record["status"] == "finished" and not run.overrides and run.study not in (TABLE_2, TRIES, lab.study):
             again.append(run)
-    pairs = [(run, Run(run.variant, run.seed)) for run in again]
-    rows = [compare(run, there) for run, there in pairs if run.record() and there.record()]
-    return {"repeats": pd.DataFrame(rows, columns=COLUMNS)}
+    repeats = [(run, ended(run), ended(Run(run.variant, run.seed))) for run in again]
+    replaced = [(run, ended(run), committed(run)) for run in of_table_2(lab.params)]
+    return {"repeats": compared(repeats), "replaced": compared(replaced)}
 
 
-def compare(again: Run, there: Run) -> dict:
+def ended(run: Run) -> Ended | None:
+    """The record and metrics of a run; None where no training of it has ended."""
+    record = run.record()
+    return (record, run.metrics()) if record else None
+
+
+def committed(run: Run) -> Ended | None:
+    """The same of the last commit."""
+    record, metrics = (provenance.committed(run.folder / name) for name in ("record.json", "metrics.json"))
+    return (json.loads(record), json.loads(metrics)) if record and metrics else None
+
+
+def compared(pairs: Iterable[tuple[Run, Ended | None, Ended | None]]) -> pd.DataFrame:
+    """A row for each pair of two trainings: one that has ended twice, and not the same one."""
+    rows = [compare(run, after, before) for run, after, before in pairs if after and before and after != before]
+    return pd.DataFrame(rows, columns=[*COLUMNS, "difference"])
+
+
+def compare(run: Run, after: Ended, before: Ended) -> dict:
     """Compares two trainings; accuracies in per cent, as training measured them."""
-    after, before = again.record(), there.record()
-    configs = [params.normalised_config(each["config"]) for each in (after, before)]
-    row = {"variant": again.variant, "seed": again.seed, "study": again.study}
-    row["same_recipe"] = configs[0] == configs[1] and after["numerics"] == before["numerics"]
-    row["same_points"] = after["history_sha256"] == before["history_sha256"]
-    row["same_weights"] = after["weights_sha256"] == before["weights_sha256"]
-    for end, of_run, run in (("", after, again), ("_there", before, there)):
-        row[f"machine{end}"], row[f"torch{end}"] = provenance.machine(of_run["environment"]), of_run["environment"]["torch"]
-        row[f"test_accuracy{end}"] = accuracy(run.metrics())
+    records = after[0], before[0]
+    configs = [params.normalised_config(record["config"]) for record in records]
+    row = {"variant": run.variant, "seed": run.seed, "study": run.study}
+    row["same_recipe"] = configs[0] == configs[1] and records[0]["numerics"] == records[1]["numerics"]
+    row["same_points"] = records[0]["history_sha256"] == records[1]["history_sha256"]
+    row["same_weights"] = records[0]["weights_sha256"] == records[1]["weights_sha256"]
+    for end, (record, metrics) in (("", after), ("_there", before)):
+        row[f"machine{end}"], row[f"torch{end}"] = provenance.machine(record["environment"]), record["environment"]["torch"]
+        row[f"test_accuracy{end}"] = accuracy(metrics)
+    row["difference"] = row["test_accuracy"] - row["test_accuracy_there"]
     return row
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Counts the repeats with the same bits on one kind of machine, and compares the others with one more seed."""
+    """Counts the repeats with the same bits on one kind of machine, and compares the others with one more seed.
+
+    "replaced" lists the trainings that replace a committed one, with both accuracies.
+    """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]
     here = (table["machine"] == table["machine_there"]) & (table["torch"] == table["torch_there"])
@@ -69,9 +102,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     elsewhere = []
     for row in table[~here].to_dict("records"):
         low, high = one_more_run(results_of(lab).accuracies(row["variant"]))
-        difference = row["test_accuracy"] - row["test_accuracy_there"]
-        elsewhere.append({"difference": difference, "within": low <= row["test_accuracy"] <= high})
-    return {"repeated": int(here.sum()), "same_bits": int(same.sum()), "elsewhere": elsewhere}
+        elsewhere.append({"difference": row["difference"], "within": low <= row["test_accuracy"] <= high})
+    replaced = tables["replaced"][REPLACED].to_dict("records")
+    return {"repeated": int(here.sum()), "same_bits": int(same.sum()), "elsewhere": elsewhere, "replaced": replaced}
 
 
 STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

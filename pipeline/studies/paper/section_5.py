@@ -89,10 +89,10 @@ def ratios(results: Results, first: str, second: str) -> pd.DataFrame:
     """The ratio of the epochs after which two models reach a train loss, as claims of speed estimate it, for each loss that
     the second has reached after a fraction of its training; where half of the runs of either never get there, none."""
     rows = []
-    starting = results.curves_of_starting(second)
-    for fraction in FRACTIONS if starting and results.curves(first) else []:
+    starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
+    for fraction in FRACTIONS if starting and curves[0] else []:
         loss = target_loss(starting, fraction)
-        ours, theirs = ([epochs_to_reach(curve, loss) for curve in results.curves(name)] for name in (first, second))
+        ours, theirs = ([epochs_to_reach(curve, loss) for curve in own] for own in curves)
         ratio, epoch = judge_ratio(ours, theirs, 1.0).estimate, float(np.median(theirs))
         if 0 < ratio < math.inf and 0 < epoch < math.inf:
             rows.append({"loss": loss, "epoch": epoch, "ratio": ratio})

@@ -32,15 +32,21 @@ BOTH = {"variants": ["vit", "osa_exact"], "seeds": [0]}
 
 @pytest.fixture(autouse=True)
 def project(tmp_path, monkeypatch):
-    """A copy of the code with small models of two kinds, and no study."""
-    for name in ("osa", "pipeline"):
-        shutil.copytree(synthetic.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    """Small models of two kinds, and no study."""
     shutil.copy(synthetic.ROOT / "dvc.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: [])
     write_params(run=BOTH)
     write_data()
     return tmp_path
+
+
+@pytest.fixture
+def code(project):
+    """A copy of the code, which processes run."""
+    for name in ("osa", "pipeline"):
+        ignored = shutil.ignore_patterns("__pycache__", "paper.yaml")  # the project has one of its own
+        shutil.copytree(synthetic.ROOT / name, project / name, ignore=ignored, dirs_exist_ok=True)
 
 
 def missing() -> list[tuple]:
@@ -70,6 +76,7 @@ def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("code")
 def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(monkeypatch, capfd):
     assert [run for run, _ in missing()] == [Run("vit", 0), Run("osa_exact", 0)]
     fan_out.main(["--jobs", "2", "--no-tracking"])
@@ -111,6 +118,7 @@ def test_a_failure_is_named_when_the_others_have_ended():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("code")
 def test_a_failure_is_why_the_command_fails(capsys):
     write_params(run=BOTH, variants={"vit": {"overrides": {"train": {"batch_size": 100, "drop_last": True}}}})
     with pytest.raises(SystemExit):
@@ -204,11 +212,11 @@ def calls(monkeypatch):
 
 
 def test_dvc_and_mlflow_hear_at_once_of_all_runs_that_ended_and_of_those_trained_elsewhere(monkeypatch, calls):
-    write_params(run=BOTH | {"seeds": [0, 1, 2]})
+    write_params(run=BOTH | {"seeds": [0, 1]})
     trained("vit")
     monkeypatch.setattr(fan_out, "here", lambda jobs, _: (yield [trained(run.variant, run.seed) for run, _ in jobs]))
     fan_out.main([])
-    seeds = [("vit", 1), ("vit", 2), *(("osa_exact", seed) for seed in (0, 1, 2))]
+    seeds = [("vit", 1), ("osa_exact", 0), ("osa_exact", 1)]
     assert calls == [
         ["status", "--json", "train"],
         ["commit", "--force", "--quiet", "train@vit-0"],  # osa_exact-0 is not there
@@ -244,6 +252,7 @@ def test_printed_commands_train_what_is_missing(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("code")
 def test_a_shipped_run_brings_back_all_its_files():
     """One of Table 2, and one of a study that watches its models, as a cluster trains them."""
     jobs = [(Run("vit", 0), params.resolve(params.load(), "vit")), watched_run()]
@@ -323,6 +332,7 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch, gpus):
     """Runs of all kinds, on nodes with a pretended GPU each or without."""

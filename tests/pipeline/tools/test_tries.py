@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 
 import osa.models
-from pipeline.config import params
+from pipeline.config import reading
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, tries
@@ -101,7 +101,7 @@ def test_only_runs_that_params_yaml_lists_are_compared(repository, tmp_path):
     git("add", "--all"), git("commit", "--quiet", "--message=fewer")
     assert {name: sorted(runs) for name, runs in tries.committed("HEAD").items()} == {"vit": [0, 1, 2]}
     assert tries.committed("HEAD~1").keys() == COMMITTED.keys()
-    raw = params.read("params.yaml")
+    raw = reading.read("params.yaml")
     write_params(run=raw["run"] | {"seeds": [1], "recorded_seeds": [0, 2]})
     record = tmp_path / "paper_outputs/runs/table_2/vit/2/record.json"
     files.write_json(record, files.read_json(record) | {"config": {"train": {"learning_rate": 1.0}}})

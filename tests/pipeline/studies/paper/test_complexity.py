@@ -10,7 +10,7 @@ import torch
 
 from osa import reference
 from osa.functional import orthogonal_attention
-from pipeline.config import params
+from pipeline.config import params, reading
 from pipeline.core.errors import UserError
 from pipeline.studies.paper import complexity
 from pipeline.studies.paper.complexity import BOTH, FORWARD, NORM, Inputs, Settings
@@ -197,4 +197,4 @@ def test_a_power_that_is_too_high_fails(part, column, power, holds, tables):
 )
 def test_sizes_that_show_no_order_are_refused(changes, expected):
     with pytest.raises(UserError, match=expected):
-        params.validate(Settings, SMALL | changes, "params.yaml: complexity")
+        reading.validate(Settings, SMALL | changes, "params.yaml: complexity")

@@ -1,10 +1,12 @@
 """Repeats of runs, stability and harder data, from made-up records and runs."""
 
 import math
+import subprocess
 
 import pytest
 
 from pipeline.config import params
+from pipeline.core import provenance
 from pipeline.core.files import ROOT
 from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
@@ -42,9 +44,9 @@ def summarise(lab) -> dict:
 
 def test_a_repeat_has_the_same_bits_or_not(lab):
     write(lab.run("vit"), accuracy=0.97)
-    assert summarise(lab) == {"repeated": 1, "same_bits": 1, "elsewhere": []}
+    assert summarise(lab) == {"repeated": 1, "same_bits": 1, "elsewhere": [], "replaced": []}
     write(lab.run("vit"), accuracy=0.97, weights="b")
-    assert summarise(lab) == {"repeated": 1, "same_bits": 0, "elsewhere": []}
+    assert summarise(lab) == {"repeated": 1, "same_bits": 0, "elsewhere": [], "replaced": []}
     write(lab.run("vit"), accuracy=0.9701)
     assert summarise(lab)["same_bits"] == 0
 
@@ -60,7 +62,20 @@ def test_what_is_of_other_numerics_or_another_configuration_is_no_repeat(lab):
     write(lab.run("vit"), accuracy=0.97, numerics=2)
     write(Run("vit", 0, "tries"), accuracy=0.97, machine="Another CPU")
     write(Run("vit", 1, "penalties"), accuracy=0.97)  # not in Table 2
-    assert summarise(lab) == {"repeated": 0, "same_bits": 0, "elsewhere": []}
+    assert summarise(lab) == {"repeated": 0, "same_bits": 0, "elsewhere": [], "replaced": []}
+
+
+def test_a_run_that_replaces_a_committed_one_stands_beside_it(lab, monkeypatch, tmp_path):
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    write(Run("vit", 1), accuracy=0.96)
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "runs"]):
+        subprocess.run(["git", *command], check=True)
+    write(Run("vit", 2), accuracy=0.95)  # a new run replaces none
+    assert summarise(lab)["replaced"] == []
+    write(Run("vit", 1), accuracy=0.98, weights="b")
+    (row,) = summarise(lab)["replaced"]
+    assert (row["variant"], row["seed"], row["same_weights"]) == ("vit", 1, False)
+    assert [row[key] for key in ("test_accuracy", "test_accuracy_there", "difference")] == pytest.approx([98, 96, 2])
 
 
 @pytest.mark.parametrize("stable, unstable, at_least", [(8, 0, 0.05 ** (1 / 8)), (3, 0, 0.05 ** (1 / 3)), (0, 2, 0.0)])

@@ -11,7 +11,7 @@ import torch
 import osa.init
 from osa import reference
 from osa.init import stiefel_uniform
-from pipeline.config import params
+from pipeline.config import reading
 from pipeline.core.errors import UserError
 from pipeline.report import figures
 from pipeline.results import measures
@@ -149,7 +149,7 @@ def test_wrong_code_fails(name, lab, monkeypatch):
 )
 def test_settings_that_a_theorem_is_not_about_are_refused(study, values, words):
     with pytest.raises(UserError, match=words):
-        params.validate(study.Settings, {"seeds": [0]} | values, "params.yaml")
+        reading.validate(study.Settings, {"seeds": [0]} | values, "params.yaml")
 
 
 @pytest.mark.parametrize("study, column", [(theorem_2_1, "exp_error_max"), (theorem_3_1, "error_max")])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config import params
+from pipeline.config import reading
 from pipeline.core.errors import UserError
 from pipeline.results.measures import jacobian, norm
 from pipeline.studies.paper import trainability
@@ -95,4 +95,4 @@ def test_summary_of_known_decays(lab):
 @pytest.mark.parametrize("depths", [[6], [12, 6], [6, 6]])
 def test_impossible_depths_are_named(depths):
     with pytest.raises(UserError, match="trainability.*depths.*two or more that rise"):
-        params.validate(Settings, {"seeds": [0], "depths": depths}, "params.yaml: trainability")
+        reading.validate(Settings, {"seeds": [0], "depths": depths}, "params.yaml: trainability")

@@ -1,0 +1,119 @@
+"""Reads YAML, checks it against a schema, and says in one sentence what is wrong and how to mend it."""
+
+import difflib
+import math
+import re
+import reprlib
+import textwrap
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML, YAMLError
+
+from pipeline.core.errors import UserError
+from pipeline.core.files import ROOT
+
+CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # as git marks it
+UNREADABLE = (YAMLError, ValueError, RecursionError)  # also a date that is none, or a list in a list in a list …
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def in_repository(path: str | Path) -> Path:
+    """A file of the working directory, or else the one of that name in the repository whose code is running."""
+    path = Path(path)
+    return path if path.exists() else ROOT / path
+
+
+def read(path: str | Path) -> Any:
+    """The file's content, unchecked. Raises UserError if it is absent or not YAML.
+
+    The parser is DVC's, so that a value is here what DVC tracks. PyYAML follows YAML 1.1, where 1e-06 is text, 1:30 is 90
+    and a key that occurs twice is no error.
+    """
+    text = ""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return YAML(typ="safe").load(text)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
+    except UNREADABLE as error:
+        if marker := CONFLICT.search(text):
+            raise UserError(
+                f"{path} has the marker of a merge conflict in line {text.count(chr(10), 0, marker.start()) + 1}: keep one "
+                f"side, by hand or by `git checkout --ours {path}` (or --theirs), and then `git add {path}`."
+            ) from None
+        mark = getattr(error, "problem_mark", None)
+        place = f" in line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path} is not valid YAML{place}: {problem}; mend it, or `git checkout {path}`.") from None
+
+
+def validate(schema: type[Schema], raw: Any, where: str) -> Schema:
+    """`raw` as an object of the schema. Raises UserError with one sentence on what is wrong and `where`."""
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(ended(f"{where}: {_sentence(error.errors()[0], raw)}")) from None
+
+
+EXPECTATIONS = {  # where pydantic speaks of Python
+    "bool_type": "should be true or false",
+    "int_type": "should be a whole number",
+    "float_type": "should be a number",
+    "string_type": "should be text",
+    "list_type": "should be a list, as in [a, b]",
+    "dict_type": "should be a block of keys",
+    "model_type": "should be a block of keys",
+    "too_short": "should have {min_length} or more entries",
+    "too_long": "should have at most {max_length} entries",
+    "missing": "is missing",
+}
+
+
+def _sentence(error: dict, raw: Any) -> str:
+    """An error of a validation: the key, what is expected there, and what was found."""
+    key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
+    if kind == "unknown_key":
+        return "{}{key} is not a known key{hint}".format(f"{key}." if key else "", **error["ctx"])
+    if kind == "value_error":
+        message = str(error["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
+        return f"{key}: {_short(value)} is read as text; write {value} without quotes"
+    message = error["msg"].removeprefix("Input ").removeprefix("String ")
+    expectation = EXPECTATIONS[kind].format_map(error.get("ctx", {})) if kind in EXPECTATIONS else message
+    found = "" if isinstance(value, dict) else ", but is empty" if value in (None, "") else f", not {_short(value)}"
+    return f"{key or 'the file'} {expectation}{found}"
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(reprlib.repr(value), 80, placeholder="…")
+
+
+def _key(location: tuple, raw: Any) -> str:
+    """The place of an error in params.yaml, in dots."""
+    parts = []
+    for part in location:
+        is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic names the kind of claim here
+        if not is_tag and part != "[key]":
+            parts.append(str(part))
+            raw = raw.get(part) if isinstance(raw, dict) else raw[part] if isinstance(raw, list) else None
+    return ".".join(parts)
+
+
+def hint(name: object, known) -> str:
+    """The end of a sentence about an unknown name: the nearest known one, or all."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
+
+
+def ended(sentence: str) -> str:
+    return sentence if sentence.endswith("?") else f"{sentence}."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

@@ -90,7 +90,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Lists the seeds of each model that fail, in float32 and in float64 too, and the extremes of both groups.
 
-    `p` compares a model's failing seeds with those of the paper's K and of QR.
+    `p` compares a model's failing seeds with those of the paper's K and of QR. `failing` and `failing_double` are totals.
     """
     models, table = {}, tables["steps"]
     for name, training in settings.runs.items():
@@ -111,7 +111,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         }
     for name, model in models.items():
         model["p"] = {other: p_value(model, models[other]) for other in COMPARED if other != name}
-    return {"models": models, "steps": settings.steps}
+    totals = {key: sum(len(model[key]) for model in models.values()) for key in ("failing", "failing_double")}
+    return {"models": models, "steps": settings.steps} | totals
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:

@@ -75,7 +75,9 @@ def test_a_seed_fails_that_guesses_or_diverges(lab):
         for seed in (0, 1, 2):
             rows += run(name, seed, learning)
     chosen, tables = settings([0, 1, 2], STEPS), {"steps": pd.DataFrame(rows)}
-    models = summarise(chosen, tables, lab)["models"]
+    summary = summarise(chosen, tables, lab)
+    models = summary["models"]
+    assert (summary["failing"], summary["failing_double"]) == (2, 1)
     model = models["osa_ns"]
     assert model["failing"] == [1, 2] and model["failing_double"] == [2]
     assert model["learning"] == {"gradient": 1, "skew_norm": 1, "largest": 1, "smallest": 1}

@@ -1,5 +1,6 @@
 """Settings of every test: one thread, a fixed seed, property tests that draw the same examples each time."""
 
+import gc
 import os
 from unittest import mock
 
@@ -11,6 +12,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config):
+    gc.disable()  # until all is imported
     if config.getoption("numprocesses", None):  # hands out tests to other processes, and needs no torch
         return
     import torch
@@ -18,6 +20,11 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: it runs kernels on the CPU then
+
+
+def pytest_collection_finish():
+    gc.freeze()  # torch alone has so many objects that looking at them takes half a second each time
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,8 @@
 """Reads YAML, checks it against a schema, and says in one sentence what is wrong and how to mend it."""
 
+import copy
 import difflib
+import functools
 import math
 import re
 import reprlib
@@ -34,7 +36,7 @@ def read(path: str | Path) -> Any:
     text = ""
     try:
         text = Path(path).read_text(encoding="utf-8")
-        return YAML(typ="safe").load(text)
+        return copy.deepcopy(_parsed(text))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
     except UNREADABLE as error:
@@ -47,6 +49,12 @@ def read(path: str | Path) -> Any:
         place = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UserError(f"{path} is not valid YAML{place}: {problem}; mend it, or `git checkout {path}`.") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """The content of a text. A parser in Python is slow, and a page reads the same few files for each of its studies."""
+    return YAML(typ="safe").load(text)
 
 
 def validate(schema: type[Schema], raw: Any, where: str) -> Schema:

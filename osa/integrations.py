@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     """
     from transformers import AttentionInterface
 
-    registered = AttentionInterface().get(name)
+    registered: Any = AttentionInterface().get(name)
     if not _is_ours(registered):
         raise ValueError(f"name {name!r} is not registered: call register_with_transformers({name!r}) before")
     config: Any = model.config
@@ -176,7 +176,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
         _mark(config, name, {**options, "alpha": alpha})
 
 
-def _is_ours(registered: Any) -> bool:
+def _is_ours(registered: Any) -> TypeGuard[functools.partial]:
     return isinstance(registered, functools.partial) and registered.func is _attend
 
 

@@ -269,7 +269,7 @@ def root(gram: Tensor) -> Tensor:
     Args:
         gram: MᵀM, (b, 2d, 2d).
     """
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]  # ‖M‖_F²
+    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)  # ‖M‖_F²
     shift = gram.shape[-1] * torch.finfo(gram.dtype).eps * size + torch.finfo(gram.dtype).tiny
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.cholesky_ex(gram + shift * identity).L.mT

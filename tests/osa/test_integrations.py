@@ -344,8 +344,14 @@ def test_what_set_attention_refuses(registered):
         integrations.set_attention(encoder("sdpa"), "unknown")
     with pytest.raises(ValueError, match="no parts"):
         integrations.set_attention(encoder("sdpa"), "osa_test", ("vision_config",))
+
+
+def test_a_model_may_be_saved_before_it_is_called(registered, tmp_path):
     model = encoder("sdpa")
     integrations.set_attention(model, "osa_test")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded(torch.ones(1, 3, 16, 16))[0], encoder()(torch.ones(1, 3, 16, 16))[0])
     assert torch.equal(model(torch.ones(1, 3, 16, 16))[0], encoder()(torch.ones(1, 3, 16, 16))[0])
 
 

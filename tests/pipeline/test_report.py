@@ -34,7 +34,7 @@ MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables")
 NAMES = re.compile(
     r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"
     r" ?[\d.]+(?:(?:,| and| to) [\d.]+)*"
-    r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day)[^|\n]{0,40}? \(?(19|20)\d\d"
+    r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day|Brantner)[^|\n]{0,40}? \(?(19|20)\d\d"
     r"|CIFAR-10|b?float(16|32|64)|W[12]|[A-Z]-?\d|[₀-₉²³]"
     r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
 )

@@ -170,10 +170,9 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     model.set_attn_implementation(chosen)  # type: ignore[operator]  # transformers has no types for its models
     config.attn_implementation = chosen  # this one is saved
     _, options, alpha = registered.args
-    for part in parts or known:
-        _mark(getattr(config, part), name, {**options, "alpha": alpha})
-    if not parts:
-        _mark(config, name, {**options, "alpha": alpha})
+    marked = [getattr(config, part) for part in parts] if parts else [config, *(getattr(config, part) for part in known)]
+    for each in marked:
+        _mark(each, name, {**options, "alpha": alpha})
 
 
 def _is_ours(registered: Any) -> TypeGuard[functools.partial]:

@@ -136,14 +136,14 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     handles, single = [], tables["steps"][tables["steps"]["dtype"] == "float32"]
     for name in settings.runs:
         look = look_of(name, among=settings.runs)
-        runs = dict(iter(single[single["name"] == name].groupby("seed")))
-        learning = [run for run in runs.values() if learns(run["loss"], settings.steps)]
+        learning, failing = [], []
+        for _, run in single[single["name"] == name].groupby("seed"):
+            (learning if learns(run["loss"], settings.steps) else failing).append(run)
         median = pd.concat(learning).groupby("step")[[*titles]].median()
         for column, ax in zip(titles, axes, strict=True):
             ax.plot(median.index, median[column], **look.line())
-            for run in runs.values():
-                if not learns(run["loss"], settings.steps):
-                    ax.plot(run["step"], run[column], color=look.colour, linewidth=0.8)
+            for run in failing:
+                ax.plot(run["step"], run[column], color=look.colour, linewidth=0.8)
         handles.append(Line2D([], [], label=label(settings, lab, name), **look.line()))
     for title, ax in zip(titles.values(), axes, strict=True):
         ax.set(title=title, xlabel="Step")

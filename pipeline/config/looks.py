@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import osa.models
+
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. Their black is the text's colour, light or dark.
 # The last four, for models of one's own, are of Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
@@ -11,8 +13,9 @@ DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 
 # Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
 LEAST_LUMINANCE = 0.2  # least of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
-MODELS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
-MODELS += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm")
+DRAWN_OFTEN = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
+DRAWN_OFTEN += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm")
+FIXED = tuple(dict.fromkeys((*DRAWN_OFTEN, *osa.models.MODELS)))
 METHODS = {  # the model whose look a method of attention has where it is drawn by itself
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",
@@ -68,14 +71,11 @@ class Look:
         return {"color": self.colour, "linestyle": dashes, "linewidth": LINE_WIDTH} | changes
 
 
-_places = {name: place for place, name in enumerate(MODELS)}
-
-
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
-    """The look of a model, or of a method of attention. One without a fixed look gets the next, first those `among`."""
+    """The look of a model, or of a method of attention. A model of one's own has the next by its place `among` others."""
     name = METHODS.get(name, name)
-    for other in (*among, name):
-        place = _places.setdefault(other, len(_places))
+    own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
+    place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)
     return Look(PALETTE[place % len(PALETTE)], DASHES[place % len(DASHES)])
 
 

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from pipeline import studies
 from pipeline.config import params, reading
-from pipeline.config.looks import STYLE, look_of
+from pipeline.config.looks import STYLE
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded
@@ -69,8 +69,6 @@ def write(name: str, only: str | None = None) -> None:
     elif only not in on_page(name):
         raise UserError(reading.ended(f"--only {only} is no study of this page{reading.hint(only, on_page(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
-    for variant in lab.params.variants:
-        look_of(variant)  # gives one to each variant without a fixed look, in this order whatever is drawn first
     context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
     for each in on_page(name):

@@ -1,10 +1,12 @@
 """Labels at the ends of lines are apart where lines end side by side, and elsewhere at the height of their own line.
-Intervals have an arrow at each end that is cut, and nowhere else."""
+Intervals have an arrow at each end that is cut, and nowhere else. A model has one look."""
 
 import math
 
 import pytest
 
+import osa
+from pipeline.config.looks import look_of
 from pipeline.studies import charts
 
 
@@ -28,3 +30,15 @@ def test_an_arrow_says_that_an_interval_goes_on(ends, drawn, arrows):
     line, *marks = axes.lines
     assert tuple(line.get_xdata()) == drawn
     assert {mark.get_xdata()[0]: mark.get_marker() for mark in marks} == arrows
+
+
+def test_a_look_does_not_depend_on_what_was_drawn_before():
+    """In one process studies, figures and MLflow's runs ask in any order, and the committed figures have to come out."""
+    assert look_of("mine") == look_of("yours"), "each is the first of its own figure"
+    assert look_of("mine", among=["yours", "vit", "mine"]) != look_of("mine")
+
+
+def test_every_model_has_a_look_of_its_own():
+    names = [*osa.MODELS, "mine", "yours"]
+    assert len({look_of(name, among=names) for name in names}) == len(names)
+    assert look_of("cayley") == look_of("osa_cayley")

@@ -66,7 +66,7 @@ def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Fig
     figure = Figure(figsize=(7.2, 0.7 + 0.21 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for y, row in enumerate(rows):
-        colour = looks.look_of(row["variant"]).colour
+        colour = looks.look_of(row["variant"], among=lab.params.variants).colour
         axes.plot([row["low"], row["high"]], [y, y], color=colour, linewidth=looks.LINE_WIDTH)
         axes.plot(row["change"], y, "o", color=colour, markersize=4.5)
     for side in (-MARGIN, MARGIN):

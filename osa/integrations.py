@@ -103,12 +103,14 @@ def register_with_transformers(
     epsilon: float = EPSILON,
     alpha: float = 1.0,
 ) -> None:
-    """Makes `attn_implementation=name` orthogonal attention in models of transformers that encode, such as ViT and BERT.
+    """Names an orthogonal attention for models of transformers that encode, such as ViT and BERT; `set_attention` takes it.
 
-    With it goes the function that makes masks, without which transformers would hand padding over as no mask at all.
-    Causal models and dropout of attention are refused at the first call, which also writes the name and the settings into
-    the model's configuration. A model that is saved after it asks for this registration when it is loaded, and is refused
-    without it or with other settings. A model that can be a part of another, such as CLIP's, needs `set_attention`.
+    With it goes the function that makes masks, without which transformers would hand padding over as no mask at all. A model
+    that was saved with this attention asks for the same registration when it is loaded, and is refused without it or with
+    other settings. Causal models and dropout of attention are refused at the first call.
+
+    Every configuration of transformers gets the attribute `orthogonal_attention`, None at first: transformers reads
+    `attn_implementation` from a file and forgets it, so that a model that is loaded and saved would be softmax's.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -121,9 +123,9 @@ def register_with_transformers(
 
     Example:
         >>> register_with_transformers("osa")  # doctest: +SKIP
-        >>> AutoModel.from_pretrained("bert-base-uncased", attn_implementation="osa")  # doctest: +SKIP
+        >>> set_attention(AutoModel.from_pretrained("bert-base-uncased"), "osa")  # doctest: +SKIP
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
     from transformers.masking_utils import sdpa_mask
 
     check_method(method, num_iterations, epsilon)
@@ -136,13 +138,14 @@ def register_with_transformers(
     options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
+    PreTrainedConfig.orthogonal_attention = _Saved()
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
     """Gives a model of transformers the attention registered as `name`, and writes it into its configuration.
 
-    A model of several parts, such as SigLIP, is saved with the configuration of the whole, which a layer does not see. What
-    is loaded has the attention where it was set, and is refused where the name is not registered.
+    Without it a model refuses its first call: where `attn_implementation=name` alone chose the attention, nothing would be
+    saved of it. What is loaded has the attention where it was set.
 
     Args:
         model: the whole model, as it is saved.
@@ -162,17 +165,52 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     if not _is_ours(registered):
         raise ValueError(f"name {name!r} is not registered: call register_with_transformers({name!r}) before")
     config: Any = model.config
-    known = [key for key in config.sub_configs if getattr(config, key, None) is not None]
+    known = _parts(config)
     for part in parts:
         if part not in known:
             raise ValueError(f"parts has {part!r}, and the model has {', '.join(known) or 'no parts'}")
     chosen = dict.fromkeys(parts, name) or name
     model.set_attn_implementation(chosen)  # type: ignore[operator]  # transformers has no types for its models
-    config.attn_implementation = chosen  # this one is saved
     _, options, alpha = registered.args
-    marked = [getattr(config, part) for part in parts] if parts else [config, *(getattr(config, part) for part in known)]
-    for each in marked:
-        _mark(each, name, {**options, "alpha": alpha})
+    for part in parts or known:
+        _mark(known[part], {**options, "alpha": alpha})
+    config.orthogonal_attention = {**options, "alpha": alpha}  # the whole last: it tells of its parts
+
+
+def _parts(config: Any) -> dict[str, Any]:
+    """The configurations of a model's parts that there are, by their keys."""
+    return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
+
+
+def _mark(config: Any, settings: dict[str, Any]) -> None:
+    """Writes the settings into a part's configuration, and into those of its own parts before."""
+    for part in _parts(config).values():
+        _mark(part, settings)
+    config.orthogonal_attention = settings
+
+
+class _Saved:
+    """The settings of the attention in a configuration of transformers, where they bring `attn_implementation` along.
+
+    Both are attributes of their own, so that transformers writes them; this attribute is set when a file is read, too.
+    """
+
+    def __get__(self, config: Any, owner: type) -> dict[str, Any] | None:
+        return None if config is None else vars(config).get(SAVED)
+
+    def __set__(self, config: Any, settings: dict[str, Any] | None) -> None:
+        if settings is None:
+            vars(config).pop("attn_implementation", None)
+            vars(config).pop(SAVED, None)
+        else:
+            vars(config).update({SAVED: settings, "attn_implementation": _implementation(config)})
+
+
+def _implementation(config: Any) -> str | dict[str, Any]:
+    """The attention of a configuration and of its parts that have settings, as transformers takes `attn_implementation`."""
+    parts = {key: _implementation(part) for key, part in _parts(config).items() if part.orthogonal_attention is not None}
+    own = config._attn_implementation
+    return {"": own} | parts if parts else own
 
 
 def _is_ours(registered: Any) -> TypeGuard[functools.partial]:
@@ -183,7 +221,7 @@ def _attend(
     name: str,
     options: MethodOptions,
     alpha: float,
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -198,13 +236,7 @@ def _attend(
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
-    config = getattr(module, "config", None)
-    if getattr(config, "base_config_key", "") and getattr(config, SAVED, None) is None:
-        raise ValueError(
-            "the model can be a part of another, whose configuration would not tell of its attention once it is saved: call "
-            f"osa.integrations.set_attention(model, {name!r}) with the whole model"
-        )
-    _mark(config, name, {**options, "alpha": alpha})
+    _check_saved(module.config, name, {**options, "alpha": alpha})
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     scale = alpha * (scaling or 1 / math.sqrt(query.shape[-1]))
     if key.shape[1] != query.shape[1]:
@@ -217,24 +249,20 @@ def _attend(
     return heads.transpose(1, 2).contiguous(), matrices
 
 
-def _mark(config: Any, name: str, settings: dict[str, Any]) -> None:
-    """Writes into a model's configuration what its attention is, once, and refuses to be another one than written there.
-
-    transformers reads `attn_implementation` when it loads a model, and writes it only where it is an attribute.
-    """
-    if config is None:
-        return
-    saved = getattr(config, SAVED, None)
+def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
+    """Refuses to be an attention that the model's configuration does not tell of."""
+    saved = config.orthogonal_attention
     if saved is None:
-        setattr(config, SAVED, settings)
-    elif saved != settings:
+        raise ValueError(
+            "the model's configuration does not tell of its attention, and saved so it would load as softmax: call "
+            f"osa.integrations.set_attention(model, {name!r}) with the whole model"
+        )
+    if saved != settings:
         given = ", ".join(f"{option}={chosen!r}" for option, chosen in saved.items())
         raise ValueError(
             f"the model's attention is another one than {name!r} is now: register_with_transformers({name!r}, {given}), or "
-            f"set config.{SAVED} to None to have the new one"
+            f"take the new one by set_attention(model, {name!r})"
         )
-    if getattr(config, "attn_implementation", None) != name:
-        config.attn_implementation = name
 
 
 def _check_finite(name: str, number: float) -> None:

@@ -207,42 +207,48 @@ class Scaled(torch.nn.Module):
         return self.factor * x.sin()
 
 
-def bert(**options):
+def bert(name=None):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, vocab_size=50)
     torch.manual_seed(0)
-    return transformers.BertModel(transformers.BertConfig(**sizes, **options)).eval()
+    return with_attention(transformers.BertModel(transformers.BertConfig(**sizes)).eval(), name)
+
+
+def with_attention(model, name):
+    """The model with the attention registered as `name`, or as it is."""
+    if name is not None:
+        integrations.set_attention(model, name)
+    return model
 
 
 def test_berts_padding_is_left_out():
     pytest.importorskip("transformers")
     integrations.register_with_transformers("osa_test", alpha=2.0)
-    model = bert(attn_implementation="osa_test")
+    model = bert("osa_test")
     words, mask = torch.randint(50, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, 5:] = 0
     with torch.no_grad():
         padded = model(words, attention_mask=mask).last_hidden_state
         assert relative_error(padded[1, :5], model(words[1:, :5]).last_hidden_state[0]) < 1e-5
         assert relative_error(padded[1, :5], model(words).last_hidden_state[1, :5]) > 1e-3  # it reads the padding
-        assert relative_error(padded, bert(attn_implementation="sdpa")(words, attention_mask=mask).last_hidden_state) > 1e-3
+        assert relative_error(padded, bert()(words, attention_mask=mask).last_hidden_state) > 1e-3
 
 
 def test_a_causal_model_is_refused():
     transformers = pytest.importorskip("transformers")
     integrations.register_with_transformers("osa_test")
     sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, vocab_size=50)
-    config = transformers.LlamaConfig(**sizes, intermediate_size=64, attn_implementation="osa_test")
+    config = transformers.LlamaConfig(**sizes, intermediate_size=64)
     for mask in (None, torch.tensor([[1, 1, 1, 0, 0]])):
         with pytest.raises(ValueError, match=r"is_causal|whole tokens"):
-            transformers.LlamaModel(config)(torch.randint(50, (1, 5)), attention_mask=mask)
+            with_attention(transformers.LlamaModel(config), "osa_test")(torch.randint(50, (1, 5)), attention_mask=mask)
 
 
-def encoder(name="osa_test", **options):
+def encoder(name="osa_test"):
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, image_size=16)
     torch.manual_seed(0)
-    config = transformers.ViTConfig(**sizes, patch_size=4, **options, attn_implementation=name)
-    return transformers.ViTModel(config).eval()
+    return with_attention(transformers.ViTModel(transformers.ViTConfig(**sizes, patch_size=4)).eval(), name)
 
 
 SETTINGS = dict(method="newton_schulz", num_iterations=5, epsilon=1e-3, alpha=2.0)
@@ -266,8 +272,9 @@ def test_a_model_of_transformers_is_loaded_as_it_was_saved_or_refused(registered
     model.save_pretrained(tmp_path / "a")
     for load in (transformers.ViTModel, transformers.AutoModel):
         loaded = load.from_pretrained(tmp_path / "a")
+        loaded.save_pretrained(tmp_path / "b")  # before it is called
+        loaded = load.from_pretrained(tmp_path / "b")
         assert torch.equal(loaded(images).last_hidden_state, expected)
-    loaded.save_pretrained(tmp_path / "b")
     softmax = transformers.ViTModel.from_pretrained(tmp_path / "b", attn_implementation="sdpa")  # the caller's choice
     assert relative_error(softmax(images).last_hidden_state, expected) > 0.1
     softmax.save_pretrained(tmp_path / "c")
@@ -278,7 +285,7 @@ def test_a_model_of_transformers_is_loaded_as_it_was_saved_or_refused(registered
         integrations.register_with_transformers("osa_test", **SETTINGS | {name: other})
         with pytest.raises(ValueError, match=f"attention is another one.*{name}={SETTINGS[name]!r}"):
             loaded(images)
-    remedy = re.search(r"register_with_transformers\(.*?\)", str(error_of(loaded, images)))[0]
+    remedy = re.search(r"register_with_transformers\(.*?\)", str(error_of(lambda: loaded(images))))[0]
     exec(f"integrations.{remedy}")
     assert torch.equal(loaded(images).last_hidden_state, expected)
     registered()
@@ -287,9 +294,9 @@ def test_a_model_of_transformers_is_loaded_as_it_was_saved_or_refused(registered
             load.from_pretrained(tmp_path / "a")
 
 
-def error_of(model, images):
+def error_of(call):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        model(images)
+        call()
     return caught.value
 
 
@@ -314,13 +321,13 @@ def test_a_model_of_several_parts_is_loaded_as_it_was_saved_or_refused(name, par
     model, images = model_of_two_parts(name), torch.randn(2, 3, 16, 16)
     softmax = features(model, images)
     model.set_attn_implementation({"vision_config": "osa_test"})
-    with pytest.raises(ValueError, match="set_attention"):  # its configuration would not tell
-        features(model, images)
+    assert "set_attention" in str(error_of(lambda: features(model, images)))
     integrations.set_attention(model, "osa_test", parts)
     expected = features(model, images)
     assert relative_error(expected, softmax) > 1e-2
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "a")
+    type(model).from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    loaded = type(model).from_pretrained(tmp_path / "b")
     assert relative_error(features(loaded, images), expected) < 1e-5
     assert loaded.config.text_config._attn_implementation == ("sdpa" if parts else "osa_test")
     integrations.register_with_transformers("osa_test", **SETTINGS | {"alpha": 3.0})
@@ -328,7 +335,7 @@ def test_a_model_of_several_parts_is_loaded_as_it_was_saved_or_refused(name, par
         features(loaded, images)
     registered()
     with pytest.raises(ValueError, match="osa_test"):
-        features(type(model).from_pretrained(tmp_path), images)
+        features(type(model).from_pretrained(tmp_path / "b"), images)
 
 
 def test_the_pages_model_of_several_parts_has_ours_where_it_says():
@@ -341,18 +348,24 @@ def test_the_pages_model_of_several_parts_has_ours_where_it_says():
 
 def test_what_set_attention_refuses(registered):
     with pytest.raises(ValueError, match="not registered"):
-        integrations.set_attention(encoder("sdpa"), "unknown")
+        integrations.set_attention(encoder(None), "unknown")
     with pytest.raises(ValueError, match="no parts"):
-        integrations.set_attention(encoder("sdpa"), "osa_test", ("vision_config",))
+        integrations.set_attention(encoder(None), "osa_test", ("vision_config",))
 
 
-def test_a_model_may_be_saved_before_it_is_called(registered, tmp_path):
-    model = encoder("sdpa")
-    integrations.set_attention(model, "osa_test")
+def test_a_model_is_orthogonal_only_where_its_configuration_says_so(registered, tmp_path):
+    """Saved before a first call or after it: what transformers writes of a model tells of its attention."""
+    transformers = pytest.importorskip("transformers")
+    model, images = encoder(), torch.ones(1, 3, 16, 16)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
-    assert torch.equal(loaded(torch.ones(1, 3, 16, 16))[0], encoder()(torch.ones(1, 3, 16, 16))[0])
-    assert torch.equal(model(torch.ones(1, 3, 16, 16))[0], encoder()(torch.ones(1, 3, 16, 16))[0])
+    assert torch.equal(loaded(images)[0], model(images)[0])
+    chosen = transformers.ViTModel(transformers.ViTConfig(**encoder(None).config.to_dict(), attn_implementation="osa_test"))
+    assert "set_attention(model, 'osa_test')" in str(error_of(lambda: chosen(images)))
+    loaded.set_attn_implementation("sdpa")
+    loaded.config.orthogonal_attention = None
+    loaded.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(images)[0], loaded(images)[0])
 
 
 def test_a_pickled_model_of_transformers_keeps_its_settings(registered):
@@ -361,8 +374,8 @@ def test_a_pickled_model_of_transformers_keeps_its_settings(registered):
     arrived = pickle.loads(pickle.dumps(model))
     assert torch.equal(arrived(images).last_hidden_state, expected)
     integrations.register_with_transformers("osa_test", alpha=3.0)
-    assert "alpha=2.0" in str(error_of(arrived, images))
-    arrived.config.orthogonal_attention = None  # as the message says
+    assert "alpha=2.0" in str(error_of(lambda: arrived(images)))
+    integrations.set_attention(arrived, "osa_test")  # as the message says
     assert relative_error(arrived(images).last_hidden_state, expected) > 1e-3
 
 
@@ -372,7 +385,7 @@ def test_attention_matrices_are_given_where_asked_for(registered):
     assert [tuple(a.shape) for a in outputs.attentions] == [(2, 4, 17, 17)] * 2
     assert model(images).attentions is None
     integrations.register_with_transformers("osa_test_exact", alpha=2.0)
-    masked, mask = bert(attn_implementation="osa_test_exact"), torch.ones(2, 9, dtype=torch.long)
+    masked, mask = bert("osa_test_exact"), torch.ones(2, 9, dtype=torch.long)
     mask[1, 5:] = 0
     for a in masked(torch.randint(50, (2, 9)), attention_mask=mask, output_attentions=True).attentions:
         torch.testing.assert_close(a @ a.mT, torch.eye(9).expand_as(a), rtol=0, atol=1e-5)

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(load(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
-    facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": paper.recipe.train.batch_size}
+    facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": paper.readings[params.FIRST].train.batch_size}
     measurements.write("depth", compared(samples), device, options, **facts)
 
 

@@ -1,6 +1,7 @@
 """The typed schema of params.yaml and of pipeline/paper.yaml, and the configuration of a run that follows from them.
 
-params.yaml holds what one edits. paper.yaml holds what the paper says: its numbers, its recipe, and what it leaves open.
+params.yaml holds what one edits. paper.yaml holds what the paper says: its numbers, its recipe by each reading, and what it
+leaves open.
 """
 
 import argparse
@@ -79,6 +80,7 @@ class Images(NamedTuple):
 DIGITS = Images(1, 28, 10)
 IMAGES = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), DIGITS)  # published data sets
 IMAGES["cifar10"] = Images(3, 32, 10)
+FIRST = "first"  # the reading of studies that name none: they train nothing
 FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and their description in the same folder
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
 SHARED = get_args(SharedSection)
@@ -355,13 +357,14 @@ class Paper(Section):
     link: str
     table_2: dict[Name, float]
     labels: Labels
-    recipe: Shared  # as Section 5 and Appendix D state it, or as we chose where they do not
+    readings: dict[Name, Shared]  # the recipe as Section 5 and Appendix D state it, or as was chosen where they do not
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
 
     @model_validator(mode="after")
     def _keys_exist(self):
-        known = {f"{section}.{key}" for section in SHARED for key in type(getattr(self.recipe, section)).model_fields}
+        sections = {section: Shared.model_fields[section].annotation for section in SHARED}
+        known = {f"{section}.{key}" for section, schema in sections.items() for key in schema.model_fields}
         for key in filter(None, (choice.key for choice in self.left_open)):
             if key not in known and not key.startswith("variants."):
                 raise ValueError(f"left_open names {key!r}, which is not a key{hint(key, sorted(known))}")
@@ -416,11 +419,19 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
     return _configure(params, params.data, name, params.variants[name], overrides)
 
 
-def resolve_recipe(params: Params, paper: Paper, name: str, overrides: Overrides | None = None) -> RunConfig:
-    """The configuration of a model of osa.MODELS by the paper's recipe, whatever params.yaml says but for its data."""
+def resolve_recipe(
+    params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST
+) -> RunConfig:
+    """The configuration of a model of osa.MODELS by a reading of the paper, whatever params.yaml says but for its data.
+
+    Raises:
+        UserError: there is no such model or no such reading, or an override is unknown or impossible.
+    """
     if name not in osa.models.MODELS:
         raise UserError(ended(f"osa.MODELS has no {name}{hint(name, osa.models.MODELS)}"))
-    return _configure(paper.recipe, params.data, name, Variant(**osa.models.MODELS[name]), overrides)
+    if reading not in paper.readings:
+        raise UserError(ended(f"pipeline/paper.yaml has no readings.{reading}{hint(reading, paper.readings)}"))
+    return _configure(paper.readings[reading], params.data, name, Variant(**osa.models.MODELS[name]), overrides)
 
 
 def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overrides: Overrides | None) -> RunConfig:

@@ -74,7 +74,7 @@ def write(name: str, only: str | None = None) -> None:
     for each in on_page(name):
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
-            summary = summarise(each, lab.of(each), name, commits)
+            summary = summarise(each, lab.of(each, studies.reading_of(each)), name, commits)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     if name != "research" and only is None:

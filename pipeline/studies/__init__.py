@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import reading
-from pipeline.config.params import Overrides, Section
+from pipeline.config.params import FIRST, Overrides, Section
 from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:  # slow to import, and no training draws
@@ -87,6 +87,11 @@ def settings(name: str) -> Section | None:
     if section is None:
         raise UserError(f"{path} has no section {name}: put it back as git has it.")
     return reading.validate(schema, section, f"{path}: {name}")
+
+
+def reading_of(name: str) -> str:
+    """The reading of the paper's recipe that a study names in its section."""
+    return getattr(settings(name), "reading", FIRST)
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:

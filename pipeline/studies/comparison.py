@@ -1,7 +1,9 @@
 """Studies that train lists of runs and compare them: what they share.
 
-The section of such a study lists its runs by the names that tables, claims and templates have for them:
+The section of such a study names its reading of the paper's recipe, and lists its runs by the names that tables, claims and
+templates have for them:
 
+    reading: first
     runs:
       osa_iso_72: {variant: osa_iso, set: {model: {depth: 72}}, seeds: [0, 1, 2]}
 """
@@ -27,6 +29,7 @@ class Training(Section):
 
 
 class Settings(Section):
+    reading: Name  # of pipeline/paper.yaml
     runs: dict[Name, Training]
 
     def requests(self) -> Iterator[tuple[str, Request]]:

@@ -1,4 +1,4 @@
-"""The bench of a study: the paper's recipe as configurations and models, images, random streams, trainings, tables."""
+"""The bench of a study: a reading of the paper as configurations and models, images, random streams, trainings, tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from osa.modules import OrthogonalSelfAttention
 from osa.vit import VisionTransformer
 from pipeline.config import params
-from pipeline.config.params import Overrides, Paper, Params, RunConfig
+from pipeline.config.params import FIRST, Overrides, Paper, Params, RunConfig
 from pipeline.core import files, provenance
 from pipeline.data import idx
 from pipeline.results.measures import LAYER_IMAGES, ORTHOGONAL, attention_inputs
@@ -31,15 +31,15 @@ TABLES = Path("paper_outputs/tables")
 
 
 class Lab:
-    """Tools of one study. Models and trainings follow the recipe of pipeline/paper.yaml, not what one edits."""
+    """Tools of one study. Models and trainings follow a reading of pipeline/paper.yaml, not what one edits."""
 
-    def __init__(self, study: str, settings: Params, paper: Paper) -> None:
-        self.study, self.params, self.paper = study, settings, paper
+    def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST) -> None:
+        self.study, self.params, self.paper, self.reading = study, settings, paper, reading
 
-    def of(self, study: str) -> Lab:
+    def of(self, study: str, reading: str) -> Lab:
         """The lab of another study, with the same tables and images."""
         other = copy.copy(self)
-        other.study = study
+        other.study, other.reading = study, reading
         return other
 
     def label(self, variant: str) -> str:
@@ -47,8 +47,8 @@ class Lab:
         return self.params.label(variant)
 
     def config(self, variant: str, overrides: Overrides | None = None) -> RunConfig:
-        """The recipe's configuration of a variant, with `overrides` in place."""
-        return params.resolve_recipe(self.params, self.paper, variant, overrides)
+        """The configuration of a variant by the study's reading, with `overrides` in place."""
+        return params.resolve_recipe(self.params, self.paper, variant, overrides, self.reading)
 
     def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:
         """The model as a training with this seed begins; of another dtype as drawn in it, and not rounded to float32."""

@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{chosen.name} measures nothing: `python -m pipeline report` reads what it needs.")
     torch.set_num_threads(1)
     make_deterministic()
-    settings, lab = studies.settings(chosen.name), Lab(chosen.name, params.load(), params.load_paper())
+    settings, reading = studies.settings(chosen.name), studies.reading_of(chosen.name)
+    lab = Lab(chosen.name, params.load(), params.load_paper(), reading)
     tables, folder = study.measure(settings, lab), FOLDER / chosen.name
     for name, table in tables.items():
         files.write_csv(folder / f"{name}.csv", table)

@@ -205,7 +205,7 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
     """The runs that a study compares, which are none for most."""
     if (trainings := studies.get(study).trainings) is None:
         return []
-    lab = Lab(study, settings, params.load_paper())
+    lab = Lab(study, settings, params.load_paper(), studies.reading_of(study))
     return [
         (lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for variant, overrides, seed in trainings(studies.settings(study), lab)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("variant", help="a name under variants in params.yaml")
     parser.add_argument("seed", type=params.seed)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")
-    parser.add_argument("--study", help="as this study trains it: by the paper's recipe, among that study's runs")
+    parser.add_argument("--study", help="as this study trains it: by its reading of the paper, among that study's runs")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments, before = parser.parse_args(), provenance.process_seconds()
@@ -34,8 +34,8 @@ def main() -> None:
     if study in (TABLE_2, TRIES):
         watch, config = None, params.resolve(settings, arguments.variant, overrides)
     else:
-        watch = studies.get(study).watch
-        config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides)
+        watch, reading = studies.get(study).watch, studies.reading_of(study)
+        config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides, reading)
     run = Run(arguments.variant, arguments.seed, study, overrides)
     train(run, config, watch=watch, eager=arguments.eager, seconds_before=before)
     begun = time.perf_counter()

@@ -36,7 +36,10 @@ def write_params(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[in
     edit(raw)
     _write_yaml(folder / "params.yaml", raw)
     paper = _read_yaml(ROOT / "pipeline/paper.yaml")
-    _write_yaml(folder / "pipeline/paper.yaml", paper | {"recipe": _small(paper["recipe"])})
+    _write_yaml(
+        folder / "pipeline/paper.yaml",
+        paper | {"readings": {name: _small(each) for name, each in paper["readings"].items()}},
+    )
 
 
 def _small(sections: dict) -> dict:

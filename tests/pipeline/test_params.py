@@ -77,7 +77,7 @@ def test_the_committed_parameters_are_valid_and_know_every_model_of_the_library(
 @pytest.mark.parametrize("section", params.SHARED)
 def test_the_committed_parameters_are_the_papers_recipe(section):
     added = {"optimizer", "warmup_steps", "schedule"}  # absent from the recipe, with the paper's values
-    assert {key: value for key, value in RAW[section].items() if key not in added} == PAPER["recipe"][section]
+    assert {key: value for key, value in RAW[section].items() if key not in added} == PAPER["readings"]["first"][section]
     if section == "train":
         assert [RAW[section][key] for key in sorted(added)] == ["adamw", "constant", 0]
 
@@ -153,7 +153,7 @@ def test_a_mistake_is_one_sentence_with_key_and_cause(path, value, words):
     "load, raw, keys, value, words",
     [
         (load_study, STUDIES, ("theorem_2_2", "depths"), [0, "1"], ["theorem_2_2", "depths", "text"]),
-        (load_paper, PAPER, ("recipe", "train", "epoch"), 3, ["epochs"]),
+        (load_paper, PAPER, ("readings", "first", "train", "epoch"), 3, ["epochs"]),
         (load_paper, PAPER, ("left_open", 0, "key"), "train.dcay_all", ["decay_all"]),
     ],
 )
@@ -186,7 +186,17 @@ def test_the_schema_supplies_no_value(section):
 def test_models_of_studies_follow_the_recipe_whatever_one_edits():
     settings = load(edited(("train", "epochs"), 1))
     config = params.resolve_recipe(settings, params.load_paper(), "vit", {"train": {"eps": 1e-3}})
-    assert (config.train.epochs, config.train.eps) == (PAPER["recipe"]["train"]["epochs"], 1e-3)
+    assert (config.train.epochs, config.train.eps) == (PAPER["readings"]["first"]["train"]["epochs"], 1e-3)
+
+
+def test_a_study_trains_by_the_reading_that_it_names():
+    settings, paper = params.load(ROOT / "params.yaml"), params.load_paper()
+    config = params.resolve_recipe(settings, paper, "vit", reading="torch_defaults")
+    tried = studies.settings("recipes").runs["torch_defaults_vit"]
+    assert params.resolve_recipe(settings, paper, "vit", tried.set).init == config.init
+    assert config.data.pixel_scaling == "standard" and config.train == params.resolve_recipe(settings, paper, "vit").train
+    message = refusal(lambda: params.resolve_recipe(settings, paper, "vit", reading="torch_default"))
+    assert "readings.torch_default" in message and "did you mean 'torch_defaults'" in message
 
 
 def test_overrides_replace_values_of_one_variant_alone():

@@ -213,7 +213,7 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
     recorder.train(run, config("osa_exact"), watch=lambda training: [{"layer": 0}])
     assert (run.folder / "watched.csv").read_text(encoding="utf-8") == "epoch\n" and run.record()
     lab = types.SimpleNamespace(study="table_2", run=lambda *_: run, config=lambda *_: config("osa_exact"))
-    settings = comparison.Settings(runs={"it": {"variant": "osa_exact", "seeds": [0]}})
+    settings = comparison.Settings(reading="first", runs={"it": {"variant": "osa_exact", "seeds": [0]}})
     tables = comparison.read(settings, lab)
     assert tables["runs"]["status"].tolist() == ["diverged"] and len(tables["histories"]) == 1 and "watched" not in tables
 

@@ -77,7 +77,7 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
         "short": {"variant": "vit", "set": {"train": {"epochs": 1}}, "seeds": [0, 1]},
         "none": {"variant": "osa_qr", "seeds": [0]},
     }
-    settings = comparison.Settings(runs=runs)
+    settings = comparison.Settings(reading="first", runs=runs)
     requests = comparison.trainings(settings, lab)
     assert requests == [("vit", {"train": {"epochs": 1}}, 0), ("vit", {"train": {"epochs": 1}}, 1), ("osa_qr", {}, 0)]
     variant, overrides, seed = requests[0]

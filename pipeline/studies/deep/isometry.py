@@ -118,7 +118,7 @@ def predicted(width: int, depth: int) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    sd, width = spreads(tables["mlps"]), lab.paper.recipe.model.embed_dim
+    sd, width = spreads(tables["mlps"]), lab.paper.readings[lab.reading].model.embed_dim
     own = tables["mlps"][tables["mlps"]["width"] == width].set_index(["draw", "depth"]).sort_index()
     rows = [
         {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from osa.constrained.penalties import with_penalty
 from osa.init import truncated_normal_
-from pipeline.config.params import NonNegativeFloat, PositiveInt, Section, Seeds
+from pipeline.config.params import Name, NonNegativeFloat, PositiveInt, Section, Seeds
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables
@@ -33,6 +33,7 @@ class Penalised(Section):
 
 
 class Settings(Section):
+    reading: Name  # of pipeline/paper.yaml
     seeds: Seeds
     length: PositiveInt
     steps: PositiveInt

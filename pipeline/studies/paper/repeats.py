@@ -33,8 +33,9 @@ class Repeat(Section):
 
 
 class Settings(Section):
-    """The runs that are trained again."""
+    """The runs that are trained again, by a reading of pipeline/paper.yaml."""
 
+    reading: Name
     runs: list[Repeat]
 
 

@@ -84,7 +84,7 @@ def test_six_blocks_stand_beside_table_2_and_the_most_accurate_comes_first(lab):
     )
     lab.tables = {"runs": table_2}
     section = comparison.Settings.model_validate(
-        {"runs": {name: {"variant": name, "seeds": [0]} for name in ("espa", "osa_iso")}}
+        {"reading": "first", "runs": {name: {"variant": name, "seeds": [0]} for name in ("espa", "osa_iso")}}
     )
     found = six_blocks.summarise(section, own, lab)
     assert [row["name"] for row in found["models"]] == ["vit", "espa"]

@@ -12,7 +12,9 @@ from pipeline.studies.deep import long_sequences
 from pipeline.studies.deep.long_sequences import CASES, Settings, jacobian_norm, measure, skew_norm
 
 RUNS = {f"vit_{n}": {"variant": "vit", "set": {"model": {"patch_size": p}}, "seeds": [0]} for n, p in ((17, 7), (5, 14))}
-SETTINGS = Settings.model_validate({"runs": RUNS, "patches": [14, 7], "initial_seeds": [0], "power_iterations": 2})
+SETTINGS = Settings.model_validate(
+    {"reading": "first", "runs": RUNS, "patches": [14, 7], "initial_seeds": [0], "power_iterations": 2}
+)
 
 
 @pytest.mark.parametrize("tokens", [3, 11])

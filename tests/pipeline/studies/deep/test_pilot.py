@@ -25,7 +25,7 @@ def lab(lab):
 
 
 def settings(**runs):
-    return Settings(runs=runs, steps=2, windows=[[0, 0]], last=2)
+    return Settings(reading="first", runs=runs, steps=2, windows=[[0, 0]], last=2)
 
 
 def test_the_steps_are_those_of_the_training(lab):

@@ -11,7 +11,9 @@ from pipeline.studies.deep.rates import Settings
 from pipeline.training.loop import Training
 
 SEARCH = {"depth": 6, "rates": [1e-4, 1e-3], "steps": 3, "last": 2}
-SETTINGS = Settings.model_validate({"seed": 9, "models": ["osa_shaped", "vit"], "alphas": [0.1, 0.36], "searches": [SEARCH]})
+SETTINGS = Settings.model_validate(
+    {"reading": "first", "seed": 9, "models": ["osa_shaped", "vit"], "alphas": [0.1, 0.36], "searches": [SEARCH]}
+)
 
 
 def test_the_loss_is_the_mean_of_the_last_steps(lab):

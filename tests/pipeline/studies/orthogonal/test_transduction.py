@@ -9,7 +9,7 @@ from pipeline.studies.orthogonal import transduction
 from pipeline.studies.orthogonal.transduction import Penalised, Settings, measure, summarise
 
 MODELS = {name: {} for name in ("var_i", "none")} | {"var_iii": {"penalty": "VAR-III", "weight": 10.0}}
-SMALL = Settings(seeds=[0, 1], length=2, steps=100, models=MODELS)
+SMALL = Settings(reading="first", seeds=[0, 1], length=2, steps=100, models=MODELS)
 
 
 def test_tasks_are_what_their_names_say():

@@ -22,7 +22,7 @@ def settings(seeds: list[int], steps: int) -> Settings:
         "osa_ns_10": {"variant": "osa_ns", "set": few | {"variant": {"num_iterations": 10}}, "seeds": seeds},
         "osa_qr": {"variant": "osa_qr", "set": few, "seeds": seeds},
     }
-    return Settings(runs=runs, steps=steps)
+    return Settings(reading="first", runs=runs, steps=steps)
 
 
 def run(name: str, seed: int, losses: list[float], dtype: str = "float32") -> list[dict]:

@@ -16,7 +16,7 @@ EPSILON = {"variant": "osa_ns", "set": {"variant": {"epsilon": 1e-3}}, "seeds": 
 
 
 def settings(**listed) -> Settings:
-    return Settings(runs=listed)
+    return Settings(reading="first", runs=listed)
 
 
 def test_every_alternative_belongs_to_a_detail(paper_lab):

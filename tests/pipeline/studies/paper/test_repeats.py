@@ -16,7 +16,7 @@ from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
 
-SETTINGS = repeats.Settings(runs=[{"variant": "vit", "seed": 0}])
+SETTINGS = repeats.Settings(reading="first", runs=[{"variant": "vit", "seed": 0}])
 LITERAL = "osa_qr_literal"
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_replaces_a_committed_one_stands_beside_it(lab, monkeypatch, 
 def test_a_count_of_stable_runs_with_its_lower_bound(paper_lab, stable, unstable, at_least):
     curves = [[2.0, 1.0, 1.5, 0.5]] * stable + [[2.0, 0.5, 1.5, 0.4]] * unstable
     tables = {"runs": runs({LITERAL: [97.0] * len(curves)}), "histories": histories({LITERAL: curves})}
-    summary = stability.summarise(Settings(runs={}), tables, paper_lab)
+    summary = stability.summarise(Settings(reading="first", runs={}), tables, paper_lab)
     assert (summary["runs"], summary["stable"]) == (stable + unstable, stable)
     assert summary["largest_rise"] == (3 if unstable else 1.5)
     assert summary["at_least"] == pytest.approx(at_least)
@@ -90,14 +90,14 @@ def test_a_count_of_stable_runs_with_its_lower_bound(paper_lab, stable, unstable
 
 def test_a_run_that_diverges_is_not_stable(paper_lab):
     tables = {"runs": runs({LITERAL: [97.0, None]}), "histories": histories({LITERAL: [[2.0, 1.0], [2.0, 1.0]]})}
-    assert stability.summarise(Settings(runs={}), tables, paper_lab)["stable"] == 1
-    assert stability.summarise(Settings(runs={}), {}, paper_lab)["stable"] == 0
+    assert stability.summarise(Settings(reading="first", runs={}), tables, paper_lab)["stable"] == 1
+    assert stability.summarise(Settings(reading="first", runs={}), {}, paper_lab)["stable"] == 0
 
 
 def test_a_larger_gap_on_harder_data(paper_lab):
     paper_lab.tables = {"runs": runs({"vit": [97.0, 97.1, 97.2], "vit_noskip": [95.0, 95.1, 95.2]})}
     models = "vit", "vit_noskip", "osa_qr"
-    listed = Settings(runs={f"{name}_cifar10": {"variant": name, "seeds": [0]} for name in models})
+    listed = Settings(reading="first", runs={f"{name}_cifar10": {"variant": name, "seeds": [0]} for name in models})
     assert harder_data.summarise(listed, {}, paper_lab)["verdict"].word == NOT_TRAINED
     accuracies = {"vit_cifar10": [60.0, 60.1, 60.2], "vit_noskip_cifar10": [50.0, 50.1, 50.2]}
     tables = {"runs": runs(accuracies | {"osa_qr_cifar10": [59.5, 59.6, 59.7]})}

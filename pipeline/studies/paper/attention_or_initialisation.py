@@ -27,8 +27,12 @@ RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa"
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
+    return compare(Results(tables, {"runs": results_of(lab).runs}))
+
+
+def compare(results: Results) -> dict:
     """The four cells, the share of each factor's effect in the gap with its interval, their interaction, the verdicts."""
-    results, claims = Results(tables, {"runs": results_of(lab).runs}), read_claims(CLAIMS)
+    claims = read_claims(CLAIMS)
     samples = [results.accuracies(cell) for cell in CELLS]
     is_trained = all(samples)
     means = [summary_of(sample).mean for sample in samples]

@@ -8,7 +8,7 @@ from pipeline import studies
 from pipeline.report import page
 from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
-from pipeline.studies.paper import attention_or_initialisation, left_open, recipes
+from pipeline.studies.paper import ablations, attention_or_initialisation, left_open, recipes
 from tests.pipeline.studies.paper.conftest import histories, runs
 
 STANDARD = {"variant": "vit", "set": {"data": {"pixel_scaling": "standard"}}, "seeds": [0, 1, 2]}
@@ -106,3 +106,37 @@ def test_a_cell_that_is_not_trained_leaves_the_question(paper_lab):
     assert not summary["is_trained"] and not summary["effects"]
     assert summary["verdicts"]["attention_matters"]["word"] == NOT_TRAINED
     assert summary["verdicts"]["attention_matters_with_xavier"]["word"] == REPRODUCED
+
+
+def ablated(accuracy: float = 90.0) -> dict:
+    """A run of each seed that the study lists, half a tenth of a point apart."""
+    listed = studies.settings("ablations").runs
+    return {name: [accuracy + 0.05 * i for i in range(len(each.seeds))] for name, each in listed.items()}
+
+
+def test_ablations_are_shown_once_all_are_trained_and_compared_with_table_2_of_their_reading(paper_lab):
+    listed = studies.settings("ablations")
+    paper_lab.reading = listed.reading
+    own = {model: [95.0, 95.2, 95.4, 95.6, 95.8] for model in ablations.BASELINES}
+    paper_lab.tables = {"runs": runs(own | {"vit_noskip_nonorm": [92.0, 92.2, 92.4, 92.6, 92.8]})}
+    first = ablations.summarise(listed, {"runs": runs(ablated())}, paper_lab)
+    assert first["trained"] == first["runs"] == 44 and not first["has_baselines"] and not first["rows"]
+    sections = {name: getattr(paper_lab.paper.readings[listed.reading], name) for name in ("data", "model", "init", "train")}
+    paper_lab.params = paper_lab.params.model_copy(update=sections)
+    some = {name: values for name, values in ablated().items() if name != "vit_fast"}
+    assert not ablations.summarise(listed, {"runs": runs(some)}, paper_lab)["rows"]
+    summary = ablations.summarise(listed, {"runs": runs(ablated())}, paper_lab)
+    words = {(row["claim"], row["second"]["variant"]): row["verdict"].word for row in summary["rows"]}
+    assert len(summary["rows"]) == 12 and words["detail_matters", "vit_noskip_nonorm"] == REPRODUCED
+    assert words["exp_is_not_needed", "osa_exact"] == "contradicted" and words["rate_is_fair", "vit"] == REPRODUCED
+    assert summary["attention_or_initialisation"]["is_trained"]
+    template = page.environment(paper_lab.label).get_template("research/ablations.md.j2")
+    text = template.render(ablations=page.to_json(summary))
+    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 14
+
+
+def test_baselines_by_another_reading_are_none(paper_lab):
+    paper_lab.tables = {"runs": runs({model: [95.0, 95.2] for model in ablations.BASELINES})}
+    assert ablations.has_baselines(paper_lab), "params.yaml and this lab have the first reading"
+    paper_lab.tables = {"runs": runs({"vit": [95.0]})}
+    assert not ablations.has_baselines(paper_lab)

@@ -69,8 +69,10 @@ def main(arguments: list[str] | None = None) -> None:
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     """The stages that run, each with its reasons; those that may follow; and how many stages there are."""
     import networkx
+    from dvc.repo import lock_repo
 
-    status, graph = repo.status(), repo.index.graph
+    with lock_repo(repo):  # which keeps what DVC has read for both
+        status, graph = repo.status(), repo.index.graph
     changed, following = {}, []
     in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads to what a stage reads
     for stage in (stages := list(in_order)):

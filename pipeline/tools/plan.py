@@ -39,13 +39,13 @@ def main(arguments: list[str] | None = None) -> None:
     except DvcException as error:
         remedy = f"`rm {locks.RWLOCK}`" if locks.claims() is None else "`make doctor`"
         raise UserError(f"DVC cannot say what has changed ({str(error).splitlines()[0]}): {remedy}.") from None
-    if not changed:
-        print("Nothing has changed: data and pipelines are up to date.")
     source = settings.data.source
     if not idx.folder(source).exists():
         size = fetch.MEGABYTES.get(source)
         origin = f"comes from its mirrors, {size} MB" if size else "is made from what is on this machine"
         changed.setdefault("fetch", []).append(f"{source} is not here, and {origin}")
+    if not changed:
+        print("Nothing has changed: data and pipelines are up to date.")
     for group, stages in grouped(changed).items():
         why = {}  # each reason once, in order
         for stage in stages:

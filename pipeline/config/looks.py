@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import osa.models
-
 # Okabe and Ito (2008): colours that colour-blind readers tell apart. Their black is the text's colour, light or dark.
 # The last four, for models of one's own, are of Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
@@ -13,9 +11,10 @@ DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 
 # Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
 LEAST_LUMINANCE = 0.2  # least of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
-DRAWN_OFTEN = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")
-DRAWN_OFTEN += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm")
-FIXED = tuple(dict.fromkeys((*DRAWN_OFTEN, *osa.models.MODELS)))
+FIXED = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")  # osa.MODELS
+FIXED += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
+FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
+FIXED += ("espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm")
 METHODS = {  # the model whose look a method of attention has where it is drawn by itself
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",

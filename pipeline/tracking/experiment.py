@@ -82,6 +82,14 @@ class Experiment:
             return params.load().model_dump()
         return {}
 
+    def configuration(self, variant: str) -> dict | None:
+        """The configuration of a model as params.yaml has it; None where it has none, or an edit is under way."""
+        from pipeline.config import params
+
+        with suppress(UserError):
+            return params.resolve(params.load(), variant).model_dump(mode="json")
+        return None
+
     def search(self, families: Iterable[str] | None = None) -> dict[str, list[Entry]]:
         """Finds the runs of these families, or of all: by family, the newest first."""
         queries = [""]

@@ -179,10 +179,15 @@ class Family:
                     self.experiment.end(entry, "KILLED", _now())
 
     def settle(self) -> None:
-        """Says which children are current, the newest finished of each seed, and brings the parents up to date."""
+        """Says which children are current, the newest finished of each seed, and brings the parents up to date.
+
+        Of a model of Table 2 those are current that are as params.yaml has it, or all where none is.
+        """
         members: dict[str, list[Entry]] = defaultdict(list)
+        listed = self._listed()
         for entries in self.children.values():
-            newest = next((entry for entry in entries if entry.status in ENDED), None)
+            ended = [entry for entry in entries if entry.status in ENDED]
+            newest = next((entry for entry in ended if not listed or entry.tags.get("configuration") in listed), None)
             for entry in entries:
                 self._tag(entry, {"current": _word(entry.status == "RUNNING" or entry is newest)})
                 if {*SHARED} <= entry.tags.keys():  # else somebody has deleted one, which the files bring back
@@ -196,6 +201,14 @@ class Family:
             for child in children:
                 self._tag(child, {"mlflow.parentRunId": parent.id})
             self._summarise(parent, children)
+
+    def _listed(self) -> set[str]:
+        """The configurations of the children that are as params.yaml has this model of Table 2, where they have several."""
+        tags = [entry.tags for entries in self.children.values() for entry in entries if {*SHARED} <= entry.tags.keys()]
+        known, (study, variant) = {each["configuration"] for each in tags}, self.name.split("/")
+        if study != TABLE_2 or len(known) < 2 or (config := self.experiment.configuration(variant)) is None:
+            return set()
+        return known & {_configuration(study, variant, each["data_sha256"], config) for each in tags}
 
     def _parent(self, tags: dict[str, str], start: int) -> Entry:
         """The parent of the children with these tags. Those of Table 2 are as new as the import, so that MLflow lists them
@@ -271,8 +284,8 @@ def _tags(training: Training) -> dict[str, str]:
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
     tags |= {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
-    configuration = [record.study, record.name, record.data_sha256, params.normalised_config(record.config)]
-    tags |= {"run": training.name, "level": "single", "configuration": files.digest(configuration)[:16]}
+    configuration = _configuration(record.study, record.name, record.data_sha256, record.config)
+    tags |= {"run": training.name, "level": "single", "configuration": configuration}
     tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
@@ -280,6 +293,13 @@ def _tags(training: Training) -> dict[str, str]:
         tags["host"] = platform.node()
     tags = {key: params.as_yaml(value) for key, value in tags.items()}
     return tags | {"checksum": _checksum(training, tags)}
+
+
+def _configuration(study: str, name: str, data_sha256: str, config: dict) -> str:
+    """The digest of what the seeds under one parent have in common."""
+    from pipeline.config import params
+
+    return files.digest([study, name, data_sha256, params.normalised_config(config)])[:16]
 
 
 def _checksum(training: Training, tags: dict[str, str]) -> str:

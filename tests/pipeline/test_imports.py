@@ -31,3 +31,7 @@ def test_a_check_and_a_training_draw_nothing(project):
 def test_a_page_needs_no_torchvision():
     modules = imported(REPORT)
     assert "matplotlib" in modules and "torchvision" not in modules
+
+
+def test_a_sync_with_nothing_new_needs_no_torch():
+    assert "torch" not in imported("import sys; import pipeline.tracking.sync; print(*sys.modules)")

@@ -291,6 +291,21 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     }  # fmt: skip
 
 
+def test_current_are_the_runs_that_are_as_params_yaml_has_them(database):
+    """Of two configurations of a model, Table 2 and MLflow's views show the same one, whichever was trained last."""
+    listed, other = Run("vit", 0, [0.1, 0.5]), Run("vit", 1, [0.1, 0.7], minutes=10)
+    listed.config = params.resolve(params.load(), "vit").model_dump(mode="json")
+    other.config = params.resolve(params.load(), "vit", {"train": {"epochs": 3}}).model_dump(mode="json")
+    other.finish(), sync()
+    assert by_name()["ViT, seed 1"].data.tags["current"] == "true", "nothing else is there"
+    listed.finish(), sync()
+    assert [by_name()[f"ViT, seed {seed}"].data.tags["current"] for seed in (0, 1)] == ["true", "false"]
+    parents = client().search_runs(["1"], "tags.level = 'mean'")
+    assert {run.data.metrics["test_accuracy"]: run.data.tags["current"] for run in parents} == {50: "true", 70: "false"}
+    shutil.rmtree(runs.Run("vit", 0).folder)
+    assert sync() == (0, 1), "MLflow keeps the run whose files went"
+
+
 def test_a_parent_stays_the_same_run_as_its_seeds_come(database):
     Run("vit", 0, [0.1, 0.5]).finish(), sync()
     parent = by_name()["ViT"].info.run_id

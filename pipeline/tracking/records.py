@@ -139,6 +139,13 @@ class Training:
             raise UserError(f"history.csv is malformed, or not the record's: {error}") from None
         return listed
 
+    def starts(self) -> bool:
+        """Tells whether a run that has ended starts, as pipeline/statistics/verdicts.py has it."""
+        from pipeline.statistics.claims import starts
+
+        num_classes = self.record.config.get("model", {}).get("num_classes", 10)
+        return starts(files.read_csv(self.path.with_name("history.csv")), math.log(num_classes))
+
 
 def find(base: Path, beginnings: str | tuple[str, ...] = "") -> list[Training]:
     """The trainings under a folder whose names begin so; under the working directory also those under way."""

@@ -163,6 +163,7 @@ class Family:
             once = {key: getattr(training.record, key) for key in COSTS}
             once = {key: rounded(key, value) for key, value in once.items() if value is not None}
             if not metrics["diverged"]:
+                once["starts"] = float(training.starts())
                 once |= self.experiment.against_paper(tags, 100 * metrics["test_accuracy"])
             values += [(key, value, training.ended, 0) for key, value in once.items()]
         self.experiment.write(entry, values, _parameters(training, metrics), tags)
@@ -247,8 +248,9 @@ class Family:
             self.experiment.end(parent, "FINISHED", parent.start + round(1000 * values.get("seconds", 0)))
 
     def _statistics(self, finished: list[Entry]) -> dict[str, float]:
-        """The means of the last values of the runs that did not diverge, and their standard deviations."""
-        counted = [child for child in finished if child.status == "FINISHED"]
+        """The means of the last values of the runs that start, as in Table 2, and their standard deviations."""
+        ended = [child for child in finished if child.status == "FINISHED"]
+        counted = [child for child in ended if child.metrics.get("starts", 1)]  # older stores do not have it
         values, deviations = {}, {}
         for key in (*CURVES, *COSTS):
             last = [child.metrics[key] for child in counted if key in child.metrics]
@@ -260,7 +262,8 @@ class Family:
             values |= self.experiment.against_paper(
                 counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
             )
-        return {**values, **deviations, "num_seeds": len(counted), "num_diverged": len(finished) - len(counted)}
+        failed = {"num_not_starting": len(ended) - len(counted), "num_diverged": len(finished) - len(ended)}
+        return values | deviations | {"num_seeds": len(counted)} | failed
 
     def attach_report(self) -> None:
         """Attaches Figure 1 and the report to the parents, as artifacts."""

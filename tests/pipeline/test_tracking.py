@@ -291,6 +291,16 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     }  # fmt: skip
 
 
+def test_a_run_that_fails_to_start_is_counted_and_left_out_of_the_mean(database):
+    """As in Table 2, where one run that never leaves the guess would give a mean and a spread that describe no run."""
+    for seed, accuracies in enumerate([[0.1, 0.5, 0.8], [0.1, 0.5, 0.9], [-0.4, -0.4, 0.6]]):
+        Run("vit", seed, accuracies).finish()
+    sync()
+    metrics = by_name()["ViT"].data.metrics
+    assert metrics.items() >= {"test_accuracy": 85, "num_seeds": 2, "num_not_starting": 1, "num_diverged": 0}.items()
+    assert [by_name()[f"ViT, seed {seed}"].data.metrics["starts"] for seed in range(3)] == [1, 1, 0]
+
+
 def test_current_are_the_runs_that_are_as_params_yaml_has_them(database):
     """Of two configurations of a model, Table 2 and MLflow's views show the same one, whichever was trained last."""
     listed, other = Run("vit", 0, [0.1, 0.5]), Run("vit", 1, [0.1, 0.7], minutes=10)

@@ -29,7 +29,7 @@ class Training(Section):
 
 
 class Settings(Section):
-    reading: Name  # of pipeline/paper.yaml
+    reading: Name  # a key of readings in pipeline/paper.yaml
     runs: dict[Name, Training]
 
     def requests(self) -> Iterator[tuple[str, Request]]:

@@ -71,7 +71,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     import networkx
     from dvc.repo import lock_repo
 
-    with lock_repo(repo):  # which keeps what DVC has read for both
+    with lock_repo(repo):  # DVC then reads its files once for both
         status, graph = repo.status(), repo.index.graph
     changed, following = {}, []
     in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads to what a stage reads

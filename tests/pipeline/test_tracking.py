@@ -302,7 +302,7 @@ def test_a_run_that_fails_to_start_is_counted_and_left_out_of_the_mean(database)
 
 
 def test_current_are_the_runs_that_are_as_params_yaml_has_them(database):
-    """Of two configurations of a model, Table 2 and MLflow's views show the same one, whichever was trained last."""
+    """Where a model has two configurations, Table 2 and MLflow's views show the same one, whichever was trained last."""
     listed, other = Run("vit", 0, [0.1, 0.5]), Run("vit", 1, [0.1, 0.7], minutes=10)
     listed.config = params.resolve(params.load(), "vit").model_dump(mode="json")
     other.config = params.resolve(params.load(), "vit", {"train": {"epochs": 3}}).model_dump(mode="json")

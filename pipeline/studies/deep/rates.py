@@ -27,7 +27,7 @@ class Search(Section):
 
 
 class Settings(Section):
-    reading: Name  # of pipeline/paper.yaml
+    reading: Name  # a key of readings in pipeline/paper.yaml
     seed: Seed
     models: list[Name]
     alphas: list[PositiveFloat]

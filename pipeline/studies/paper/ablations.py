@@ -61,7 +61,7 @@ def described(settings: comparison.Settings, results: Results, name: str) -> dic
 
 
 def leaves(overrides: Overrides) -> dict[str, Any]:
-    """What is changed, by keys of params.yaml such as train.learning_rate."""
+    """The changed values by their keys in params.yaml, such as train.learning_rate."""
     return {f"{section}.{key}": value for section, values in overrides.items() for key, value in values.items()}
 
 

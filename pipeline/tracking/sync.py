@@ -182,7 +182,7 @@ class Family:
     def settle(self) -> None:
         """Says which children are current, the newest finished of each seed, and brings the parents up to date.
 
-        Of a model of Table 2 those are current that are as params.yaml has it, or all where none is.
+        In Table 2 a child is current where it is as params.yaml has its model; where none is, all may be.
         """
         members: dict[str, list[Entry]] = defaultdict(list)
         listed = self._listed()

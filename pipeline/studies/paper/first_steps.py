@@ -28,7 +28,7 @@ from pipeline.training.loop import Training
 
 LEARNT = GUESS_LOSS - 0.1  # the mean loss of the last steps of a model that has left the guess
 LAST_STEPS = 20
-COMPARED = ("osa_ns", "osa_qr")  # the names of the models with which every other is compared
+COMPARED = ("osa_ns", "osa_qr")  # the names of the two models whose failures are compared
 
 
 class Settings(comparison.Settings):
@@ -90,7 +90,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Lists the seeds of each model that fail, in float32 and in float64 too, and the extremes of both groups.
 
-    `p` compares a model's failing seeds with those of the paper's K and of QR. `failing` and `failing_double` are totals.
+    `p` compares those of Newton–Schulz, with the paper's K, and of QR. `failing` and `failing_double` are totals.
     """
     models, table = {}, tables["steps"]
     for name, training in settings.runs.items():
@@ -109,10 +109,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
             "learning": extremes_of(single[~fails]),
             "lost": extremes_of(single[fails]),
         }
-    for name, model in models.items():
-        model["p"] = {other: p_value(model, models[other]) for other in COMPARED if other != name}
+    p = p_value(*(models[name] for name in COMPARED))
     totals = {key: sum(len(model[key]) for model in models.values()) for key in ("failing", "failing_double")}
-    return {"models": models, "steps": settings.steps} | totals
+    return {"models": models, "steps": settings.steps, "p": p} | totals
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:

@@ -1,7 +1,8 @@
 """Trains a grid of values, to compare with the committed results: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-Every combination of the values is trained with every seed, side by side; given again, what is missing. A table shows test
-accuracies with intervals. Records stay under paper_outputs/runs/tries, which neither git nor DVC looks at; weights go.
+Every combination of the values is trained with every seed, side by side; given again, what is missing. A table compares test
+accuracies by ranks, as the page's claims do. Records stay under paper_outputs/runs/tries, where neither git nor DVC looks;
+weights go.
 `--of NAME` trains nothing: it compares the runs of an experiment of DVC, or of a revision.
 """
 
@@ -21,11 +22,14 @@ from pipeline.config.params import Params, as_yaml
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.results.runs import accuracy
-from pipeline.statistics.intervals import CONFIDENCE, interval, summary_of
+from pipeline.statistics.claims import GUESS_ACCURACY
+from pipeline.statistics.intervals import summary_of
+from pipeline.statistics.verdicts import BOTH, CONTRADICTED, REPRODUCED, judge
 from pipeline.tools import fan_out, locks
 from pipeline.training.run import FOLDER, TABLE_2, TRIES, Run
 
-HEADS = ["Model", "committed", "tried", "Difference", f"{CONFIDENCE:.0%} interval", "Reading"]
+HEADS = ["Model", "committed", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
+READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdicts on the claim that a model is more accurate
 Seeds = dict[int, dict[str, Any]]  # seed → its record, and its accuracy in per cent, NaN where it diverged
 
 
@@ -52,7 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{each['model']}: {changes}")
         lines.append(list(each.values()))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print("Test accuracy in per cent: mean ± standard deviation (seeds); the interval is Welch's, of that model alone.")
+    print("Test accuracy in per cent: mean ± standard deviation (seeds).")
+    print("Differences are medians over all pairs of runs, each judged alone by an exact Mann–Whitney test.")
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
 
@@ -140,7 +145,7 @@ def parameters(record: dict[str, Any]) -> dict[str, str]:
 
 
 def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
-    """Both accuracies, their difference with Welch's interval, what may be said of it, and which parameters differ."""
+    """Both accuracies, their difference with its interval, what may be said of it, and which parameters differ."""
     shown = {"model": name, "before": cell(old), "after": cell(new)}
     shown |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not (old and new):
@@ -150,20 +155,17 @@ def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     was, now = (parameters(next(iter(side.values()))) for side in (old, new))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
     shown["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
-    after, before = accuracies(new), accuracies(old)
-    if not (after and before):
-        return shown | {"reading": "diverged"}
-    shown["difference"] = f"{summary_of(after).mean - summary_of(before).mean:+.2f}"
-    low, high = interval([after, before], (1, -1))
-    if math.isnan(low):
-        return shown | {"reading": "one seed, or no spread: no interval"}
-    said = "higher" if low > 0 else "lower" if high < 0 else "no difference shown"
-    return shown | {"interval": f"{low:+.2f} to {high:+.2f}", "reading": said}
+    verdict = judge(accuracies(new), accuracies(old))
+    shown["difference"] = f"{verdict.estimate:+.2f}"
+    if math.isinf(verdict.low):
+        return shown | {"reading": "too few seeds to tell"}
+    said = READINGS.get(verdict.word, "no difference shown")
+    return shown | {"interval": f"{verdict.low:+.2f} to {verdict.high:+.2f}", "reading": said}
 
 
 def accuracies(runs: Seeds) -> list[float]:
-    """The accuracies of the runs that did not diverge."""
-    return [run["accuracy"] for run in runs.values() if not math.isnan(run["accuracy"])]
+    """The accuracies of the runs; one that diverged is as good as a guess."""
+    return [GUESS_ACCURACY if math.isnan(run["accuracy"]) else run["accuracy"] for run in runs.values()]
 
 
 def trainings(runs: Seeds) -> set[tuple[str, str]]:
@@ -172,7 +174,7 @@ def trainings(runs: Seeds) -> set[tuple[str, str]]:
 
 def cell(runs: Seeds) -> str:
     """97.03 ± 0.15 (3), with the number of runs that diverged."""
-    found, parts = summary_of(accuracies(runs)), []
+    found, parts = summary_of([run["accuracy"] for run in runs.values() if not math.isnan(run["accuracy"])]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
         parts.append(f"{found.mean:.2f}{spread} ({found.n})")

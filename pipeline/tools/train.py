@@ -37,11 +37,11 @@ def main() -> None:
         watch, reading = studies.get(study).watch, studies.reading_of(study)
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides, reading)
     run = Run(arguments.variant, arguments.seed, study, overrides)
-    train(run, config, watch=watch, eager=arguments.eager, seconds_before=before)
+    record = train(run, config, watch=watch, eager=arguments.eager, seconds_before=before)
     begun = time.perf_counter()
     if not arguments.no_tracking:
         tracking.sync_quietly(run)
-    print(f"{run}: {times.spent(run.record(), tracking=time.perf_counter() - begun)}", file=sys.stderr)
+    print(f"{run}: {times.spent(record, tracking=time.perf_counter() - begun)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -185,13 +185,16 @@ def matches(record: dict, config: RunConfig) -> bool:
 
 def train(
     run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False, seconds_before: float = 0.0
-) -> None:
+) -> dict:
     """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device.
 
     Args:
         watch: gives rows of numbers of its own at every point of the curves, which become watched.csv.
         eager: on CUDA, without a graph.
         seconds_before: for which the process has been importing.
+
+    Returns:
+        The record, as it was written: another training of the same run may be replacing it.
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
@@ -203,8 +206,9 @@ def train(
     recorder.times.phases["start"] += seconds_before + time.perf_counter() - begun
     with recorder.bar:
         training.run(recorder)
-    recorder.write_outputs()
+    record = recorder.write_outputs()
     recorder.clear()
+    return record
 
 
 @dataclass
@@ -342,9 +346,11 @@ class Recorder(Observer):
             "timestamps": times.timestamps,
         }
 
-    def write_outputs(self) -> None:
-        """Weights, history, metrics and record, each whole. The record, without which they are no run, goes first and comes
-        last, with the digests of the others."""
+    def write_outputs(self) -> dict:
+        """Writes weights, history, metrics and record, each whole, and returns the record.
+
+        Without a record they are no run: it goes first and comes last, with the digests of the others.
+        """
         self._clock()
         paths, progress = self.run.files, self.training.progress
         (self.run.folder / "record.json").unlink(missing_ok=True)
@@ -361,8 +367,9 @@ class Recorder(Observer):
             paths["watched"].unlink(missing_ok=True)
         digests = {f"{name}_sha256": files.sha256(path) for name, path in paths.items() if path.exists()}
         self._spent_on("writing")
-        record = self.description("diverged" if progress.diverged else "finished")
-        files.write_json(self.run.folder / "record.json", record | digests)
+        record = self.description("diverged" if progress.diverged else "finished") | digests
+        files.write_json(self.run.folder / "record.json", record)
+        return record
 
     def clear(self) -> None:
         """Removes the scratch folder, and what interrupted trainings of this run with other settings have left."""

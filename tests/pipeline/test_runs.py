@@ -221,6 +221,12 @@ def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatc
 # their records
 
 
+def test_a_training_ends_well_while_another_of_the_same_run_replaces_its_record(monkeypatch, capsys):
+    monkeypatch.setattr(Recorder, "clear", lambda self: (self.run.folder / "record.json").unlink())
+    run_main(monkeypatch, "vit", "0")
+    assert "table_2/vit/0: " in capsys.readouterr().err and Run("vit", 0).record() is None
+
+
 def test_a_try_s_command_is_one_that_its_options_understand():
     run = Run("vit", 0, recorder.TRIES, {"init": {"alpha": None, "head": "zeros"}, "train": {"eps": 1e16}})
     *name, variant, number = shlex.split(run.command)[:6]

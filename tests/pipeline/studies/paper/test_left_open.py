@@ -6,7 +6,7 @@ import pytest
 
 from pipeline import studies
 from pipeline.report import page
-from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
+from pipeline.statistics.verdicts import LEVEL, NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import ablations, attention_or_initialisation, left_open, recipes
 from tests.pipeline.studies.paper.conftest import histories, runs
@@ -131,8 +131,8 @@ def test_ablations_are_shown_once_all_are_trained_and_compared_with_table_2_of_t
     assert words["exp_is_not_needed", "osa_exact"] == "contradicted" and words["rate_is_fair", "vit"] == REPRODUCED
     assert summary["attention_or_initialisation"]["is_trained"]
     template = page.environment(paper_lab.label).get_template("research/ablations.md.j2")
-    text = template.render(ablations=page.to_json(summary))
-    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 14
+    text = template.render(ablations=page.to_json(summary), level=LEVEL)
+    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 14 + 5
 
 
 def test_baselines_by_another_reading_are_none(paper_lab):

@@ -172,9 +172,10 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     chosen = dict.fromkeys(parts, name) or name
     model.set_attn_implementation(chosen)  # type: ignore[operator]  # transformers has no types for its models
     _, options, alpha = registered.args
+    settings = {**options, "alpha": alpha}
     for part in parts or known:
-        _mark(known[part], {**options, "alpha": alpha})
-    config.orthogonal_attention = {**options, "alpha": alpha}  # the whole last: it tells of its parts
+        _mark(known[part], settings)
+    config.orthogonal_attention = settings  # the whole last: it tells of its parts
 
 
 def _parts(config: Any) -> dict[str, Any]:

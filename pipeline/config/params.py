@@ -470,8 +470,12 @@ def parse_overrides(texts: list[str]) -> Overrides:
 
 def as_options(overrides: Overrides) -> list[str]:
     """Options from which `parse_overrides` gives the same overrides."""
-    values = ((f"{section}.{key}", value) for section, own in overrides.items() for key, value in own.items())
-    return [option for name, value in values for option in ("--set", f"{name}={json.dumps(value)}")]
+    return [option for key, value in leaves(overrides).items() for option in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def leaves(overrides: Overrides) -> dict[str, Any]:
+    """The values by their keys in params.yaml, such as train.learning_rate."""
+    return {f"{section}.{key}": value for section, own in overrides.items() for key, value in own.items()}
 
 
 def seed(text: str) -> int:
@@ -483,8 +487,7 @@ def seed(text: str) -> int:
 
 def run_name(variant: str, overrides: Overrides | None = None) -> str:
     """The folder of a run among those of its study: vit, or vit+init.head=zeros where something is replaced."""
-    own = (overrides or {}).items()
-    changes = [f"{section}.{key}={as_yaml(value)}" for section, values in own for key, value in values.items()]
+    changes = [f"{key}={as_yaml(value)}" for key, value in leaves(overrides or {}).items()]
     return "".join("+".join([variant, *sorted(changes)]).replace("/", "_").split())
 
 

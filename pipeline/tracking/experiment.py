@@ -74,21 +74,26 @@ class Experiment:
         return params.load_paper()
 
     @cached_property
-    def settings(self) -> dict:
-        """The content of params.yaml; an edit that is under way stops no import."""
+    def params(self) -> Any:
+        """params.yaml, or None: an edit that is under way stops no import."""
         from pipeline.config import params
 
         with suppress(UserError):
-            return params.load().model_dump()
-        return {}
+            return params.load()
+        return None
+
+    @cached_property
+    def settings(self) -> dict:
+        """The content of params.yaml, {} where there is none."""
+        return self.params.model_dump() if self.params else {}
 
     def configuration(self, variant: str) -> dict | None:
         """The configuration of a model as params.yaml has it; None where it has none, or an edit is under way."""
         from pipeline.config import params
 
-        with suppress(UserError):
-            return params.resolve(params.load(), variant).model_dump(mode="json")
-        return None
+        if self.params is None or variant not in self.params.variants:
+            return None
+        return params.resolve(self.params, variant).model_dump(mode="json")
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list[Entry]]:
         """Finds the runs of these families, or of all: by family, the newest first."""

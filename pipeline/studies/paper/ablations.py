@@ -8,7 +8,6 @@ reading too. Rules and expectations were written before the first run. Until all
 from typing import Any
 
 from pipeline.config import params
-from pipeline.config.params import Overrides
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, comparison
@@ -45,9 +44,8 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 def has_baselines(lab: Lab) -> bool:
     """Tells whether Table 2 is trained by the study's reading, as params.yaml is now."""
-    return all(params.resolve(lab.params, model) == lab.config(model) for model in BASELINES) and all(
-        len(results_of(lab).runs_of(model)) for model in BASELINES
-    )
+    table_2 = results_of(lab)
+    return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 
 
 def described(settings: comparison.Settings, results: Results, name: str) -> dict[str, Any]:
@@ -55,14 +53,9 @@ def described(settings: comparison.Settings, results: Results, name: str) -> dic
     training = settings.runs.get(name)
     return {
         "variant": training.variant if training else name,
-        "changes": leaves(training.set) if training else {},
+        "changes": params.leaves(training.set) if training else {},
         "accuracy": summary_of(results.accuracies(name)),
     }
-
-
-def leaves(overrides: Overrides) -> dict[str, Any]:
-    """The changed values by their keys in params.yaml, such as train.learning_rate."""
-    return {f"{section}.{key}": value for section, values in overrides.items() for key, value in values.items()}
 
 
 STUDY = comparison.study(summarise=summarise)

@@ -138,7 +138,8 @@ def register_with_transformers(
     options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
-    PreTrainedConfig.orthogonal_attention = _Saved()
+    configurations: Any = PreTrainedConfig  # whose type declares no such attribute
+    configurations.orthogonal_attention = _Saved()
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from pipeline.config.params import RunConfig
+from pipeline.core import provenance
 from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 elsewhere
@@ -24,8 +25,12 @@ def relative_cost(config: dict) -> float:
 
 
 def estimate(run: Run, config: RunConfig, records: Sequence[dict]) -> float | None:
-    """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any."""
-    planned = relative_cost(config.model_dump())
+    """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any.
+
+    Records of the kind of device that is here, a CPU or a GPU, come before all others.
+    """
+    planned, here = relative_cost(config.model_dump()), provenance.default_device().type
+    records = [record for record in records if record["environment"]["device"] == here] or records
     for known in ({"study": run.study, "name": run.name}, {"variant": run.variant}, {}):
         if alike := [record for record in records if known.items() <= record.items()]:
             return median(record["seconds"] * planned / relative_cost(record["config"]) for record in alike)

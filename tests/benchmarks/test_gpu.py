@@ -90,6 +90,14 @@ def test_all_shares_fit_the_time(script):
     assert script["SHARES"].keys() == script["PARTS"].keys() == PARTS
 
 
+def test_a_step_that_is_timed_leaves_the_weights_as_drawn(script):
+    model = torch.nn.Linear(4, 10)
+    before = [x.detach().clone() for x in model.parameters()]
+    (loss,) = script["step_of"](model, torch.randn(3, 4))()
+    assert loss > 0 and all(map(torch.equal, before, model.parameters()))
+    assert all(x.grad.abs().sum() > 0 for x in model.parameters())
+
+
 def test_rows_are_written_as_they_come_until_the_deadline(script, tmp_path):
     def rows():
         for i in range(9):

@@ -7,26 +7,25 @@ with fast products: the literal forms are that comparison, and ours, which share
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from pipeline.benchmarks.measurements import TRAINED, measured
 from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
 PAPER = {"tokens": 50, "width": 16}  # one head of its models
-LONG = 16384  # tokens
+SOFTMAX = ("sdpa", "cudnn")
+WIDTH = 64  # width of the heads that a GPU timed
 PASS = "forward and backward"
 WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words left out of a processor's name
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Step times over ViT's on each machine, CPUs first; Newton–Schulz over QR in attention alone; and how many times faster
-    than softmax OSA (exact) is with long sequences, on each GPU and by heads."""
+    """Step times over ViT's on each machine, CPUs first; Newton–Schulz over QR in attention alone; and the speed of OSA
+    (exact) over softmax's on each GPU."""
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]
-    long = [row for path in measured("gpu_attention.csv") for row in against_softmax(path)]
-    return {"steps": steps, "attention": attention, "long": long}
+    calls = [against_softmax(path) for path in measured("gpu_attention.csv")]
+    return {"steps": steps, "attention": attention, "calls": calls}
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
@@ -41,18 +40,19 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
     }
 
 
-def against_softmax(path: Path) -> list[dict[str, Any]]:
-    """OSA (exact) against the fastest softmax attention at LONG tokens, by type and number of heads."""
+def against_softmax(path: Path) -> dict[str, Any]:
+    """Speed of OSA (exact) over the fastest softmax attention's, by heads, tokens and ‖S‖₂: what `make gpu STEP=attention`
+    leaves, of whole calls with their gradients as replays of CUDA graphs."""
     table = files.read_csv(path)
+    whole = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")]
     rows = []
-    for (dtype, heads), own in table[table["tokens"] == LONG].groupby(["dtype", "heads"]):
-        softmax = own.loc[own["method"].str.startswith("sdpa"), "both"].min()
-        exact = own.loc[own["method"] == "exact", "both"]
-        if len(exact) and pd.notna(softmax):
-            device = short({"device_name": own["device"].iloc[0], "num_threads": None})
-            row = {"machine": device, "dtype": dtype.removeprefix("torch."), "heads": int(heads)}
-            rows.append(row | {"speed": float(softmax / exact.iloc[0])})
-    return rows
+    for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):
+        softmax = own.loc[own["method"].isin(SOFTMAX), "seconds"].min()
+        exact = own[own["method"] == "exact"].set_index("norm")["seconds"]
+        speeds = [{"norm": norm, "speed": float(softmax / seconds)} for norm, seconds in exact.items()]
+        rows.append({"heads": int(batch * heads), "tokens": int(tokens), "speeds": speeds})
+    device = short({"device_name": table["device"].iloc[0], "num_threads": None})
+    return {"machine": device, "width": WIDTH, "rows": sorted(rows, key=lambda row: (row["tokens"], -row["heads"]))}
 
 
 def on_cpu(path: Path) -> dict[str, Any]:

@@ -293,11 +293,16 @@ def test_who_else_works_here_is_named(monkeypatch, capsys):
 def test_time_left_is_scaled_by_epochs_and_depth():
     config = params.resolve(params.load(), "vit")
     made = {"study": "table_2", "name": "vit", "variant": "vit", "seconds": 600.0, "config": config.model_dump()}
+    here = provenance.default_device().type
+    made["environment"] = {"device": here}
     shorter = params.resolve(params.load(), "vit", {"train": {"epochs": 1}, "model": {"depth": 1}})
     assert times.estimate(Run("vit", 0), config, [made]) == 600 and times.estimate(Run("vit", 0), config, []) is None
     assert times.estimate(Run("vit", 0), shorter, [made]) == pytest.approx(600 / 4)
     other = made | {"variant": "osa_qr", "name": "osa_qr", "seconds": 60.0}
     assert times.estimate(Run("vit", 0), config, [other, made]) == 600 and times.estimate(Run("x", 0), config, [other]) == 60
+    elsewhere = made | {"seconds": 60.0, "environment": {"device": "cpu" if here == "cuda" else "cuda"}}
+    assert times.estimate(Run("vit", 0), config, [elsewhere, elsewhere, made]) == 600
+    assert times.estimate(Run("vit", 0), config, [elsewhere]) == 60, "better than none"
     assert times.spent({"seconds": 720.0}) == "12 min", "as older records have it"
     phases = {"start": 4.2, "compiling": 0.0, "steps": 600.0, "evaluation": 115.0, "writing": 5.0}
     assert times.spent({"seconds": 720.0, "phases": phases}) == "12 min (steps 10 min, evaluation 2 min)"

@@ -53,14 +53,24 @@ def test_newton_schulz_is_compared_in_literal_forms_and_in_ours():
     assert found == {"machine": "A CPU, 2 threads", "literal": 1.5, "ours": pytest.approx(1.1)}
 
 
-def test_long_sequences_on_a_gpu_are_set_against_the_fastest_softmax():
-    rows = [("exact", 1, 16384, 4.0), ("sdpa", 1, 16384, 2.0), ("sdpa_cudnn", 1, 16384, 1.0), ("exact", 64, 16384, 2.0)]
-    rows += [("sdpa", 64, 16384, 6.0), ("copy", 64, 16384, 0.1), ("exact", 1, 256, 1.0), ("sdpa", 1, 256, 9.0)]
-    table = pd.DataFrame(rows, columns=["method", "heads", "tokens", "both"]).assign(dtype="torch.bfloat16", device="A GPU")
-    write("a", "gpu_attention.csv", table)
-    one, many = benchmarks.summarise(None, {}, None)["long"]
-    assert one == {"machine": "A GPU", "dtype": "bfloat16", "heads": 1, "speed": 0.25}
-    assert (many["heads"], many["speed"]) == (64, 3.0)
+def test_a_call_on_a_gpu_is_set_against_the_fastest_softmax_at_each_norm():
+    whole = {"part": "all", "how": "replay", "work": "both"}
+    rows = [
+        whole | {"norm": 2.0, "method": "exact", "seconds": 4.0},
+        whole | {"norm": 40.0, "method": "exact", "seconds": 20.0},
+        whole | {"norm": 2.0, "method": "exact", "seconds": 1.0, "part": "1 kernel"},
+        whole | {"norm": 2.0, "method": "exact", "seconds": 1.0, "how": "eager"},
+        whole | {"norm": 2.0, "method": "exact, torch's products", "seconds": 9.0},
+        whole | {"method": "sdpa", "seconds": 2.0},
+        whole | {"method": "cudnn", "seconds": 1.0},
+        whole | {"method": "copy", "seconds": 0.1},
+    ]
+    many = pd.DataFrame(rows).assign(batch=2, heads=3, tokens=5, device="A GPU")
+    write("a", "gpu_attention.csv", pd.concat([many.assign(tokens=7, seconds=1.0), many]))
+    (found,) = benchmarks.summarise(None, {}, None)["calls"]
+    assert [row["tokens"] for row in found["rows"]] == [5, 7]
+    assert found["rows"][0]["heads"] == 6
+    assert found["rows"][0]["speeds"] == [{"norm": 2.0, "speed": 0.25}, {"norm": 40.0, "speed": 0.05}]
 
 
 def test_files_of_another_machine_reach_no_page():

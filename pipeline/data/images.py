@@ -8,17 +8,13 @@ The decoded pixels wait in a file until all images are known, which say size and
 import hashlib
 import io
 import shutil
-import stat
 import sys
-import tarfile
 import tempfile
 import unicodedata
 import warnings
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -28,17 +24,13 @@ from tqdm import tqdm
 from pipeline.config import params
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.data import idx
+from pipeline.data import archives, idx
 
 SPLITS = {"train": "train", "test": "t10k"}  # split → name in the files
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
-UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
-UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # folders of systems and NAS
-DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
 Decoded = tuple[str, int, int]  # its mode and size, and where its pixels begin in the spool
-Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read it; None for no plain file
 
 
 def convert(wanted: params.Data, out: Path) -> None:
@@ -107,7 +99,7 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
     """The images under train/ and test/, and how many have which size. The pixels go to `spool`."""
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # as pixels are stored a second time
     images, sizes, roots, num_bytes = {}, Counter(), set(), 0
-    for name, length, content in tqdm(members(path), unit=" files", leave=False, disable=None):
+    for name, length, content in tqdm(archives.members(path), unit=" files", leave=False, disable=None):
         where, (first, *others) = f"{path}: {name}", name.split("/")
         root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a folder around
         if not parts or parts[0] not in SPLITS:
@@ -125,7 +117,7 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
             raise UserError(f"{where} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
         try:
             image, size = decode(where, content(), resize)
-        except DAMAGES as error:
+        except archives.DAMAGES as error:
             raise UserError(f"{where} cannot be read ({error}): put a whole file or archive there.") from None
         images[split, label, name] = image.mode, image.width, num_bytes
         num_bytes += spool.write(image.tobytes())
@@ -211,42 +203,3 @@ def in_turns(places: list[ImagePath]) -> list[ImagePath]:
         ranked.append((counts[label], place))
         counts[label] += 1
     return [place for _, place in sorted(ranked)]
-
-
-def members(path: Path) -> Iterator[Member]:
-    """All files but those that no viewer shows: hidden ones, and what systems leave behind."""
-    for name, length, content in in_folder(path, path) if path.is_dir() else in_archive(path):
-        parts = PurePosixPath(name.replace("\\", "/")).parts
-        if ".." in parts or "/" in parts[:1]:
-            raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
-        if not any(part.startswith(".") or part in UNSEEN for part in parts):
-            yield "/".join(parts), length, content
-
-
-def in_folder(folder: Path, base: Path) -> Iterator[Member]:
-    for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from in_folder(path, base)
-        elif path.is_file():
-            yield path.relative_to(base).as_posix(), path.stat().st_size, path.read_bytes
-        else:
-            yield path.relative_to(base).as_posix(), 0, None
-
-
-def in_archive(path: Path) -> Iterator[Member]:
-    """The members of an archive, which is never unpacked."""
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                for entry in archive.infolist():
-                    is_link = stat.S_ISLNK(entry.external_attr >> 16)  # the mode that Unix stores
-                    if not entry.is_dir():
-                        yield entry.filename, entry.file_size, None if is_link else partial(archive.read, entry)
-            return
-        with tarfile.open(path) as archive:
-            for entry in archive:
-                if not entry.isdir():
-                    content = lambda: archive.extractfile(entry).read()  # noqa: B023, E731  called before the next entry
-                    yield entry.name, entry.size, content if entry.isfile() else None
-    except DAMAGES as error:
-        raise UserError(f"{path} cannot be read as a tar or zip archive ({error}): data.path needs a whole one.") from None

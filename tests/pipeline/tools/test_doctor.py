@@ -19,7 +19,6 @@ from tests.pipeline.trainings import trained, write_data, write_params
 @pytest.fixture(autouse=True)
 def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     write_params(run={"variants": ["vit"], "seeds": [0]})
     shutil.copy(ROOT / "requirements.txt", tmp_path)
 
@@ -65,9 +64,3 @@ def test_locks_and_stores(monkeypatch):
         assert locks.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"`rm {locks.RWLOCK}`"
         with FileLock(".dvc/tmp/lock"):
             assert remedies(doctor.dvc).keys() == {"dvc.lock", "locks"}  # a process that writes it now
-    assert "make ui" in remedies(doctor.mlflow)["MLflow"]
-    Path("mlflow.db").touch()
-    assert not remedies(doctor.mlflow)["MLflow"]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:pass/wo@rd@host/x")
-    ((_, found, _, _),) = doctor.guarded(doctor.mlflow)
-    assert "host" in found and "wo" not in found

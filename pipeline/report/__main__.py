@@ -35,7 +35,7 @@ from pipeline.studies.lab import Lab
 from pipeline.training.run import FOLDER as RUNS
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
-ON_RESEARCH = ("ablations", "harder_data")  # the paper's studies that go beyond its own questions
+ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # the paper's studies that go beyond its own questions
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
 NARROW = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")

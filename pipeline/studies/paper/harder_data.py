@@ -13,6 +13,8 @@ from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import CLAIMS, results_of
 
+MATCHES = ("osa_matches_vit_on_harder_data", "osa_iso_matches_vit_on_harder_data")
+
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Accuracies of each model on both data sets, and the verdict."""
@@ -23,8 +25,11 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     footnote = claims["footnote_6"]
     (gap,) = footnote.judge(results).values()
     in_log_odds = [[float(logit(value / 100)) for value in results.accuracies(model)] for model in footnote.models]
-    claim = claims["osa_matches_vit_on_harder_data"]
-    matches = zip([first for first, _ in claim.compare], claim.judge(results).values(), strict=True)
+    matches = [
+        (first, verdict)
+        for name in MATCHES
+        for (first, _), verdict in zip(claims[name].compare, claims[name].judge(results).values(), strict=True)
+    ]
     rows = {
         variant: {"harder": summary_of(own.accuracies(name)), "mnist": summary_of(mnist.accuracies(variant))}
         for name, variant in models.items()

@@ -1,0 +1,120 @@
+"""OSA without skips and LN against ViT on CIFAR-10, each with the better of two optimisers at the best of three rates.
+
+Short trainings search the rate of each model and optimiser: the one with the lowest train loss after their last epoch is
+taken, as a choice by test accuracy would count the test set twice. Long trainings follow, with other seeds. The optimiser of
+a model is the one whose long trainings end with the lower mean train loss. The claim was written before the first run. Until
+all are there, only their number is shown.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import Field
+
+from pipeline.config.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed, Seeds
+from pipeline.results.runs import tables_of
+from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.intervals import summary_of
+from pipeline.studies import Request, Study, Tables
+from pipeline.studies.lab import Lab
+from pipeline.studies.paper.section_5 import CLAIMS
+
+CLAIM = "osa_matches_vit_with_better_optimisers"
+
+
+class Settings(Section):
+    """Every model, by the name that the claim has for it, is trained by every optimiser at every rate with `search_seed`,
+    and then at the best rate with `seeds`."""
+
+    reading: Name  # a key of readings in pipeline/paper.yaml
+    set: Overrides  # values replaced in all trainings
+    models: dict[Name, Name]
+    optimizers: Annotated[list[str], Field(min_length=1)]
+    rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    search_epochs: PositiveInt
+    search_seed: Seed
+    seeds: Seeds
+
+
+def request(settings: Settings, model: str, optimizer: str, rate: float, seed: int, **train: Any) -> Request:
+    changes = {"optimizer": optimizer, "learning_rate": rate} | train
+    return settings.models[model], settings.set | {"train": settings.set.get("train", {}) | changes}, seed
+
+
+def searches(settings: Settings, model: str, optimizer: str) -> dict[float, Request]:
+    """The short training at each rate."""
+    epochs = {"epochs": settings.search_epochs}
+    return {rate: request(settings, model, optimizer, rate, settings.search_seed, **epochs) for rate in settings.rates}
+
+
+def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
+    """The rate whose short training ends with the lowest train loss; None until all are there. A training that diverged has
+    no last loss, and is never the best."""
+    losses = {}
+    for rate, (variant, overrides, seed) in searches(settings, model, optimizer).items():
+        run = lab.run(variant, overrides, seed)
+        if not run.is_current(lab.config(variant, overrides)):
+            return None
+        metrics = run.metrics()
+        losses[rate] = math.inf if metrics["diverged"] else metrics["train_loss"]
+    return min(losses, key=losses.__getitem__)
+
+
+def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
+    """The name and request of each short training, and where its search has ended of each long one."""
+    for model, optimizer in itertools.product(settings.models, settings.optimizers):
+        for each in searches(settings, model, optimizer).values():
+            yield f"{model}_{optimizer}_search", each
+        if (rate := best_rate(settings, model, optimizer, lab)) is not None:
+            for seed in settings.seeds:
+                yield f"{model}_{optimizer}", request(settings, model, optimizer, rate, seed)
+
+
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
+    return [each for _, each in requests(settings, lab)]
+
+
+def read(settings: Settings, lab: Lab) -> Tables:
+    """The tables of the runs, and `rates`: the rate of each model and optimiser whose search has ended."""
+    listed = [
+        (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
+        for name, (variant, overrides, seed) in requests(settings, lab)
+    ]
+    pairs = itertools.product(settings.models, settings.optimizers)
+    rates = {f"{model}_{optimizer}": best_rate(settings, model, optimizer, lab) for model, optimizer in pairs}
+    return tables_of(listed) | {"rates": pd.DataFrame(rates.items(), columns=["name", "rate"])}
+
+
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
+    """The number of runs; once all are there, a row for each model and optimiser, and the verdict."""
+    results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
+    pairs = list(itertools.product(settings.models, settings.optimizers))
+    total = len(pairs) * (len(settings.rates) + len(settings.seeds))
+    trained = int((results.runs["status"] != "missing").sum())
+    summary: dict[str, Any] = {"runs": total, "trained": trained, "rows": [], "verdict": None}
+    if trained < total:
+        return summary
+    for model, optimizer in pairs:
+        name = f"{model}_{optimizer}"
+        row = {"variant": settings.models[model], "optimizer": optimizer, "rate": rates[name]}
+        summary["rows"].append(row | {"accuracy": summary_of(results.accuracies(name)), "loss": mean_loss(results, name)})
+    better = {}
+    for model in settings.models:
+        names = [f"{model}_{optimizer}" for optimizer in settings.optimizers]
+        better[min(names, key=lambda name: mean_loss(results, name))] = model
+    chosen = results.runs[results.runs["name"].isin(better)]
+    renamed = Results({"runs": chosen.assign(name=chosen["name"].map(better))})
+    (verdict,) = read_claims(CLAIMS)[CLAIM].judge(renamed).values()
+    return summary | {"verdict": verdict}
+
+
+def mean_loss(results: Results, name: str) -> float:
+    """The mean of the last train losses, where a run that diverged has that of a guess."""
+    losses = results.losses(name)
+    return sum(losses) / len(losses)
+
+
+STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

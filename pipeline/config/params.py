@@ -216,6 +216,7 @@ class Train(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "constant"
+    perturbation: Annotated[int, Field(ge=0)] = 0  # number of a draw that perturbs the initial weights; 0 for none
 
 
 class Variant(options(Architecture)):

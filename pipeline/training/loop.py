@@ -26,6 +26,7 @@ from pipeline.data import idx
 from pipeline.training.cuda_graph import GraphedStep
 
 COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
+PERTURBATION = 1e-6  # relative, some ten times float32's rounding
 EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: few enough to stay in a CPU's cache, many for few launches
 
 
@@ -47,6 +48,8 @@ def random_stream(seed: int, name: str) -> Generator:
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     """The configured model, initialised on the CPU from the seed's own stream so that every device starts alike.
 
+    Where `train.perturbation` names a draw, each weight is multiplied by 1 + PERTURBATION · N(0, 1), from a stream of its own.
+
     Raises:
         UserError: it cannot be built.
     """
@@ -55,6 +58,11 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
         model = osa.models.build_vit(**dataclasses.asdict(config.options()), generator=random_stream(seed, "init"))
     except ValueError as error:  # limits that only the parts know, such as how few blocks an activation can be shaped for
         raise UserError(f"there is no such model: {error}.") from None
+    if draw := config.train.perturbation:
+        generator = random_stream(seed, f"perturbation/{draw}")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1 + PERTURBATION * torch.randn(parameter.shape, generator=generator)
     if config.variant.keep:
         orthogonal.constrain_(model, config.variant.keep, config.variant.keep_by)
     return model

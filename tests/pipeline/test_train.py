@@ -99,6 +99,20 @@ def batches_of(run: Training) -> list[list[int]]:
     return seen
 
 
+def test_a_perturbation_changes_every_weight_by_a_millionth_and_nothing_else():
+    plain = build_model(config("osa_ns"), 5)
+    draws = []
+    for number in (1, 2, 1):
+        perturbed = params.resolve(params.load(), "osa_ns", {"train": {"perturbation": number}})
+        draws.append(build_model(perturbed, 5))
+    for name, weight in plain.named_parameters():
+        one, two, again = (dict(model.named_parameters())[name] for model in draws)
+        assert torch.equal(one, again) and (one - weight).abs().le(7e-6 * weight.abs()).all(), name
+        if weight.abs().sum():
+            assert not torch.equal(one, weight) and not torch.equal(one, two), name
+    assert_same_state(build_model(config("osa_ns"), 5), plain)
+
+
 def test_the_order_of_the_data_depends_on_seed_and_epoch_alone():
     torch.manual_seed(1)
     first = batches_of(training("osa_exact", 2))

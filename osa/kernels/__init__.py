@@ -11,6 +11,5 @@ def _on_cuda(fits):
 for name, fits, function in (
     ("attend", operators.fits, operators.attend),
     ("phi1_times", operators.fits_phi1, operators.phi1_times),
-    ("split_phi1_times", operators.fits_split_phi1, operators.phi1_times),
 ):
     linalg.KERNELS.setdefault(name, []).append((_on_cuda(fits), function))

@@ -1,7 +1,6 @@
 """Launches of Triton kernels on a tensor's own device, their numbers of programs and the constants of their compilation."""
 
 import functools
-import math
 
 import torch
 import triton
@@ -11,7 +10,6 @@ from osa.kernels import attention, phi1
 from osa.kernels.tiles import BLOCK, SIZE
 
 ENTRIES = 64  # entries of a basis in each thread, which Gram–Schmidt holds in registers
-PHI1_BYTES = {64: 65536, 128: 163840}  # shared memory by rows of a tile: paper_outputs/benchmarks/kernels.csv
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp for a matrix, in half the time of four on an H100
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, heads, N, width), and scale (batch, heads, 1, 1)
@@ -41,18 +39,20 @@ def backward(
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
     """Fills the output with φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
-    launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 2 * z.shape[-1] ** 2, phi1_constants(z, y))
+    constants = {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
+    launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 2 * z.shape[-1] ** 2, constants)
 
 
 def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
     count, size, width = y.shape
-    scratch_size = 4 * size**2 + size * width + terms_size(size, BLOCK.value if size <= SIZE.value else width)
-    launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, phi1_constants(z, y))
+    scratch_size = 4 * size**2 + size * width + terms_size(size)
+    constants = {"SIZE": size, "VALUE_WIDTH": width, **WARP}
+    launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, constants)
 
 
-def terms_size(size: int, columns: int = BLOCK.value) -> int:
+def terms_size(size: int) -> int:
     """Entries of the scratch memory in which `phi1.phi1_gradients` keeps terms, of as many columns as it takes at a time."""
-    return phi1.MOST_TERMS.value * columns * size
+    return phi1.MOST_TERMS.value * BLOCK.value * size
 
 
 def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, ...]:
@@ -119,21 +119,6 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def phi1_constants(z: Tensor, y: Tensor) -> dict:
-    """Constants that a kernel of φ₁ is compiled for."""
-    tile = max(SIZE.value, padded(z.shape[-1]))
-    options = WARP if tile == SIZE.value else WARP | {"num_warps": 8}
-    return {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], "TILE": tile, **options}
-
-
-def holds_phi1(size: int, device: torch.device) -> bool:
-    """Tells whether a program has room for φ₁ of `size` rows by tensor cores, where operands in registers would spill."""
-    needed, room = PHI1_BYTES.get(padded(size), math.inf), max(PHI1_BYTES.values())
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stub
-    return has_wgmma(device) and size > SIZE.value and needed <= room
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:

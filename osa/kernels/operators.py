@@ -27,7 +27,6 @@ MAX_LONG_WIDTH = 128  # columns of query, key and value
 TRIED_TOKENS = 1024  # tokens that `_agrees` tries for all numbers above MAX_TOKENS
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative errors that `_agrees` allows
 FUSED_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
-PHI1_TOLERANCE = 1e-5  # three products of TF32 leave 4e-7, and two 3e-4
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -56,18 +55,13 @@ def _is_short(query: Tensor) -> bool:
 
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
-    """Tells whether `phi1_times` takes these matrices in registers."""
-    return z.shape[-1] <= SIZE.value and _is_right_phi1(z, y)
-
-
-def fits_split_phi1(z: Tensor, y: Tensor) -> bool:
-    """Tells whether `phi1_times` takes these matrices by tensor cores, where 22 bits of the operands are enough."""
-    return launch.holds_phi1(z.shape[-1], z.device) and _is_right_phi1(z, y)
-
-
-def _is_right_phi1(z: Tensor, y: Tensor) -> bool:
+    """Tells whether `phi1_times` takes these matrices."""
     is_usual = all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y))
-    return is_usual and _is_right("phi1", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
+    return (
+        is_usual
+        and z.shape[-1] <= SIZE.value
+        and _is_right("phi1", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
+    )
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
@@ -344,7 +338,7 @@ def _agrees(
                 ((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()).item()
                 for a, b in [(actual, expected), *zip(*grads, strict=True)]
             ]
-            most = {"phi1": PHI1_TOLERANCE, "fused": FUSED_TOLERANCE}.get(form, max(TOLERANCE[x] for x in dtypes))
+            most = FUSED_TOLERANCE if form == "fused" else max(TOLERANCE[x] for x in dtypes)
             reason = None if max(errors) < most else f"its error is {max(errors):.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

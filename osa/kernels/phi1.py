@@ -1,28 +1,13 @@
 """φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own.
 
-Registers hold a Z of up to 32 rows (osa/kernels/blocks.py). A Z of up to 128 rows is one tile in shared memory, for tensor
-cores.
+Registers hold Z, which has up to 32 rows (osa/kernels/blocks.py).
 """
 
 import triton
 import triton.language as tl
 
 from osa.kernels import blocks
-from osa.kernels.tiles import (
-    PANEL,
-    SIZE,
-    columns_of,
-    copy,
-    dot,
-    inner_product,
-    load,
-    matrix,
-    multiply,
-    set_identity,
-    slice_of,
-    store,
-    transpose,
-)
+from osa.kernels.tiles import columns_of, copy, inner_product, matrix, multiply, set_identity, slice_of, transpose
 
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
@@ -31,13 +16,13 @@ MOST_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so
 
 
 @triton.jit
-def _terms(z, TILE: tl.constexpr):
+def _terms(z):
     """Plans the sum φ₁(Z) Y: how often Z is halved, the Taylor degree m, and 2^−(halvings).
 
     ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The second term covers its rounding.
     Z is halved until ρ ≤ 3, so that the terms lose no digit; m is the least with ρ^{m+1} / (m + 1)! ≤ eps/4.
     """
-    square = tl.maximum(-0.5 * inner_product(z, transpose(z), TILE), 0.0) + EPS * inner_product(z, z, TILE)
+    square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
     radius = tl.sqrt(square)
     fits = radius <= LIMIT  # False for NaN
     radius = tl.where(fits, radius, 0.0)
@@ -54,27 +39,8 @@ def _terms(z, TILE: tl.constexpr):
 
 
 @triton.jit(noinline=True)
-def _taylor(out, z, fraction, y, degree, TILE: tl.constexpr):
+def _taylor(out, z, fraction, y, degree):
     """out ← Σ_{k ≤ m} Z^k Y / (k + 1)! with Z times the fraction, by Horner's rule."""
-    if TILE == SIZE:
-        _taylor_in_blocks(out, z, fraction, y, degree)
-    else:
-        rows = tl.arange(0, TILE)
-        z_tile = fraction * load(z, rows, rows)
-        for column in range(0, out[4], PANEL):
-            columns = column + tl.arange(0, PANEL)
-            y_tile = load(y, rows, columns)
-            sums = y_tile
-            for k in range(degree):
-                sums = y_tile + dot(z_tile, sums, tl.zeros_like(y_tile), TILE) / (degree + 1 - k)
-            tl.debug_barrier()  # `out` may be Y
-            store(out, rows, columns, sums)
-        tl.debug_barrier()
-
-
-@triton.jit
-def _taylor_in_blocks(out, z, fraction, y, degree):
-    """Does what `_taylor` does, for a Z that registers hold."""
     z_blocks = blocks.load_square(z, fraction)
     for column in range(0, out[4], blocks.BLOCK):
         columns = column + tl.arange(0, blocks.BLOCK)
@@ -90,32 +56,32 @@ def _taylor_in_blocks(out, z, fraction, y, degree):
 
 
 @triton.jit
-def _halved(phi, expm1, z, degree, fraction, TILE: tl.constexpr):
+def _halved(phi, expm1, z, degree, fraction):
     """φ₁(Z) and e^Z − I = Z φ₁(Z) with Z times the fraction."""
-    set_identity(expm1, TILE)
-    _taylor(phi, z, fraction, expm1, degree, TILE)
-    multiply(expm1, z, phi, fraction, None, 0.0, TILE)
+    set_identity(expm1)
+    _taylor(phi, z, fraction, expm1, degree)
+    multiply(expm1, z, phi, fraction, None, 0.0)
 
 
 @triton.jit
-def phi1_times(out, z, y, scratch, TILE: tl.constexpr = SIZE):
+def phi1_times(out, z, y, scratch):
     """out ← φ₁(Z) Y; where Z was halved, φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) doubles it (Higham 2008, Section 10.7.4)."""
-    halvings, degree, fraction = _terms(z, TILE)
+    halvings, degree, fraction = _terms(z)
     if halvings == 0:
-        _taylor(out, z, fraction, y, degree, TILE)
+        _taylor(out, z, fraction, y, degree)
     else:
         phi, scratch = matrix(scratch, z[3], z[3])
         expm1, scratch = matrix(scratch, z[3], z[3])
-        _halved(phi, expm1, z, degree, fraction, TILE)
-        multiply(out, phi, y, 1.0, None, 0.0, TILE)
+        _halved(phi, expm1, z, degree, fraction)
+        multiply(out, phi, y, 1.0, None, 0.0)
         for _ in range(halvings):
-            multiply(out, expm1, out, 0.5, out, 1.0, TILE)
-            multiply(phi, expm1, expm1, 1.0, expm1, 2.0, TILE)
-            copy(expm1, phi, 1.0, TILE)
+            multiply(out, expm1, out, 0.5, out, 1.0)
+            multiply(phi, expm1, expm1, 1.0, expm1, 2.0)
+            copy(expm1, phi, 1.0)
 
 
 @triton.jit
-def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILE: tl.constexpr = SIZE):
+def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
     """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
 
     With one term more than the value needs, Horner's rule gives W_k = (Y + Z W_{k+1}) / (k + 2), and H_0 = H gives
@@ -130,82 +96,35 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch, TILE: tl.constexpr = SIZ
 
     which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½; finally U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
     """
-    halvings, degree, fraction = _terms(z, TILE)
+    halvings, degree, fraction = _terms(z)
     size = y[3]
-    terms, scratch = matrix(scratch, size, MOST_TERMS * (blocks.BLOCK if TILE == SIZE else y[4]))
-    _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms, TILE)
+    terms, scratch = matrix(scratch, size, MOST_TERMS * blocks.BLOCK)
+    _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms)
     if halvings > 0:
         expm1, scratch = matrix(scratch, size, size)
         phi, scratch = matrix(scratch, size, size)
         grad_exp, scratch = matrix(scratch, size, size)
         result, scratch = matrix(scratch, size, size)
-        _halved(phi, expm1, z, degree, fraction, TILE)
-        multiply(grad_exp, transpose(z), grad_z, fraction, None, 0.0, TILE)
-        multiply(grad_exp, h, transpose(u), 1.0, grad_exp, 1.0, TILE)
+        _halved(phi, expm1, z, degree, fraction)
+        multiply(grad_exp, transpose(z), grad_z, fraction, None, 0.0)
+        multiply(grad_exp, h, transpose(u), 1.0, grad_exp, 1.0)
         for _ in range(halvings):
-            multiply(result, transpose(phi), grad_exp, 0.25, grad_z, 0.5, TILE)
-            multiply(result, grad_z, transpose(expm1), 0.25, result, 1.0, TILE)
-            copy(grad_z, result, 1.0, TILE)
-            multiply(result, transpose(expm1), grad_exp, 0.5, grad_exp, 1.0, TILE)
-            multiply(result, grad_exp, transpose(expm1), 0.5, result, 1.0, TILE)
-            copy(grad_exp, result, 1.0, TILE)
-            multiply(phi, expm1, phi, 0.5, phi, 1.0, TILE)
-            multiply(result, expm1, expm1, 1.0, expm1, 2.0, TILE)
-            copy(expm1, result, 1.0, TILE)
-        multiply(u, phi, y, 1.0, None, 0.0, TILE)
-        multiply(grad_y, transpose(phi), h, 1.0, None, 0.0, TILE)
+            multiply(result, transpose(phi), grad_exp, 0.25, grad_z, 0.5)
+            multiply(result, grad_z, transpose(expm1), 0.25, result, 1.0)
+            copy(grad_z, result, 1.0)
+            multiply(result, transpose(expm1), grad_exp, 0.5, grad_exp, 1.0)
+            multiply(result, grad_exp, transpose(expm1), 0.5, result, 1.0)
+            copy(grad_exp, result, 1.0)
+            multiply(phi, expm1, phi, 0.5, phi, 1.0)
+            multiply(result, expm1, expm1, 1.0, expm1, 2.0)
+            copy(expm1, result, 1.0)
+        multiply(u, phi, y, 1.0, None, 0.0)
+        multiply(grad_y, transpose(phi), h, 1.0, None, 0.0)
 
 
 @triton.jit(noinline=True)
-def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms, TILE: tl.constexpr):
+def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
     """Does what `phi1_gradients` does, for Z times the fraction, with the W_k in scratch memory, where nothing waits."""
-    if TILE == SIZE:
-        _gradients_in_blocks(u, grad_y, grad_z, z, y, h, degree, fraction, terms)
-    else:
-        _store_terms(u, terms, z, y, degree, fraction, TILE)
-        _sum_terms(grad_y, grad_z, terms, z, h, degree, fraction, TILE)
-
-
-@triton.jit(noinline=True)
-def _store_terms(u, terms, z, y, degree, fraction, TILE: tl.constexpr):
-    """U and the W_k of all columns, for tensor cores, whose operands fill the shared memory."""
-    rows = tl.arange(0, TILE)
-    z_tile = fraction * load(z, rows, rows)
-    for column in range(0, y[4], PANEL):
-        columns = column + tl.arange(0, PANEL)
-        y_tile = load(y, rows, columns)
-        w = y_tile / (degree + 2)
-        for i in range(degree + 1):
-            k = degree - i
-            store(columns_of(terms, k * y[4], y[4]), rows, columns, w)
-            w = (y_tile + dot(z_tile, w, tl.zeros_like(w), TILE)) / (k + 1)
-        store(u, rows, columns, w)
-    tl.debug_barrier()
-
-
-@triton.jit(noinline=True)
-def _sum_terms(grad_y, grad_z, terms, z, h, degree, fraction, TILE: tl.constexpr):
-    """Σ H_k and Σ H_k W_kᵀ."""
-    rows = tl.arange(0, TILE)
-    z_tile, grad = fraction * load(transpose(z), rows, rows), tl.zeros((TILE, TILE), tl.float32)
-    for column in range(0, h[4], PANEL):
-        columns = column + tl.arange(0, PANEL)
-        term = load(h, rows, columns)
-        sums = term
-        for k in range(degree + 1):
-            following = dot(z_tile, term, tl.zeros_like(term), TILE) / (k + 2)
-            w = load(transpose(columns_of(terms, k * h[4], h[4])), columns, rows)
-            grad = dot(term, w, grad, TILE)
-            term = following
-            sums += term
-        store(grad_y, rows, columns, sums)
-    store(grad_z, rows, rows, grad)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _gradients_in_blocks(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Does what `_gradients` does, for a Z that registers hold."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     sums = (zero, zero, zero, zero)
     z_blocks = blocks.load_square(z, fraction)
@@ -238,23 +157,18 @@ def _gradients_in_blocks(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
 
 
 @triton.jit(do_not_specialize=["count"])
-def forward_kernel(
-    z, y, output, scratch, count, scratch_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def forward_kernel(z, y, output, scratch, count, scratch_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
     """output = φ₁(Z) Y of `count` contiguous matrices."""
     own = slice_of(scratch, tl.program_id(0), scratch_size)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         z_i, _ = matrix(slice_of(z, i, SIZE * SIZE), SIZE, SIZE)
         y_i, _ = matrix(slice_of(y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
         output_i, _ = matrix(slice_of(output, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        phi1_times(output_i, z_i, y_i, own, TILE)
+        phi1_times(output_i, z_i, y_i, own)
 
 
 @triton.jit(do_not_specialize=["count"])
-def backward_kernel(
-    z, y, grad, grad_z, grad_y, scratch, count, scratch_size,
-    SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def backward_kernel(z, y, grad, grad_z, grad_y, scratch, count, scratch_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
     """The gradients of Z and Y from the gradient of φ₁(Z) Y."""
     u, own = matrix(slice_of(scratch, tl.program_id(0), scratch_size), SIZE, VALUE_WIDTH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -263,4 +177,4 @@ def backward_kernel(
         grad_i, _ = matrix(slice_of(grad, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
         grad_z_i, _ = matrix(slice_of(grad_z, i, SIZE * SIZE), SIZE, SIZE)
         grad_y_i, _ = matrix(slice_of(grad_y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        phi1_gradients(u, grad_y_i, grad_z_i, z_i, y_i, grad_i, own, TILE)
+        phi1_gradients(u, grad_y_i, grad_z_i, z_i, y_i, grad_i, own)

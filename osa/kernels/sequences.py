@@ -45,7 +45,7 @@ def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iter
         square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
         turns, is_lost = [], c.abs() * square_norm > LOST.value
     c = c.masked_fill(is_lost, math.nan)
-    mixed = _mixing(method, inputs, num_iterations, epsilon)(gram, products, c, *turns)
+    mixed = _mixing(method, num_iterations, epsilon)(gram, products, c, *turns)
     rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *turns[1:])]
     torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
     _launch(long.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
@@ -63,7 +63,7 @@ def backward(
     sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
     _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
     parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *turns)), strict=True)
-    mixing = _mixing(method, inputs, num_iterations, epsilon)
+    mixing = _mixing(method, num_iterations, epsilon)
     found = [_mixing_gradients(mixing, *part) for part in parts]
     grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
     grads[3].copy_(grad_c.view(grads[3].shape))
@@ -92,20 +92,18 @@ def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
-def _mixing(method: str, inputs: Inputs, num_iterations: int, epsilon: float) -> Mixing:
-    """The mixing of a method, with φ₁ in full float32, or by tensor cores with 22 bits for inputs of 8."""
-    may_split = is_split(*inputs[:3])
+def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
+    """The mixing of a method, in full float32."""
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor, *turns: Tensor) -> Tensor:
-        phi1_times = (may_split and linalg.kernel("split_phi1_times", gram, products)) or linalg.phi1_times
         with linalg.full_precision(gram.device), linalg.without_autocast(gram.device):
             if method == "exact":
                 turn, back = turns
                 z = torch.bmm(torch.bmm(turn, linalg.apply_j(c * gram)), back)
-                return c * torch.bmm(back, phi1_times(z, torch.bmm(turn, linalg.apply_j(products))))
+                return c * torch.bmm(back, linalg.phi1_times(z, torch.bmm(turn, linalg.apply_j(products))))
             projector = _projector(gram, num_iterations, epsilon)
             z = torch.bmm(projector, linalg.apply_j(c * gram))
-            return c * phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
+            return c * linalg.phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
 
     return mixing
 

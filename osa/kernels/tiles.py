@@ -2,8 +2,7 @@
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
 Intermediate matrices lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
-tiles of TILE rows (2d or more). Tiles of 32 rows are in full float32, by 16 columns, with sums 16 long; larger ones take
-tensor cores, three products of TF32, which keep 22 bits, by 32 columns, with sums as long as the tile.
+full float32, by tiles of 32 rows (2d or more) and 16 columns, with sums 16 long.
 Functions that work on entries are called, not inlined: between calls a program holds a few numbers, so that no register has
 to be spilled, and a kernel compiles in seconds.
 """
@@ -13,7 +12,6 @@ import triton.language as tl
 
 SIZE = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that osa/kernels/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
-PANEL = tl.constexpr(32)  # columns of a wider tile
 
 
 @triton.jit
@@ -86,26 +84,23 @@ def split(x):
 
 
 @triton.jit
-def dot(a, b, sums, TILE: tl.constexpr = SIZE):
-    """sums + A B, of tiles of TILE rows."""
-    PRECISION: tl.constexpr = "ieee" if TILE == SIZE else "tf32x3"
-    return tl.dot(a, b, sums, input_precision=PRECISION)
+def dot(a, b, sums):
+    """sums + A B in full float32."""
+    return tl.dot(a, b, sums, input_precision="ieee")
 
 
 @triton.jit(noinline=True)
-def multiply(out, a, b, alpha, add, beta, TILE: tl.constexpr = SIZE):
+def multiply(out, a, b, alpha, add, beta):
     """out ← α A B + β C, or α A B where C is None; `out` may be C, and may be B where B's rows fit one tile."""
-    LENGTH: tl.constexpr = BLOCK if TILE == SIZE else TILE
-    COLUMNS: tl.constexpr = BLOCK if TILE == SIZE else PANEL
-    for row in range(0, out[3], TILE):
-        rows = row + tl.arange(0, TILE)
-        for column in range(0, out[4], COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            sums = tl.zeros((TILE, COLUMNS), tl.float32)
-            for start in range(0, a[4], LENGTH):
-                inner = start + tl.arange(0, LENGTH)
+    for row in range(0, out[3], SIZE):
+        rows = row + tl.arange(0, SIZE)
+        for column in range(0, out[4], BLOCK):
+            columns = column + tl.arange(0, BLOCK)
+            sums = tl.zeros((SIZE, BLOCK), tl.float32)
+            for start in range(0, a[4], BLOCK):
+                inner = start + tl.arange(0, BLOCK)
                 left, right = load(a, rows, inner).to(tl.float32), load(b, inner, columns).to(tl.float32)
-                sums = dot(left, right, sums, TILE)
+                sums = dot(left, right, sums)
             sums = alpha * sums
             if add is not None:
                 sums += beta * load(add, rows, columns).to(tl.float32)
@@ -115,10 +110,10 @@ def multiply(out, a, b, alpha, add, beta, TILE: tl.constexpr = SIZE):
 
 
 @triton.jit(noinline=True)
-def copy(out, a, alpha, TILE: tl.constexpr = SIZE):
+def copy(out, a, alpha):
     """out ← α A, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, TILE), column + tl.arange(0, BLOCK)
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, alpha * load(a, rows, columns))
     tl.debug_barrier()
 
@@ -133,20 +128,20 @@ def add(out, a, alpha):
 
 
 @triton.jit(noinline=True)
-def set_identity(out, TILE: tl.constexpr = SIZE):
+def set_identity(out):
     """out ← I, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, TILE), column + tl.arange(0, BLOCK)
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         store(out, rows, columns, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
-def inner_product(a, b, TILE: tl.constexpr = SIZE):
+def inner_product(a, b):
     """⟨A, B⟩ = Σ A ∘ B."""
     total = tl.full([], 0.0, tl.float32)
     for column in range(0, a[4], BLOCK):
-        rows, columns = tl.arange(0, TILE), column + tl.arange(0, BLOCK)
+        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
         total += tl.sum(load(a, rows, columns) * load(b, rows, columns))
     return total
 

@@ -449,7 +449,6 @@ def interpreted() -> Iterator[None]:
 
     linalg.KERNELS["attend"] = [(operators.fits, operators.attend)]
     linalg.KERNELS["phi1_times"] = [(operators.fits_phi1, operators.phi1_times)]
-    linalg.KERNELS["split_phi1_times"] = [(operators.fits_split_phi1, operators.phi1_times)]
     with quick():
         yield
 

@@ -48,7 +48,7 @@ def random_stream(seed: int, name: str) -> Generator:
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     """The configured model, initialised on the CPU from the seed's own stream so that every device starts alike.
 
-    Where `train.perturbation` names a draw, each weight is multiplied by 1 + PERTURBATION · N(0, 1), from a stream of its own.
+    Where `train.perturbation` names a draw, each weight is multiplied by 1 + PERTURBATION · N(0, 1) of a stream of its own.
 
     Raises:
         UserError: it cannot be built.

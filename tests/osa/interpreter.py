@@ -21,8 +21,7 @@ def quick():
     It keeps a scalar as an array of one entry, which NumPy no longer takes for an index; it looks for the overflow of each
     sum of integers; it patches Triton's language again whenever a function is called; and it finds the type of every tuple,
     which nothing needs. It truncates to bfloat16, multiplies matrices of bfloat16 as if they were integers, and rounds a
-    fused product before the sum, where the device does not. Its products of TF32 are in full float32, where a device takes
-    three of 11 bits each.
+    fused product before the sum, where the device does not.
     """
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     run, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
@@ -51,16 +50,7 @@ def quick():
 
     def dot(builder, a, b, sums, *options):
         a, b = (builder.cast_impl(x, core.float32) if x.dtype == core.bfloat16 else x for x in (a, b))
-        if options[0].name != "TF32x3":
-            return create_dot(builder, a, b, sums, *options)
-        (a_high, a_low), (b_high, b_low) = map(halves, (a, b))
-        for pair in ((a_low, b_high), (a_high, b_low), (a_high, b_high)):
-            sums = create_dot(builder, *pair, sums, *options)
-        return sums
-
-    def halves(x):
-        high = tf32(x.data)
-        return [interpreter.TensorHandle(part, x.dtype.scalar) for part in (high, tf32(x.data - high))]
+        return create_dot(builder, a, b, sums, *options)
 
     def fma(builder, x, y, z):
         exact = x.data.astype(np.float64) * y.data + z.data
@@ -76,11 +66,6 @@ def quick():
         patch.setattr(type(builder), "create_fma", fma)
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
         yield
-
-
-def tf32(x):
-    """float32 rounded to the 11 bits of TF32."""
-    return ((np.ascontiguousarray(x).view(np.uint32) + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def random(tokens, width, value_width=3, batch=(1, 2), seed=0):

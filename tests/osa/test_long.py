@@ -31,7 +31,6 @@ def long(monkeypatch):
     monkeypatch.setattr(operators, "MAX_TOKENS", 0)
     monkeypatch.setattr(heads, "is_fused", lambda *x: False)
     monkeypatch.setattr(linalg, "is_readable", lambda x: False)
-    monkeypatch.setitem(linalg.KERNELS, "split_phi1_times", [(operators.fits_split_phi1, operators.phi1_times)])
     if DEVICE.type == "cuda":
         yield
         return
@@ -104,7 +103,7 @@ def test_the_programs_types_do_not_reach_what_lies_between():
 @pytest.mark.parametrize("method", operators.LONG_METHODS)
 @pytest.mark.parametrize("width, dtype", [(5, torch.float32), (32, HALF)])
 def test_nothing_waits_for_the_device(monkeypatch, method, width, dtype):
-    """`traffic` fails where a value is read. By tensor cores φ₁ is one operator, and "exact" leaves few others to launch."""
+    """`traffic` fails where a value is read. The operators between the launches are as many as the documentation says."""
     query, key, value = (x.to(dtype) for x in random(70, width, 3, (1, 2)))
     inputs, output = (query, key, value, scales(0.01, 0.01)), torch.empty_like(value)
     saved, options = torch.zeros(sequences.saved_shape(method, query, value)), (2, linalg.EPSILON)
@@ -112,10 +111,8 @@ def test_nothing_waits_for_the_device(monkeypatch, method, width, dtype):
     monkeypatch.setattr(launch, "launch", lambda *x: None)
     forward = traffic(lambda: sequences.forward(method, inputs, output, saved, *options)).names
     backward = traffic(lambda: sequences.backward(method, inputs, saved, output, grads, *options)).names
-    assert [names.count("osa::phi1") for names in (forward, backward)] == [dtype == HALF] * 2
-    assert ("osa::phi1_backward" in backward) == (dtype == HALF)
-    if (method, dtype) == ("exact", HALF):
-        assert len(forward) < 100 and len(backward) < 40, (len(forward), len(backward))
+    most = {"exact": (160, 320), "newton_schulz": (100, 380)}[method]
+    assert len(forward) <= most[0] and len(backward) <= most[1], (len(forward), len(backward))
 
 
 def test_many_matrices_are_taken_a_part_at_a_time(monkeypatch):
@@ -215,8 +212,7 @@ class Memory:
 def test_launches_and_bytes(monkeypatch):
     """Use that 65,536 tokens of one head in bfloat16 make of 132 multiprocessors, by half of both.
 
-    Ideal is to read and write every tensor once. φ₁ is a launch forward, and two back; torch's own between Gram matrices are
-    small next to them.
+    Ideal is to read and write every tensor once. Torch's own launches between Gram matrices are small next to these.
     """
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
     monkeypatch.setattr(sequences, "LEAST_ROWS", 256)
@@ -228,5 +224,5 @@ def test_launches_and_bytes(monkeypatch):
     output = attend(*inputs, 1e-4, "exact")
     forward, memory.launches = memory.launches, []
     torch.autograd.grad(output.sum(), inputs)
-    for launches, count, tensors in ((forward, 4, 4), (memory.launches, 4, 7)):
+    for launches, count, tensors in ((forward, 3, 4), (memory.launches, 2, 7)):
         assert len(launches) == count and sum(used for _, used in launches) <= 2.2 * tensors * output.nbytes, launches

@@ -25,16 +25,16 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     footnote = claims["footnote_6"]
     (gap,) = footnote.judge(results).values()
     in_log_odds = [[float(logit(value / 100)) for value in results.accuracies(model)] for model in footnote.models]
-    matches = [
-        (first, verdict)
-        for name in MATCHES
-        for (first, _), verdict in zip(claims[name].compare, claims[name].judge(results).values(), strict=True)
-    ]
+    osa = []
+    for name in MATCHES:
+        claim = claims[name]
+        for (model, _), verdict in zip(claim.compare, claim.judge(results).values(), strict=True):
+            if model in models:
+                osa.append({"variant": models[model], "verdict": verdict})
     rows = {
         variant: {"harder": summary_of(own.accuracies(name)), "mnist": summary_of(mnist.accuracies(variant))}
         for name, variant in models.items()
     }
-    osa = [{"variant": models[name], "verdict": judged} for name, judged in matches if name in models]
     log_odds = judge_contrast(in_log_odds, WEIGHTS[footnote.kind])
     return {"models": rows, "verdict": gap, "log_odds": log_odds, "osa_matches_vit": osa}
 

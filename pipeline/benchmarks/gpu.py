@@ -3,6 +3,7 @@
 machine    what the device copies and multiplies a second
 forms      each form of a kernel: seconds of its first use, and its errors against float64, side by side in processes
 attention  a call by its launches, as a replay of a CUDA graph and eagerly, with torch's attention and a copy
+split      a call of the kernels that leave φ₁ to torch, in float32 and of wider heads, with torch's products and attention
 vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
 step       a training step of each model of the paper, and its parts
 train      the phases of a whole training of the paper's size, on random images
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +45,7 @@ import osa  # noqa: E402
 from osa import functional, linalg  # noqa: E402
 
 SECONDS = 570
-SHARES = {"machine": 25, "forms": 150, "attention": 150, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
+SHARES = {"machine": 25, "forms": 130, "attention": 130, "split": 40, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
 TINY_MODEL = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +171,27 @@ def attention(tiny: bool) -> Rows:
         for work, count in (("forward", 2), ("both", 6)):  # tensors of one size read and written, at the least
             row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
             yield shape | row | {"seconds": seconds(partial(copy, inputs[0].detach(), count))}
+
+
+SPLIT = (  # batch, heads, tokens, width, type
+    (1, 64, 4096, 64, SINGLE),
+    (128, 12, 197, 64, SINGLE),
+    (1, 64, 4096, 128, HALF),
+)
+
+
+def split(tiny: bool) -> Rows:
+    """Seconds of calls with their gradients, as replays: whether these kernels are worth their code."""
+    for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
+        inputs, scale = draw(batch, heads, tokens, width, dtype, NORMS[0])
+        for method in ("exact", "newton_schulz"):
+            row = case(method, batch, heads, tokens, width, dtype)
+            work = partial(differentiate, partial(osa.orthogonal_attention, scale=scale, method=method), inputs, inputs)
+            yield row | {"by": "kernels", "seconds": seconds(work)}
+            with without_kernels():
+                yield row | {"by": "torch's products", "seconds": seconds(work)}
+        work = partial(differentiate, F.scaled_dot_product_attention, inputs, inputs)
+        yield case("sdpa", batch, heads, tokens, width, dtype) | {"by": "sdpa", "seconds": seconds(work)}
 
 
 def by_cudnn(*inputs: Tensor) -> Tensor:
@@ -397,6 +420,7 @@ PARTS: dict[str, Callable[[bool], Rows]] = {
     "machine": machine,
     "forms": forms,
     "attention": attention,
+    "split": split,
     "vit_b16": vit_b16,
     "step": step,
     "train": train,
@@ -506,6 +530,11 @@ def first_look(folder: Path) -> Iterator[str]:
         for other in ("sdpa", "exact, torch's products"):
             if {"exact", other} <= found.keys():
                 yield f"{batch} × {heads} heads of {tokens} tokens: {found[other] / found['exact']:.2f} × as fast as {other}"
+    for row, other in pairwise(read(folder / "split.csv")):
+        if (row["by"], other["by"]) == ("kernels", "torch's products"):
+            ratio = float(other["seconds"]) / float(row["seconds"])
+            what = f"{row['method']}, {row['dtype']}, {row['tokens']} tokens of width {row['width']}"
+            yield f"{what}: {ratio:.2f} × as fast as torch's products"
 
 
 def read(path: Path) -> list[dict]:

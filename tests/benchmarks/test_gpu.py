@@ -14,7 +14,7 @@ from pipeline.benchmarks import measurements
 from pipeline.core.files import ROOT
 
 SCRIPT = ROOT / "pipeline/benchmarks/gpu.py"
-PARTS = {"machine", "forms", "attention", "vit_b16", "step", "train", "profile"}
+PARTS = {"machine", "forms", "attention", "split", "vit_b16", "step", "train", "profile"}
 WITHOUT_PACKAGES = """
 import runpy, sys
 
@@ -55,6 +55,7 @@ def test_a_rehearsal_leaves_one_archive_with_its_tables(tmp_path):
     assert {"2.0", "40.0"} <= {row["norm"] for row in rows["attention"]}
     kernels = {row["part"].partition(" ")[2] for row in rows["attention"]} - {""}
     assert len(kernels) > 2 and all(name.endswith("_kernel") for name in kernels)
+    assert {(row["method"], row["by"]) for row in rows["split"]} >= {("exact", "kernels"), ("exact", "torch's products")}
     assert {row["attention"] for row in rows["vit_b16"]} == {"softmax", "orthogonal"}
     assert [row["model"] for row in rows["step"]] == ["osa_exact"] and float(rows["step"][0]["seconds"]) > 0
     assert {"import", "first step", "steps", "evaluations", "checkpoints"} <= {row["phase"] for row in rows["train"]}

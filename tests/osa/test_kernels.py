@@ -256,7 +256,7 @@ def test_phi1_alone_waits_where_threads_exchange():
     for ignores_barriers in (False, True):
         with Races(ignores_barriers=ignores_barriers).watch() as races:
             torch.autograd.grad(operators.phi1_times(z, y).sum(), z)
-        assert races.barriers > 20 and (races.found > 100 if ignores_barriers else races.found == 0), races.found
+        assert races.barriers > 20 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
 
 
 def test_lower_precision_is_that_of_inputs_and_outputs_alone():

@@ -23,6 +23,7 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import CLAIMS
 
 CLAIM = "osa_matches_vit_with_better_optimisers"
+SEARCH = "_search"  # end of the name of a short training
 
 
 class Settings(Section):
@@ -67,7 +68,7 @@ def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
     """The name and request of each short training, and where its search has ended of each long one."""
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in searches(settings, model, optimizer).values():
-            yield f"{model}_{optimizer}_search", each
+            yield f"{model}_{optimizer}{SEARCH}", each
         if (rate := best_rate(settings, model, optimizer, lab)) is not None:
             for seed in settings.seeds:
                 yield f"{model}_{optimizer}", request(settings, model, optimizer, rate, seed)
@@ -79,12 +80,11 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 def read(settings: Settings, lab: Lab) -> Tables:
     """The tables of the runs, and `rates`: the rate of each model and optimiser whose search has ended."""
-    listed = [
-        (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
-        for name, (variant, overrides, seed) in requests(settings, lab)
-    ]
-    pairs = itertools.product(settings.models, settings.optimizers)
-    rates = {f"{model}_{optimizer}": best_rate(settings, model, optimizer, lab) for model, optimizer in pairs}
+    listed, rates = [], {}
+    for name, (variant, overrides, seed) in requests(settings, lab):
+        listed.append((name, lab.run(variant, overrides, seed), lab.config(variant, overrides)))
+        if not name.endswith(SEARCH):
+            rates[name] = overrides["train"]["learning_rate"]
     return tables_of(listed) | {"rates": pd.DataFrame(rates.items(), columns=["name", "rate"])}
 
 

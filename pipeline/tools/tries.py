@@ -1,34 +1,27 @@
-"""Trains a grid of values, to compare with the committed results: `python -m pipeline try osa_exact --set model.depth=2,3`.
+"""Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
 Every combination of the values is trained with every seed, side by side; given again, what is missing. A table compares test
 accuracies by ranks, as the page's claims do. Records stay under paper_outputs/runs/tries, where neither git nor DVC looks;
 weights go.
-`--of NAME` trains nothing: it compares the runs of an experiment of DVC, or of a revision.
 """
 
 import argparse
-import io
 import itertools
 import math
 import re
-import subprocess
-import tempfile
-import zipfile
-from pathlib import Path
 from typing import Any
 
-from pipeline.config import params, reading
+from pipeline.config import params
 from pipeline.config.params import Params, as_yaml
-from pipeline.core import files
-from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.results.runs import accuracy
+from pipeline.core.errors import command_parser, entry_point
+from pipeline.results.runs import accuracy, of_table_2
 from pipeline.statistics.claims import GUESS_ACCURACY
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import BOTH, CONTRADICTED, REPRODUCED, judge
 from pipeline.tools import fan_out, locks
-from pipeline.training.run import FOLDER, TABLE_2, TRIES, Run
+from pipeline.training.run import TRIES, Run
 
-HEADS = ["Model", "committed", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
+HEADS = ["Model", "Table 2", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
 READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdicts on the claim that a model is more accurate
 Seeds = dict[int, dict[str, Any]]  # seed → its record, and its accuracy in per cent, NaN where it diverged
 
@@ -36,25 +29,23 @@ Seeds = dict[int, dict[str, Any]]  # seed → its record, and its accuracy in pe
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("try", __doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help="a name under variants in params.yaml")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="a name under variants in params.yaml")
     set_help = "values to try, as in model.depth=2,3; with more than one --set, every combination"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUES", help=set_help)
     parser.add_argument("--seeds", type=seeds, default=[0], metavar="0,1", help="default: 0")
-    parser.add_argument("--of", metavar="NAME", help="train nothing: compare an experiment of DVC, or a revision")
     chosen = fan_out.add_options(parser).parse_args(arguments)
-    if bool(chosen.models) == bool(chosen.of):
-        parser.error("name a MODEL to train, or with --of the runs to compare")
-    settings, before = params.load(), committed("HEAD")
-    after = committed(chosen.of) if chosen.of else tried(chosen, settings)
-    bases = {name: name if name in before else next(iter(runs.values()))["variant"] for name, runs in after.items()}
-    rows = [row(name, before.get(bases[name], {}), runs) for name, runs in after.items()]
-    if chosen.of:
-        rows += [row(name, runs, {}) for name, runs in before.items() if name not in after]
+    settings = params.load()
+    before: dict[str, Seeds] = {}
+    for run in of_table_2(settings):
+        if run.record():
+            before.setdefault(run.variant, {})[run.seed] = read(run)
     lines = [HEADS]
-    for each in rows:
-        if changes := each.pop("changes"):
-            print(f"{each['model']}: {changes}")
-        lines.append(list(each.values()))
+    for name, runs in tried(chosen, settings).items():
+        variant = next(iter(runs.values()))["variant"]
+        row = compare(name, before.get(variant, {}), runs)
+        if changes := row.pop("changes"):
+            print(f"{name}: {changes}")
+        lines.append(list(row.values()))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print("Test accuracy in per cent: mean ± standard deviation (seeds).")
     print("Differences are medians over all pairs of runs, each judged alone by an exact Mann–Whitney test.")
@@ -99,41 +90,13 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     found: dict[str, Seeds] = {}
     for run, _ in jobs:
         name = " ".join([run.variant, *(each for each in options[run.name] if each not in common)])
-        found.setdefault(name, {})[run.seed] = read(run.folder)
+        found.setdefault(name, {})[run.seed] = read(run)
     return found
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(run: Run) -> dict[str, Any]:
     """A run's record, with its accuracy."""
-    return files.read_json(folder / "record.json") | {"accuracy": accuracy(files.read_json(folder / "metrics.json"))}
-
-
-def committed(name: str) -> dict[str, Seeds]:
-    """The runs of Table 2 that params.yaml lists in a revision, or in an experiment of DVC, which is a commit of git's too.
-
-    Raises:
-        UserError: there is no such revision or experiment, or it has no runs.
-    """
-    refs = subprocess.run(
-        ["git", "for-each-ref", "--format=%(refname)", "refs/exps"], capture_output=True, text=True, check=False
-    )
-    revision = next((ref for ref in refs.stdout.split() if ref.endswith(f"/{name}")), name)
-    archive = ["git", "archive", "--format=zip", revision, "params.yaml", str(FOLDER / TABLE_2)]
-    packed = subprocess.run(archive, capture_output=True, check=False)
-    if packed.returncode:
-        why = packed.stderr.decode(errors="replace").strip().splitlines()[-1]
-        raise UserError(f"{name} has no runs of Table 2: name a revision, or an experiment of `dvc exp list` ({why}).")
-    with zipfile.ZipFile(io.BytesIO(packed.stdout)) as opened, tempfile.TemporaryDirectory() as folder:
-        opened.extractall(folder)
-        run, found = reading.read(Path(folder, "params.yaml"))["run"], {}
-        seeds = [*run["seeds"], *run.get("recorded_seeds", [])]
-        for variant in run["variants"]:
-            paths = {seed: Path(folder, FOLDER, TABLE_2, variant, str(seed)) for seed in seeds}
-            own = {seed: read(path) for seed, path in paths.items() if (path / "record.json").exists()}
-            current = [parameters(own[seed]) for seed in run["seeds"] if seed in own]
-            if current:  # recorded seeds are of the model as it was then
-                found[variant] = {seed: each for seed, each in own.items() if parameters(each) in current}
-    return found
+    return run.record() | {"accuracy": accuracy(run.metrics())}
 
 
 def parameters(record: dict[str, Any]) -> dict[str, str]:
@@ -144,32 +107,26 @@ def parameters(record: dict[str, Any]) -> dict[str, str]:
     return found | {"data": record["data_sha256"][:8], "numerics": as_yaml(record["numerics"])}
 
 
-def row(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
+def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     """Both accuracies, their difference with its interval, what may be said of it, and which parameters differ."""
-    shown = {"model": name, "before": cell(old), "after": cell(new)}
-    shown |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
-    if not (old and new):
-        return shown
-    if trainings(old) == trainings(new):
-        return shown | {"reading": "the same runs"}
-    was, now = (parameters(next(iter(side.values()))) for side in (old, new))
+    row = {"model": name, "before": cell(old), "after": cell(new)}
+    row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
+    if not old:
+        return row
+    was, now = parameters(next(iter(old.values()))), parameters(next(iter(new.values())))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
-    shown["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
+    row["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
     verdict = judge(accuracies(new), accuracies(old))
-    shown["difference"] = f"{verdict.estimate:+.2f}"
+    row["difference"] = f"{verdict.estimate:+.2f}"
     if math.isinf(verdict.low):
-        return shown | {"reading": "too few seeds to tell"}
+        return row | {"reading": "too few seeds to tell"}
     said = READINGS.get(verdict.word, "no difference shown")
-    return shown | {"interval": f"{verdict.low:+.2f} to {verdict.high:+.2f}", "reading": said}
+    return row | {"interval": f"{verdict.low:+.2f} to {verdict.high:+.2f}", "reading": said}
 
 
 def accuracies(runs: Seeds) -> list[float]:
     """The accuracies of the runs; one that diverged is as good as a guess."""
     return [GUESS_ACCURACY if math.isnan(run["accuracy"]) else run["accuracy"] for run in runs.values()]
-
-
-def trainings(runs: Seeds) -> set[tuple[str, str]]:
-    return {(run["run_key"], run["started_at"]) for run in runs.values()}
 
 
 def cell(runs: Seeds) -> str:

@@ -1,13 +1,11 @@
 """The runs in MLflow, as a view of the files under paper_outputs/runs, which stay the truth.
 
-    python -m pipeline tracking sync [--from DIR]   bring MLflow up to date with the runs, and with those that train now
-    python -m pipeline tracking sync --models       with the trained models of Table 2 too
-    python -m pipeline tracking ui                  serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
+    python -m pipeline tracking sync            bring MLflow up to date with the runs, and with those that train now
+    python -m pipeline tracking sync --models   with the trained models of Table 2 too
+    python -m pipeline tracking ui              serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
 
 The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says.
 """
-
-from pathlib import Path
 
 from pipeline.core.errors import command_parser, entry_point, without_password
 from pipeline.tracking import store
@@ -18,7 +16,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("tracking", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sync_parser = commands.add_parser("sync", help="bring MLflow up to date with the runs")
-    sync_parser.add_argument("--from", dest="base", type=Path, default=Path(), help="a folder with paper_outputs/runs")
     sync_parser.add_argument("--only", nargs="+", metavar="RUN", default=(), help="runs, or beginnings: table_2/osa_qr/0")
     sync_parser.add_argument("--models", action="store_true", help="log and register the trained models of Table 2 too")
     commands.add_parser("ui", help="serve MLflow on 127.0.0.1, and sync every few seconds")
@@ -30,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         from pipeline.tracking.sync import sync
 
-        new, runs = sync(chosen.base, only=tuple(chosen.only) or "", with_models=chosen.models)
+        new, runs = sync(chosen.only, with_models=chosen.models)
         hint = "" if runs else " Trainings leave records: run `dvc repro`."
         print(f"{new} of {runs} runs were new to MLflow at {without_password(store.address())}.{hint}")
 

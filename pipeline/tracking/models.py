@@ -2,12 +2,16 @@
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipeline.tracking.experiment import Entry, Experiment
-from pipeline.tracking.records import Training
+from pipeline.tracking.experiment import Experiment
+from pipeline.tracking.trainings import Training
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 
-def log(experiment: Experiment, entry: Entry, training: Training) -> str:
+def log(experiment: Experiment, run: "Run", training: Training) -> str:
     """Logs a trained model with its MLflow run, and registers it. Returns its address; nothing without weights.
 
     torch.export writes it: no pickle, and MLflow loads it without this code. That takes seconds and comes first, so that an
@@ -26,7 +30,8 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
 
     from pipeline.config import params, reading
 
-    config = reading.validate(params.RunConfig, params.normalised_config(training.record.config), str(training.path))
+    record = training.record
+    config = reading.validate(params.RunConfig, params.normalised_config(record["config"]), str(training.path))
     model, data = training.run.load_model(config), config.data.images
     images = torch.zeros(2, data.channels, data.size, data.size)
     with torch.no_grad():
@@ -42,15 +47,15 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
             signature=signature,
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}"],
         )
-        client, name, seed = experiment.client, training.record.name, training.record.seed
-        for left in client.search_logged_models([experiment.id], f"source_run_id = '{entry.id}'"):
+        client, name, seed = experiment.client, record["name"], record["seed"]
+        for left in client.search_logged_models([experiment.id], f"source_run_id = '{run.info.run_id}'"):
             client.delete_logged_model(left.model_id)  # left by an import that was killed
-        logged = client.create_logged_model(experiment.id, f"{name}-{seed}", entry.id, params=entry.parameters)
+        logged = client.create_logged_model(experiment.id, f"{name}-{seed}", run.info.run_id, params=run.data.params)
         try:
             client.log_model_artifacts(logged.model_id, str(path))
             last = [Metric(*value, model_id=logged.model_id) for value in values if value[-1] == values[-1][-1]]
-            client.log_batch(entry.id, last)
-            client.log_outputs(entry.id, [LoggedModelOutput(logged.model_id, step=values[-1][-1])])
+            client.log_batch(run.info.run_id, last)
+            client.log_outputs(run.info.run_id, [LoggedModelOutput(logged.model_id, step=values[-1][-1])])
             client.finalize_logged_model(logged.model_id, "READY")
         except BaseException:
             client.finalize_logged_model(logged.model_id, "FAILED")
@@ -58,5 +63,5 @@ def log(experiment: Experiment, entry: Entry, training: Training) -> str:
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     place = logged.artifact_location  # an address models:/ID would be looked up in the store that is open elsewhere
-    client.create_model_version(name, place, entry.id, {"seed": str(seed)}, model_id=logged.model_id)
+    client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

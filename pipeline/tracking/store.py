@@ -74,13 +74,9 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"{VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            from sqlalchemy import Engine, event
-
             partial = path.with_name(f"{path.name}.partial")  # a kill in between would leave half of the tables
             partial.unlink(missing_ok=True)
-            event.listen(Engine, "connect", _disable_fsync)  # a thousand waits for the disk
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
-            event.remove(Engine, "connect", _disable_fsync)
             os.replace(partial, path)
         try:
             client = mlflow.MlflowClient(uri)
@@ -88,10 +84,6 @@ def connect() -> tuple[Any, FileLock]:
             raise UserError(f"{VARIABLE} needs a driver ({error}): install it, or correct {VARIABLE}.") from None
     gc.freeze()  # a search makes thousands of objects, at which the collector would walk all modules again and again
     return client, lock
-
-
-def _disable_fsync(connection: Any, _: object) -> None:
-    connection.execute("pragma synchronous = off")
 
 
 @contextmanager

@@ -9,36 +9,35 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.tracking import models, records, store
-from pipeline.tracking.experiment import Entry, Experiment
-from pipeline.tracking.records import CURVES, TABLE_2, Training, rounded
+from pipeline.tracking import models, store, trainings
+from pipeline.tracking.experiment import Experiment, name_of
+from pipeline.tracking.trainings import CURVES, TABLE_2, Training, Value, rounded
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 ENDED = ("FINISHED", "FAILED")  # in MLflow's words; the second has diverged
 COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
 SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
-GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
 REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
 
-def sync(
-    base: Path = Path(), *, only: str | tuple[str, ...] = "", with_models: bool = False, opened: tuple | None = None
-) -> tuple[int, int]:
-    """Imports what MLflow lacks of the runs under a folder, and of those that train here.
+def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
+    """Imports what MLflow lacks of the runs under paper_outputs, and of those that train now.
 
     Args:
-        base: A folder with paper_outputs/runs.
-        only: The beginning of names, or several: a sync of one run reads its own family alone.
+        only: Beginnings of names, or none for all: a sync of one run reads its own family alone.
         with_models: Whether to log the trained models of Table 2 too.
         opened: The client and the lock that `store.connect` gave.
 
@@ -46,33 +45,29 @@ def sync(
         How many runs were new, of how many.
 
     Raises:
-        UserError: `base` holds no runs, or MLflow is not installed, does not answer or cannot read its store.
+        UserError: MLflow is not installed, does not answer or cannot read its store.
     """
-    if base != Path() and not (base / records.FOLDER).is_dir():
-        raise UserError(f"--from {base} has no {records.FOLDER}: name a folder that does.")
-    trainings = records.find(base, only)
+    found = trainings.find(only)
     by_family: dict[str, list[Training]] = defaultdict(list)
-    for training in trainings:
+    for training in found:
         by_family[training.family].append(training)
     client, lock = opened or store.connect()
     new = 0
-    with store.errors_as_user_errors(), lock, _bar(len(trainings), "run") as bar:
+    with store.errors_as_user_errors(), lock, _bar(len(found), "run") as bar:
         experiment = Experiment(client)
         known = experiment.search(by_family if only else None)
         for name in sorted({*by_family, *known}, key=lambda name: (not name.startswith(f"{TABLE_2}/"), name)):
-            family = Family(experiment, name, known.get(name, ()))
+            family = Family(experiment, name, known.get(name, []))
             for training in by_family[name]:
                 new += bool(_attempt(training, family.import_run, training))
                 bar.update()
-            if base == Path() and not only:
+            if not only:
                 family.end_lost_runs()
             family.settle()
-            if base == Path() and name.startswith(f"{TABLE_2}/"):
-                family.attach_report()
     if with_models:
         with store.errors_as_user_errors(), lock:
-            _log_models(experiment, [training for training in trainings if training.name.startswith(f"{TABLE_2}/")])
-    return new, len(trainings)
+            _log_models(experiment, [training for training in found if training.name.startswith(f"{TABLE_2}/")])
+    return new, len(found)
 
 
 def _bar(total: int, unit: str) -> tqdm:
@@ -81,137 +76,144 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
-    """Gives what `function` gives. A run that cannot be read, or that MLflow refuses, is named and stops no other."""
-    from mlflow.exceptions import MlflowException
-
+    """Gives what `function` gives. A run that cannot be read is named and stops no other."""
     try:
         return function(*arguments)
-    except FileNotFoundError:
-        if training.path.exists():
-            raise
-        return None  # the training has ended since
-    except UserError as error:
-        why = str(error)
-    except MlflowException as error:
-        if error.error_code != "INVALID_PARAMETER_VALUE":
-            raise
-        why = store.cause(error)
-    if training.path.exists():
-        tqdm.write(f"warning: {training.path} is not imported ({why.rstrip('.')}): `git checkout` restores it.", sys.stderr)
+    except (UserError, FileNotFoundError) as error:
+        if training.path.exists():  # else it has ended since
+            tqdm.write(f"warning: {training.path} is not imported: {error}", sys.stderr)
     return None
 
 
 def _log_models(experiment: Experiment, trainings: list[Training]) -> None:
     """Logs the trained models of the runs that have none."""
-    known = experiment.search({training.family for training in trainings})
-    entries = {}
-    for family in known.values():
-        entries |= {entry.name: entry for entry in reversed(family)}  # the newest of a name comes last
-    pairs = [(training, entries[training.name]) for training in trainings if training.name in entries]
-    pairs = [(training, entry) for training, entry in pairs if entry.status == "FINISHED" and "model" not in entry.tags]
-    with _bar(len(pairs), "model") as bar:
-        for training, entry in pairs:
-            if address := _attempt(training, models.log, experiment, entry, training):
-                experiment.write(entry, [], {}, {"model": address})
+    runs = {}
+    for family in experiment.search({training.family for training in trainings}).values():
+        runs |= {name_of(run): run for run in reversed(family)}  # the newest of a name comes last
+    left = []
+    for training in trainings:
+        run = runs.get(training.name)
+        if run and run.info.status == "FINISHED" and "model" not in run.data.tags:
+            left.append((training, run))
+    with _bar(len(left), "model") as bar:
+        for training, run in left:
+            if address := _attempt(training, models.log, experiment, run, training):
+                experiment.write(run, {"model": address})
             bar.update()
 
 
 class Family:
-    """The runs in MLflow of one name: a parent for each configuration, and children by the names of their trainings."""
+    """The runs of one name in MLflow: a parent for each configuration, and children by the names of their trainings."""
 
-    def __init__(self, experiment: Experiment, name: str, entries: Iterable[Entry]) -> None:
-        self.experiment, self.name = experiment, name
-        self.parents: dict[str, Entry] = {}  # configuration → parent
-        self.children: dict[str, list[Entry]] = defaultdict(list)  # name → children, the newest first
-        self.surplus: list[Entry] = []  # parents
-        self.seen: set[str] = set()  # children that files tell of
-        for entry in entries:
-            configuration = entry.tags.get("configuration", "")
-            if not entry.is_parent:
-                self.children[entry.name].append(entry)
-            elif configuration in self.parents or "run" in entry.parameters:
-                self.surplus.append(entry)  # in older stores a parent has curves, which would hide its new means
-            else:
-                self.parents[configuration] = entry
+    def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
+        self.experiment, self.name, self.runs = experiment, name, runs  # the newest first
+        self.known = {(name_of(run), run.info.start_time): run for run in runs}
+        self.seen: set[str] = set()  # runs that files tell of
+        self.has_changed = False  # since `runs` were searched
+        self.parents: dict[str, Run] = {}  # one for each configuration
+        self.surplus: list[Run] = []  # parents
+        for run in runs:
+            if name_of(run) == name:
+                configuration = run.data.tags.get("configuration", "")
+                if configuration in self.parents or "run" in run.data.params:
+                    self.surplus.append(run)  # in older stores a parent has curves, which would hide its new means
+                else:
+                    self.parents[configuration] = run
 
     def import_run(self, training: Training) -> bool:
         """Brings a child up to what the files of its training say. Returns True if it is new."""
-        entries = self.children[training.name]
-        for entry in entries:
-            if entry.status in ENDED and entry.tags.get("checksum") == _checksum(training, entry.tags):
-                self.seen.add(entry.id)
+        if run := self.known.get((training.name, training.started)):
+            self.seen.add(run.info.run_id)
+            if run.data.tags.get("checksum") == training.checksum and run.info.status == training.status:
                 return False
-        tags, status = _tags(training), training.status
-        entry = next((entry for entry in entries if entry.start == training.started), None)
-        if entry and entry.parameters and entry.status == status and tags.items() <= entry.tags.items():  # no new point
-            self.seen.add(entry.id)
-            return False
-        metrics, values = training.metrics(), training.values()  # before anything is written: malformed files leave no run
-        if is_new := entry is None:
-            parent = self._parent(tags, training.started)
-            own = tags | {"current": "true", "mlflow.parentRunId": parent.id}
-            entry = self.experiment.create(training.name, training.started, own, training.run.command)
-            entries.append(entry)
-            entries.sort(key=lambda each: each.start, reverse=True)
+        metrics, values = training.metrics(), training.values()  # before anything is written: broken files leave no run
+        tags, self.has_changed = _tags(training), True
+        if is_new := run is None:
+            own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
+            own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
+            run = self.experiment.create(training.name, training.started, tags | own)
+            self.seen.add(run.info.run_id)
         else:
-            history = self.experiment.client.get_metric_history(entry.id, "epoch")
-            known = {metric.step for metric in history}  # a resumed training repeats some
-            values = [value for value in values if value[3] not in known]
-        self.seen.add(entry.id)
+            history = self.experiment.client.get_metric_history(run.info.run_id, "epoch")
+            steps = {metric.step for metric in history}  # a resumed training repeats some
+            values = [value for value in values if value[3] not in steps]
         if training.has_ended:
-            self.experiment.log_files(entry, training.path.parent)
-            once = {key: getattr(training.record, key) for key in COSTS}
-            once = {key: rounded(key, value) for key, value in once.items() if value is not None}
-            if not metrics["diverged"]:
-                once["starts"] = float(training.starts())
-                once |= self.experiment.against_paper(tags, 100 * metrics["test_accuracy"])
-            values += [(key, value, training.ended, 0) for key, value in once.items()]
-        self.experiment.write(entry, values, _parameters(training, metrics), tags)
-        if entry.status != status:
-            self.experiment.end(entry, status, training.ended)
+            self.experiment.client.log_artifacts(run.info.run_id, str(training.path.parent))
+            values += self._once(training, metrics)
+        tags["checksum"] = training.checksum
+        self.experiment.write(run, tags, values, _parameters(training, metrics))
+        if run.info.status != training.status:
+            self.experiment.end(run, training.status, training.ended)
         return is_new
+
+    def _once(self, training: Training, metrics: dict) -> list[Value]:
+        """The metrics that are no curves."""
+        once = {key: rounded(key, training.record[key]) for key in COSTS if training.record[key] is not None}
+        if not metrics["diverged"]:
+            once["starts"] = float(training.starts())
+            once |= self._against_paper(100 * metrics["test_accuracy"])
+        return [(key, value, training.ended, 0) for key, value in once.items()]
+
+    def _against_paper(self, accuracy: float) -> dict[str, float]:
+        """The paper's accuracy and the difference to it, of its models in Table 2."""
+        study, name = self.name.split("/")
+        number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
+        return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
         """Marks as killed the runs of this machine that no files tell of."""
-        for entries in self.children.values():
-            for entry in entries:
-                is_ours = entry.tags.get("host") == platform.node()
-                if entry.status == "RUNNING" and is_ours and entry.id not in self.seen:
-                    self.experiment.end(entry, "KILLED", _now())
+        for run in self.runs:
+            is_ours = run.data.tags.get("host") == platform.node()
+            if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:
+                self.experiment.end(run, "KILLED", _now())
+                self.has_changed = True
 
     def settle(self) -> None:
-        """Says which children are current, the newest finished of each seed, and brings the parents up to date.
-
-        In Table 2 a child is current where it is as params.yaml has its model; where none is, all may be.
-        """
-        members: dict[str, list[Entry]] = defaultdict(list)
-        listed = self._listed()
-        for entries in self.children.values():
-            ended = [entry for entry in entries if entry.status in ENDED]
-            newest = next((entry for entry in ended if not listed or entry.tags.get("configuration") in listed), None)
-            for entry in entries:
-                self._tag(entry, {"current": _word(entry.status == "RUNNING" or entry is newest)})
-                if {*SHARED} <= entry.tags.keys():  # else somebody has deleted one, which the files bring back
-                    members[entry.tags["configuration"]].append(entry)
-        for configuration in self.parents.keys() - members.keys():
+        """Says which children are current, and brings the parents up to date, one for each configuration."""
+        if self.has_changed:
+            self.runs = self.experiment.search([self.name])[self.name]
+        children: dict[str, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            if name_of(run) != self.name and "configuration" in run.data.tags:
+                children[run.data.tags["configuration"]].append(run)
+        for configuration in self.parents.keys() - children.keys():
             self.surplus.append(self.parents.pop(configuration))
-        for parent in self.surplus:
-            self.experiment.client.delete_run(parent.id)
-        for children in members.values():
-            parent = self._parent(children[0].tags, min(child.start for child in children))
-            for child in children:
-                self._tag(child, {"mlflow.parentRunId": parent.id})
-            self._summarise(parent, children)
+        for run in self.surplus:
+            self.experiment.client.delete_run(run.info.run_id)
+        current = self._current(children)
+        for members in children.values():
+            parent = self._parent(members[0].data.tags, members[-1].info.start_time)
+            for child in members:
+                tags = {"mlflow.parentRunId": parent.info.run_id, "current": _word(child.info.run_id in current)}
+                self.experiment.write(child, tags)
+            self._summarise(parent, members, current)
+            self._attach_report(parent)
 
-    def _listed(self) -> set[str]:
-        """The configurations of the children that are as params.yaml has this model of Table 2, where they have several."""
-        tags = [entry.tags for entries in self.children.values() for entry in entries if {*SHARED} <= entry.tags.keys()]
-        known, (study, variant) = {each["configuration"] for each in tags}, self.name.split("/")
-        if study != TABLE_2 or len(known) < 2 or (config := self.experiment.configuration(variant)) is None:
+    def _current(self, children: "dict[str, list[Run]]") -> set[str]:
+        """The runs that train, and of each seed the newest that has ended: in Table 2 of those that are as params.yaml has
+        their model, where there are any."""
+        listed = children.keys() & self._listed(children)
+        newest, current = {}, set()
+        for run in self.runs:
+            if run.info.status == "RUNNING":
+                current.add(run.info.run_id)
+            elif run.info.status in ENDED and run.data.tags.get("configuration") in (listed or children):
+                newest.setdefault(name_of(run), run.info.run_id)
+        return current | {*newest.values()}
+
+    def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
+        """The configurations of this model of Table 2 by params.yaml, with each data set; none where it has but one."""
+        study, variant = self.name.split("/")
+        settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
+        if settings is None or variant not in settings.variants:
             return set()
-        return known & {_configuration(study, variant, each["data_sha256"], config) for each in tags}
+        from pipeline.config import params
 
-    def _parent(self, tags: dict[str, str], start: int) -> Entry:
+        config = params.resolve(settings, variant).model_dump(mode="json")
+        data = {members[0].data.tags["data_sha256"] for members in children.values()}
+        return {_configuration(study, variant, each, config) for each in data}
+
+    def _parent(self, tags: dict[str, str], start: int) -> "Run":
         """The parent of the children with these tags. Those of Table 2 are as new as the import, so that MLflow lists them
         first where no view is open."""
         configuration = tags["configuration"]
@@ -221,63 +223,58 @@ class Family:
             self.parents[configuration] = self.experiment.create(self.name, start, shared)
         return self.parents[configuration]
 
-    def _summarise(self, parent: Entry, children: list[Entry]) -> None:
+    def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
         """Writes a parent's statistics over the newest finished run of each seed, where these have changed.
 
         MLflow appends to a metric and shows the last value. It would draw the means of curves in a zigzag, one for each seed
         that came, so a parent has none.
         """
-        newest = {_seed(child): child for child in sorted(children, key=lambda child: child.start) if child.status in ENDED}
+        newest: dict[int, Run] = {}
+        for child in children:
+            if child.info.status in ENDED:
+                newest.setdefault(_seed(child), child)
         finished = [newest[seed] for seed in sorted(newest)]
-        known = {_seed(child) for child in finished or children}
-        tags = {
-            **{key: children[0].tags[key] for key in SHARED},
-            "run": self.name,
-            "level": "mean",
-            "seed": ",".join(map(str, sorted(known))),
-            "current": _word(any(child.tags["current"] == "true" for child in children)),
-            "children": files.digest([[child.id, child.tags.get("checksum")] for child in finished])[:16],
-        }
-        if tags.items() <= parent.tags.items():
+        seeds = sorted({_seed(child) for child in finished or children})
+        tags = {key: children[0].data.tags[key] for key in SHARED} | {"run": self.name, "level": "mean"}
+        tags["seed"] = ",".join(map(str, seeds))
+        tags["current"] = _word(any(child.info.run_id in current for child in children))
+        tags["children"] = files.digest([[child.info.run_id, child.data.tags["checksum"]] for child in finished])[:16]
+        if tags.items() <= parent.data.tags.items():
             return
-        constants = {key: value for key, value in children[0].parameters.items() if key not in ("seed", "run")}
         values = self._statistics(finished) if finished else {}
-        gone = {key: math.nan for key, value in parent.metrics.items() if key not in values and not math.isnan(value)}
-        self.experiment.write(parent, [(key, value, _now(), 0) for key, value in (values | gone).items()], constants, tags)
+        for key, value in parent.data.metrics.items():
+            if key not in values and not math.isnan(value):
+                values[key] = math.nan  # MLflow deletes no metric
+        parameters = {key: value for key, value in children[0].data.params.items() if key not in ("seed", "run")}
+        self.experiment.write(parent, tags, [(key, value, _now(), 0) for key, value in values.items()], parameters)
         if finished:
-            self.experiment.end(parent, "FINISHED", parent.start + round(1000 * values.get("seconds", 0)))
+            seconds = mean(child.data.metrics["seconds"] for child in finished)
+            self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
-    def _statistics(self, finished: list[Entry]) -> dict[str, float]:
+    def _statistics(self, finished: "list[Run]") -> dict[str, float]:
         """The means of the last values of the runs that start, as in Table 2, and their standard deviations."""
-        ended = [child for child in finished if child.status == "FINISHED"]
-        counted = [child for child in ended if child.metrics.get("starts", 1)]  # older stores do not have it
+        ended = [child for child in finished if child.info.status == "FINISHED"]
+        counted = [child for child in ended if child.data.metrics.get("starts", 1)]  # older stores do not have it
         values, deviations = {}, {}
         for key in (*CURVES, *COSTS):
-            last = [child.metrics[key] for child in counted if key in child.metrics]
+            last = [child.data.metrics[key] for child in counted if key in child.data.metrics]
             if last:
                 values[key] = rounded(key, mean(last))
             if len(last) > 1 and key in CURVES[:-1]:
                 deviations[f"{key}_std"] = rounded(key, stdev(last))
         if counted:
-            values |= self.experiment.against_paper(
-                counted[0].tags, mean(child.metrics["test_accuracy"] for child in counted)
-            )
+            values |= self._against_paper(values["test_accuracy"])
         failed = {"num_not_starting": len(ended) - len(counted), "num_diverged": len(finished) - len(ended)}
         return values | deviations | {"num_seeds": len(counted)} | failed
 
-    def attach_report(self) -> None:
-        """Attaches Figure 1 and the report to the parents, as artifacts."""
+    def _attach_report(self, parent: "Run") -> None:
+        """Attaches Figure 1 and the report to a model of Table 2, as artifacts."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
         digest = files.digest([files.sha256(path) for path in paths])[:16]
-        for parent in self.parents.values():
-            if paths and parent.tags.get("report") != digest:
-                for path in paths:
-                    self.experiment.client.log_artifact(parent.id, str(path), "report")
-                self._tag(parent, {"report": digest})
-
-    def _tag(self, entry: Entry, tags: dict[str, str]) -> None:
-        if not tags.items() <= entry.tags.items():
-            self.experiment.write(entry, [], {}, tags)
+        if paths and self.name.startswith(f"{TABLE_2}/") and parent.data.tags.get("report") != digest:
+            for path in paths:
+                self.experiment.client.log_artifact(parent.info.run_id, str(path), "report")
+            self.experiment.write(parent, {"report": digest})
 
 
 def _tags(training: Training) -> dict[str, str]:
@@ -285,17 +282,16 @@ def _tags(training: Training) -> dict[str, str]:
     from pipeline.config import params
 
     record = training.record
-    tags = {key: getattr(record, key) for key in OWN}
-    tags |= {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
-    configuration = _configuration(record.study, record.name, record.data_sha256, record.config)
-    tags |= {"run": training.name, "level": "single", "configuration": configuration}
+    tags = {key: record[key] for key in OWN}
+    tags |= {key: record["environment"][key] for key in ENVIRONMENT if record["environment"].get(key) is not None}
+    tags["configuration"] = _configuration(record["study"], record["name"], record["data_sha256"], record["config"])
+    tags |= {"run": training.name, "level": "single"}
     tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
     if "git_commit" in tags:
         tags["mlflow.source.git.commit"] = tags["git_commit"]
     if not training.has_ended:
         tags["host"] = platform.node()
-    tags = {key: params.as_yaml(value) for key, value in tags.items()}
-    return tags | {"checksum": _checksum(training, tags)}
+    return {key: params.as_yaml(value) for key, value in tags.items()}
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: dict) -> str:
@@ -305,24 +301,19 @@ def _configuration(study: str, name: str, data_sha256: str, config: dict) -> str
     return files.digest([study, name, data_sha256, params.normalised_config(config)])[:16]
 
 
-def _checksum(training: Training, tags: dict[str, str]) -> str:
-    """The digest of a training's files and of the tags that a sync guards."""
-    return files.digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
-
-
-def _parameters(training: Training, metrics: dict[str, Any]) -> dict[str, str]:
+def _parameters(training: Training, metrics: dict) -> dict[str, str]:
     from pipeline.config.params import as_yaml
 
-    parameters = {"seed": str(training.record.seed)}
-    for section, values in training.record.config.items():
+    parameters = {"seed": str(training.record["seed"])}
+    for section, values in training.record["config"].items():
         parameters |= {f"{section}.{key}": as_yaml(value) for key, value in values.items() if value is not None}
     if metrics:
         parameters["num_parameters"] = str(metrics["num_parameters"])
     return parameters
 
 
-def _seed(child: Entry) -> int:
-    return int(child.name.split("/")[2])
+def _seed(child: "Run") -> int:
+    return int(name_of(child).split("/")[2])
 
 
 def _now() -> int:

@@ -50,7 +50,7 @@ def start_server(port: str) -> subprocess.Popen:
 
 def follow(server: subprocess.Popen | None, site: str) -> None:
     """Prints the addresses of the two views once the server answers, then syncs again and again."""
-    from pipeline.tracking import records, sync  # seconds to import, in which the server starts
+    from pipeline.tracking import sync, trainings  # seconds to import, in which the server starts
 
     opened = store.connect()
     with store.errors_as_user_errors():
@@ -63,8 +63,8 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
     seen = None
     while server is None or server.poll() is None:
         # Also now and then with no new point: a training that was killed writes none.
-        trainings = [(training.path, _age(training.path)) for training in records.find(Path())]
-        state = int(time.time() / records.LOST_SECONDS), trainings
+        points = [(training.path, _age(training.path)) for training in trainings.find()]
+        state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
             try:
                 sync.sync(opened=opened)

@@ -2,7 +2,7 @@
 
 import json
 
-from pipeline.tracking.records import CURVES, TABLE_2
+from pipeline.tracking.trainings import CURVES, TABLE_2
 
 # Columns and their widths: 823 pixels with the box to tick, as many as a window of 1440 leaves next to MLflow's own panels.
 MODEL = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}

@@ -74,6 +74,12 @@ def tile_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def first_of(i, heads, strides):
+    """Entries of a tensor before those of a head."""
+    return (i // heads).to(tl.int64) * strides[0] + (i % heads).to(tl.int64) * strides[1]
+
+
+@triton.jit
 def scale_of(scale, head):
     """c of a head, or for 0 a tiny number with the same output: the gradient of c is divided by c."""
     c = tl.load(scale + head).to(tl.float32)
@@ -92,6 +98,69 @@ def gram_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.con
     return gram, sums
 
 
+@triton.jit
+def products(q, k, e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Fᵀ, (D, SIZE)."""
+    f = tl.zeros((D, SIZE), tl.float32)
+    for start in tl.range(0, tokens, ROWS, num_stages=2):
+        rows = start + tl.arange(0, ROWS)
+        e_rows = tile_of(e, e_stride, rows, tokens, WIDTH)
+        f = tl.dot(tl.trans(e_rows), load_m(q, k, row_stride, rows, tokens, WIDTH), f)
+    return f
+
+
+@triton.jit
+def places():
+    """Places of a matrix of D rows and SIZE columns."""
+    return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def sum_terms(gram, sums, c, terms, KEEP: tl.constexpr):
+    """Tᵀ, Zᵀ, the number of terms that follow Y, and whether they and one product for each suffice.
+
+    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂; ‖G‖_F stands for
+    ‖M‖₂². KEEP stores Y and all terms but the last, of a head that they suffice for.
+    """
+    gram *= c
+    total = c * times_jt(sums)
+    norm = tl.sqrt(tl.sum(gram * gram))
+    factor = EPS / tl.maximum(norm, 1e-9)
+    factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
+    fits = norm <= MOST_NORM
+    term, z = total, times_jt(gram).to(tl.bfloat16)
+    if KEEP:
+        tl.store(terms + 2 * MOST * ENTRIES, term.to(tl.bfloat16))
+    else:
+        size = tl.where(fits, 1.0, 0.0)
+    for k in range(MOST):
+        if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
+            size = tl.sum(term * term)
+            least = tl.where(k == 0, factor * size, least)
+            if size > least:
+                degree += 1
+                rounded = term.to(tl.bfloat16)
+                if KEEP:
+                    tl.store(terms + k * ENTRIES, rounded)
+                term = tl.dot(rounded, z) * (1.0 / (k + 2))
+                total += term
+    return total, z, degree, fits & (size <= least)  # False where anything is NaN
+
+
+@triton.jit
+def apply(
+    q, k, v, output, row_stride, out_stride, tokens, high, low, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Stores V + M T, given Tᵀ in two parts."""
+    t, t_low = tl.trans(high), tl.trans(low)
+    for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        m = load_m(q, k, row_stride, rows, tokens, WIDTH)
+        out = tl.dot(m, t_low, tl.dot(m, t))
+        out += tile_of(v, row_stride, rows, tokens, WIDTH).to(tl.float32)
+        tl.store(rows_at(output, out_stride, rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
+
+
 @triton.jit(do_not_specialize=["heads", "tokens"])
 def forward_kernel(
     query, key, value, output, scale, state, strides, out_strides, heads, tokens,
@@ -99,42 +168,61 @@ def forward_kernel(
 ):  # fmt: skip
     """The output of each head that one product a term suffices for, and its `state`.
 
-    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂; ‖G‖_F stands for
-    ‖M‖₂². Query, key and value have the same strides, multiples of 8, and adjacent columns.
+    Query, key and value have the same strides, multiples of 8, and adjacent columns.
     """
     i = tl.program_id(0)
-    batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
-    first = batch * strides[0] + own * strides[1]
-    query += first
-    key += first
-    value += first
-    output += batch * out_strides[0] + own * out_strides[1]
-    c = scale_of(scale, i)
-    gram, sums = gram_and_sums(query, key, value, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
-    gram *= c
-    total = c * times_jt(sums)
-    norm = tl.sqrt(tl.sum(gram * gram))
-    factor = EPS / tl.maximum(norm, 1e-9)
-    factor, least, size = factor * factor, tl.full([], 0.0, tl.float32), tl.where(norm <= MOST_NORM, 1.0, 0.0)
-    term, z = total, times_jt(gram).to(tl.bfloat16)
-    for k in range(MOST):
-        if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
-            size = tl.sum(term * term)
-            least = tl.where(k == 0, factor * size, least)
-            if size > least:
-                term = tl.dot(term.to(tl.bfloat16), z) * (1.0 / (k + 2))
-                total += term
-    suffices = (norm <= MOST_NORM) & (size <= least)  # False where anything is NaN
+    first = first_of(i, heads, strides)
+    q, k, v, c = query + first, key + first, value + first, scale_of(scale, i)
+    gram, sums = gram_and_sums(q, k, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
+    total, _, _, suffices = sum_terms(gram, sums, c, state, False)
     tl.store(state + i, tl.where(suffices, 1.0, 0.0))
     if suffices:
         high, low = split(total)
-        t, t_low = tl.trans(high), tl.trans(low)
-        for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
-            rows = start + tl.arange(0, ROWS)
-            m = load_m(query, key, strides[2], rows, tokens, WIDTH)
-            out = tl.dot(m, t_low, tl.dot(m, t))
-            out += tile_of(value, strides[2], rows, tokens, WIDTH).to(tl.float32)
-            tl.store(rows_at(output, out_strides[2], rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
+        out = output + first_of(i, heads, out_strides)
+        apply(q, k, v, out, strides[2], out_strides[2], tokens, high, low, WIDTH, ROWS, STAGES)
+
+
+@triton.jit
+def adjoint(f, t, z, degree, c, terms):
+    """The gradient of c, A₂ᵀ and A₃, as in `backward_kernel`, given Fᵀ and what `sum_terms` found and kept."""
+    tl.debug_barrier()  # waits: other threads have stored the terms
+    gradient = tl.sum(f * (tl.dot(t, z) + tl.load(terms + 2 * MOST * ENTRIES).to(tl.float32))) / c
+    factors = terms + MOST * ENTRIES
+    f = -c * times_jt(f)
+    u = f
+    for j in range(degree):
+        k = degree - 1 - j
+        s = (u * (1.0 / (k + 2))).to(tl.bfloat16)
+        tl.store(factors + k * ENTRIES, s)
+        u = f - tl.dot(s, z)
+    a2 = u.to(tl.bfloat16)
+    tl.debug_barrier()
+    product = tl.zeros((SIZE, SIZE), tl.float32)
+    for k in tl.range(0, degree, num_stages=2):
+        product = tl.dot(tl.trans(tl.load(factors + k * ENTRIES)), tl.load(terms + k * ENTRIES), product)
+    half = product.to(tl.bfloat16)
+    return gradient, a2, (half.to(tl.float32) + tl.trans(half).to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def apply_backward(
+    q, k, v, e, grad_query, grad_key, grad_value, row_stride, e_stride, grad_stride, tokens, t, a2, a3,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradients of Q, K and V."""
+    for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)
+        m = load_m(q, k, row_stride, rows, tokens, WIDTH)
+        v_rows, e_rows = tile_of(v, row_stride, rows, tokens, WIDTH), tile_of(e, e_stride, rows, tokens, WIDTH)
+        grad_m = tl.dot(e_rows, t)
+        grad_m = tl.dot(v_rows, a2, grad_m)
+        grad_m = tl.dot(m, a3, grad_m)
+        grad_q, grad_k = halves(grad_m)
+        mask = inside(rows, tokens, WIDTH)
+        tl.store(rows_at(grad_query, grad_stride, rows), grad_q.to(tl.bfloat16), mask=mask)
+        tl.store(rows_at(grad_key, grad_stride, rows), grad_k.to(tl.bfloat16), mask=mask)
+        grad_v = tl.dot(m, tl.trans(a2)) + e_rows.to(tl.float32)
+        tl.store(rows_at(grad_value, grad_stride, rows), grad_v.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
@@ -153,70 +241,19 @@ def backward_kernel(
     A program takes one head after another. All gradients have the same strides. `scratch` holds a program's t_k,
     s_k and Y, (D, SIZE) each, which stay in the caches.
     """
-    base = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
-    columns = tl.arange(0, SIZE)
-    terms = base + tl.arange(0, D)[:, None] * SIZE + columns[None, :]
-    factors = terms + MOST * ENTRIES
+    terms = scratch + tl.program_id(0).to(tl.int64) * SCRATCH + places()
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         if tl.load(state + i) == 1.0:
-            batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
-            first, place = batch * strides[0] + own * strides[1], batch * grad_strides[0] + own * grad_strides[1]
-            q, k_own, v = query + first, key + first, value + first
-            e = grad + batch * e_strides[0] + own * e_strides[1]
+            first, place = first_of(i, heads, strides), first_of(i, heads, grad_strides)
+            q, k, v, e = query + first, key + first, value + first, grad + first_of(i, heads, e_strides)
             c = scale_of(scale, i)
-            gram, sums = gram_and_sums(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
-            gram *= c
-            total = c * times_jt(sums)
-            factor = EPS / tl.maximum(tl.sqrt(tl.sum(gram * gram)), 1e-9)
-            factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
-            term, z = total, times_jt(gram).to(tl.bfloat16)
-            tl.store(terms + 2 * MOST * ENTRIES, term.to(tl.bfloat16))
-            for k in range(MOST):
-                if size > least:
-                    size = tl.sum(term * term)
-                    least = tl.where(k == 0, factor * size, least)
-                    if size > least:
-                        degree += 1
-                        rounded = term.to(tl.bfloat16)
-                        tl.store(terms + k * ENTRIES, rounded)
-                        term = tl.dot(rounded, z) * (1.0 / (k + 2))
-                        total += term
+            gram, sums = gram_and_sums(q, k, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
+            total, z, degree, _ = sum_terms(gram, sums, c, terms, True)
             t = total.to(tl.bfloat16)
-            f = tl.zeros((D, SIZE), tl.float32)
-            for start in tl.range(0, tokens, GRAM_ROWS, num_stages=2):
-                rows = start + tl.arange(0, GRAM_ROWS)
-                e_rows = tile_of(e, e_strides[2], rows, tokens, WIDTH)
-                f = tl.dot(tl.trans(e_rows), load_m(q, k_own, strides[2], rows, tokens, WIDTH), f)
-            tl.debug_barrier()  # waits: other threads have stored the terms
-            gradient = tl.sum(f * (tl.dot(t, z) + tl.load(terms + 2 * MOST * ENTRIES).to(tl.float32))) / c
+            f = products(q, k, e, strides[2], e_strides[2], tokens, WIDTH, GRAM_ROWS)
+            gradient, a2, a3 = adjoint(f, t, z, degree, c, terms)
             tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
-            f = -c * times_jt(f)
-            u = f
-            for j in range(degree):
-                k = degree - 1 - j
-                s = (u * (1.0 / (k + 2))).to(tl.bfloat16)
-                tl.store(factors + k * ENTRIES, s)
-                u = f - tl.dot(s, z)
-            a2 = u.to(tl.bfloat16)
-            tl.debug_barrier()
-            product = tl.zeros((SIZE, SIZE), tl.float32)
-            for k in tl.range(0, degree, num_stages=2):
-                product = tl.dot(tl.trans(tl.load(factors + k * ENTRIES)), tl.load(terms + k * ENTRIES), product)
-            half = product.to(tl.bfloat16)
-            a3 = (half.to(tl.float32) + tl.trans(half).to(tl.float32)).to(tl.bfloat16)
             gq, gk, gv = grad_query + place, grad_key + place, grad_value + place
-            for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
-                rows = start + tl.arange(0, ROWS)
-                m = load_m(q, k_own, strides[2], rows, tokens, WIDTH)
-                v_rows, e_rows = tile_of(v, strides[2], rows, tokens, WIDTH), tile_of(e, e_strides[2], rows, tokens, WIDTH)
-                grad_m = tl.dot(e_rows, t)
-                grad_m = tl.dot(v_rows, a2, grad_m)
-                grad_m = tl.dot(m, a3, grad_m)
-                grad_q, grad_k = halves(grad_m)
-                at = tl.arange(0, D)[None, :] + rows[:, None] * grad_strides[2]
-                mask = inside(rows, tokens, WIDTH)
-                tl.store(gq + at, grad_q.to(tl.bfloat16), mask=mask)
-                tl.store(gk + at, grad_k.to(tl.bfloat16), mask=mask)
-                grad_v = tl.dot(m, tl.trans(a2)) + e_rows.to(tl.float32)
-                tl.store(gv + at, grad_v.to(tl.bfloat16), mask=mask)
+            strides_of_rows = strides[2], e_strides[2], grad_strides[2]
+            apply_backward(q, k, v, e, gq, gk, gv, *strides_of_rows, tokens, t, a2, a3, WIDTH, ROWS, STAGES)
             tl.debug_barrier()  # waits: the next head's terms take the place of these

@@ -5,9 +5,9 @@ tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers t
 shared memory, so that no product waits for memory. The sum ends with the first term that no longer matters: each head has a
 degree of its own. A second loop reads the tokens again and writes the output.
 
-One product of bfloat16 a term leaves an error near the rounding of the output, up to a ‖Z‖_F of MOST_NORM. A head that asks
-for more gets a `state` of 0 and is left to osa/kernels/stepped.py; all others get 1. Matrices of WIDTH columns are padded to
-D in registers.
+One product of bfloat16 a term leaves an error near the rounding of the output up to a ‖Z‖_F of MOST_NORM, or where no row of
+|Z| sums to more than half of it: that bounds ‖Z‖₂ where tokens are many and independent. A head that asks for more gets a
+`state` of 0 and is left to osa/kernels/stepped.py; all others get 1. Matrices of WIDTH columns are padded to D in registers.
 """
 
 import triton
@@ -18,9 +18,9 @@ from osa.kernels.tiles import split
 D = tl.constexpr(64)  # columns of query, key and value in registers
 SIZE = tl.constexpr(128)  # columns of M
 ENTRIES = tl.constexpr(8192)  # entries of a term, (D, SIZE)
-MOST = tl.constexpr(12)  # terms
-MOST_NORM = tl.constexpr(16.0)  # ‖Z‖_F up to which one product a term leaves the output within the rounding of bfloat16
-SCRATCH = tl.constexpr(25 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
+MOST = tl.constexpr(11)  # terms, which end near the norm of a step of osa/kernels/stepped.py
+MOST_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
+SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
 EPS = tl.constexpr(2.0**-6)  # share of the output below which a term ends the sum: a quarter of the output's rounding
 
 
@@ -99,10 +99,10 @@ def gram_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def products(q, k, e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def products(q, k, e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
     """Fᵀ, (D, SIZE)."""
     f = tl.zeros((D, SIZE), tl.float32)
-    for start in tl.range(0, tokens, ROWS, num_stages=2):
+    for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)
         e_rows = tile_of(e, e_stride, rows, tokens, WIDTH)
         f = tl.dot(tl.trans(e_rows), load_m(q, k, row_stride, rows, tokens, WIDTH), f)
@@ -110,9 +110,9 @@ def products(q, k, e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def places():
-    """Places of a matrix of D rows and SIZE columns."""
-    return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+def term_at(base):
+    """Pointers to a matrix of D rows and SIZE columns."""
+    return base + tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
 @triton.jit
@@ -127,12 +127,13 @@ def sum_terms(gram, sums, c, terms, KEEP: tl.constexpr):
     norm = tl.sqrt(tl.sum(gram * gram))
     factor = EPS / tl.maximum(norm, 1e-9)
     factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
-    fits = norm <= MOST_NORM
+    bound = norm
+    if not KEEP:
+        bound = tl.minimum(norm, 2 * tl.max(tl.sum(tl.abs(gram), 1)))
+        size = tl.where(bound <= MOST_NORM, 1.0, 0.0)
     term, z = total, times_jt(gram).to(tl.bfloat16)
     if KEEP:
         tl.store(terms + 2 * MOST * ENTRIES, term.to(tl.bfloat16))
-    else:
-        size = tl.where(fits, 1.0, 0.0)
     for k in range(MOST):
         if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
             size = tl.sum(term * term)
@@ -144,7 +145,7 @@ def sum_terms(gram, sums, c, terms, KEEP: tl.constexpr):
                     tl.store(terms + k * ENTRIES, rounded)
                 term = tl.dot(rounded, z) * (1.0 / (k + 2))
                 total += term
-    return total, z, degree, fits & (size <= least)  # False where anything is NaN
+    return total, z, degree, (bound <= MOST_NORM) & (size <= least)  # False where anything is NaN
 
 
 @triton.jit
@@ -241,7 +242,7 @@ def backward_kernel(
     A program takes one head after another. All gradients have the same strides. `scratch` holds a program's t_k,
     s_k and Y, (D, SIZE) each, which stay in the caches.
     """
-    terms = scratch + tl.program_id(0).to(tl.int64) * SCRATCH + places()
+    terms = term_at(scratch + tl.program_id(0).to(tl.int64) * SCRATCH)
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         if tl.load(state + i) == 1.0:
             first, place = first_of(i, heads, strides), first_of(i, heads, grad_strides)
@@ -250,7 +251,7 @@ def backward_kernel(
             gram, sums = gram_and_sums(q, k, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
             total, z, degree, _ = sum_terms(gram, sums, c, terms, True)
             t = total.to(tl.bfloat16)
-            f = products(q, k, e, strides[2], e_strides[2], tokens, WIDTH, GRAM_ROWS)
+            f = products(q, k, e, strides[2], e_strides[2], tokens, WIDTH, GRAM_ROWS, 2)
             gradient, a2, a3 = adjoint(f, t, z, degree, c, terms)
             tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
             gq, gk, gv = grad_query + place, grad_key + place, grad_value + place

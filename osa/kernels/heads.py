@@ -1,15 +1,23 @@
-"""Launches of a program for each head, by "exact" in bfloat16 on Hopper: of fused.py, then stepped.py for what it leaves."""
+"""Launches of "exact" in bfloat16 on Hopper, by a program for each head or for each part of few heads.
+
+They are those of fused.py or of parts.py, then of stepped.py for the heads that these leave.
+"""
 
 import torch
 from torch import Tensor
 
-from osa.kernels import fused, launch, stepped
-from osa.kernels.launch import Inputs
+from osa.kernels import fused, launch, parts, stepped
+from osa.kernels.launch import Inputs, ratio_up
 
 MOST_ENTRIES = 2**31  # entries from a head's first row to the last, which 32 bits count
+LEAST_ROWS, LEAST_PARTS = 256, 4  # fewer rows in a part, or parts of a head, save less time than three more launches take
+WARPS = {"num_warps": 4, "maxnreg": 255}
 # two programs share a multiprocessor, by the compiler's figures for sm_90: paper_outputs/benchmarks/kernels.csv
-FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2, "num_warps": 4, "maxnreg": 255}
-BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1, "num_warps": 4, "maxnreg": 255}
+FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
+BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
+# a part has a multiprocessor, and its loads run further ahead; eight warps hold the backward pass in registers
+GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
+APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
 # shared memory, by the compiler's figures: 110 kB for one product, 156 for three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 BY_ONE, BY_THREE = STEPPED | {"STAGES": 5, "THREE": False}, STEPPED | {"STAGES": 2, "THREE": True}
@@ -25,10 +33,18 @@ def is_fused(method: str, *tensors: Tensor) -> bool:
 
 def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
     """Fills the output, (batch, heads, N, d), and each head's state: 1, 0 or −1 by its form, NaN where no digit is left."""
-    tensors = *_alike(*inputs[:3]), output, inputs[3].contiguous(), saved
-    strides = [tensors[0].stride(), output.stride()]
+    (query, key, value), scale = _alike(*inputs[:3]), inputs[3].contiguous()
+    tensors = query, key, value, output, scale, saved
+    strides = [query.stride(), output.stride()]
     count, sizes = saved.numel(), _sizes(output)
-    launch.launch(fused.forward_kernel, count, tensors, strides, sizes | FORWARD)
+    if split := _split(count, output):
+        sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.LENGTH.value, sizes | split)
+        mixed = query.new_empty(count, 2 * fused.ENTRIES.value)
+        launch.launch(parts.mix_kernel, count, (sums, scale, saved, mixed), [], MIX)
+        tensors_of_parts, programs = (query, key, value, output, saved, mixed), count * split["parts"]
+        launch.launch(parts.apply_kernel, programs, tensors_of_parts, strides, sizes | split | APPLY)
+    else:
+        launch.launch(fused.forward_kernel, count, tensors, strides, sizes | FORWARD)
     _launch_steps(stepped.stepped_forward_kernel, tensors, strides, sizes | {"count": count}, is_backward=False)
 
 
@@ -40,10 +56,43 @@ def backward(
     scale, (grad,) = inputs[3].contiguous(), _alike(grad)
     tensors = query, key, value, grad, *grads[:3], scale, grads[3], saved
     strides = [query.stride(), grad.stride(), grads[0].stride()]
-    count, sizes = saved.numel(), _sizes(grad) | {"count": saved.numel()}
-    programs, scratch = _scratch(count, fused.SCRATCH.value, 2, torch.bfloat16, saved.device)
-    launch.launch(fused.backward_kernel, programs, (*tensors, scratch), strides, sizes | BACKWARD)
-    _launch_steps(stepped.stepped_backward_kernel, tensors, strides, sizes, is_backward=True)
+    count, sizes = saved.numel(), _sizes(grad)
+    if split := _split(count, grad):
+        sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.LENGTH.value, sizes | split)
+        products = _sums(parts.products_kernel, (query, key, grad), strides[:2], fused.ENTRIES.value, sizes | split)
+        scratch = query.new_empty(count, parts.KEPT.value)
+        launch.launch(parts.mix_backward_kernel, count, (sums, products, scale, grads[3], saved, scratch), [], MIX)
+        tensors_of_parts, programs = (query, key, value, grad, *grads[:3], saved, scratch), count * split["parts"]
+        launch.launch(parts.apply_backward_kernel, programs, tensors_of_parts, strides, sizes | split | APPLY_BACKWARD)
+    else:
+        programs, scratch = _scratch(count, fused.SCRATCH.value, 2, torch.bfloat16, saved.device)
+        launch.launch(fused.backward_kernel, programs, (*tensors, scratch), strides, sizes | {"count": count} | BACKWARD)
+    _launch_steps(stepped.stepped_backward_kernel, tensors, strides, sizes | {"count": count}, is_backward=True)
+
+
+def parts_of(count: int, tokens: int, device: torch.device) -> int:
+    """Counts the parts of each head's tokens, one for a program a head, or more where heads leave most of a device idle.
+
+    A part has a multiprocessor. Half of an H100's read memory about as fast as all of them, and the sums of the parts are
+    read and written too, so that more heads than a quarter of the multiprocessors would gain little.
+    """
+    found = min(launch.multiprocessors(device) // max(count, 1), tokens // LEAST_ROWS)
+    return found if found >= LEAST_PARTS else 1
+
+
+def _split(count: int, x: Tensor) -> dict:
+    """The number of each head's parts, and the rows of each; nothing where a program takes a head."""
+    tokens = x.shape[2]
+    rows = ratio_up(ratio_up(tokens, parts_of(count, tokens, x.device)), APPLY["ROWS"]) * APPLY["ROWS"]
+    return {"parts": ratio_up(tokens, rows), "rows": rows} if rows < tokens else {}
+
+
+def _sums(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, sizes: dict) -> Tensor:
+    """What a kernel finds of each part, added up over the parts of each head."""
+    count = tensors[0].shape[:2].numel()
+    found = torch.empty(count, sizes["parts"], entries, device=tensors[0].device)
+    launch.launch(kernel, count * sizes["parts"], (*tensors, found), strides, sizes | GRAM)
+    return found.sum(1)
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:

@@ -81,9 +81,7 @@ def has_wgmma(device: torch.device) -> bool:
 
 def capability(device: torch.device) -> int:
     """The first number of the compute capability, for "meta" of the current GPU; without a GPU Hopper's."""
-    if device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available()):
-        return torch.cuda.get_device_capability(device if device.type == "cuda" else None)[0]
-    return 9
+    return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] if _has_gpu(device) else 9
 
 
 def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
@@ -118,7 +116,14 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Counts those of a device as `capability` takes it; without a GPU one."""
+    if not _has_gpu(device):
+        return 1
+    return torch.cuda.get_device_properties(None if device.type == "meta" else device).multi_processor_count
+
+
+def _has_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available())
 
 
 def attention_constants(method: str, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:

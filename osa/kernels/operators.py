@@ -20,13 +20,14 @@ from osa.linalg import Scale
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
 METHODS = ("exact", "newton_schulz", "qr")
+HEADS = ("fused", "parts")  # forms of osa/kernels/heads.py: a program a head, and a program a part of a head
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONG_METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
 MAX_TOKENS, MAX_WIDTH = 256, 16  # most of query and key, whose matrices one program holds in its registers
 MAX_LONG_WIDTH = 128  # columns of query, key and value
 TRIED_TOKENS = 1024  # tokens that `_agrees` tries for all numbers above MAX_TOKENS
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative errors that `_agrees` allows
-FUSED_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
+HEADS_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
 PHI1_TOLERANCE = 1e-5  # no input or output of φ₁ alone is rounded
 
 
@@ -39,14 +40,16 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     """
     tokens, width = query.shape[-2:]
     tensors, is_short = (query, key, value), _is_short(query)
-    dtypes, form, rows = tuple(x.dtype for x in tensors), method, padded(tokens) if is_short else TRIED_TOKENS
+    dtypes, rows = tuple(x.dtype for x in tensors), padded(tokens) if is_short else TRIED_TOKENS
+    forms: tuple[str, ...] = (method,)
     if not is_short and heads.is_fused(method, *tensors):
-        form = "fused"
+        count = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors)).numel()
+        forms = HEADS if heads.parts_of(count, tokens, query.device) > 1 else HEADS[:1]  # both: vmap adds heads
     return (
         method in (METHODS if is_short else LONG_METHODS)
         and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH for x in tensors)
         and all(_is_whole(x, *VMAP_AND_GRAD) for x in (*tensors, scale) if isinstance(x, Tensor))
-        and _is_right(form, query.device, dtypes, *map(known, (rows, width, value.shape[-1])))
+        and all(_is_right(form, query.device, dtypes, *map(known, (rows, width, value.shape[-1]))) for form in forms)
     )
 
 
@@ -301,7 +304,9 @@ def _agrees(
 
     Any failure of Triton, the C compiler, its cache on the disk or the driver is a reason to do without the kernel.
     """
-    method = "exact" if form == "fused" else form
+    method, batch = "exact" if form in HEADS else form, 2
+    if form == "parts":  # few heads of a length that has parts
+        batch, rows = 1, 2 * rows
     with (
         outside_of_modes(),
         torch.inference_mode(False),
@@ -318,12 +323,12 @@ def _agrees(
             function, plain = phi1_times, linalg.plain_phi1_times
         else:
             tokens = rows - rows // 4 + 1  # the last of its tiles is not whole
-            shapes = (2, 3, tokens, width), (2, 3, tokens, width), (2, 3, tokens, value_width)
+            shapes = (batch, 3, tokens, width), (batch, 3, tokens, width), (batch, 3, tokens, value_width)
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            if rows >= TRIED_TOKENS:  # ‖S‖₂ of 0.5, 5 and, for the fused form in steps by three products, 50
-                scales = torch.tensor([0.3, -3.0, 30.0 if form == "fused" else 1.0]) / tokens
+            if rows >= TRIED_TOKENS:  # ‖S‖₂ of 0.5, 5 and, for heads that go by three products then, 50
+                scales = torch.tensor([0.3, -3.0, 30.0 if form in HEADS else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
@@ -339,7 +344,8 @@ def _agrees(
                 ((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()).item()
                 for a, b in [(actual, expected), *zip(*grads, strict=True)]
             ]
-            most = {"phi1": PHI1_TOLERANCE, "fused": FUSED_TOLERANCE}.get(form, max(TOLERANCE[x] for x in dtypes))
+            most = max(TOLERANCE[x] for x in dtypes)
+            most = {"phi1": PHI1_TOLERANCE, **dict.fromkeys(HEADS, HEADS_TOLERANCE)}.get(form, most)
             reason = None if max(errors) < most else f"its error is {max(errors):.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -19,7 +19,7 @@ Matrices whose columns change places go through a program's scratch memory.
 import triton
 import triton.language as tl
 
-from osa.kernels.fused import ENTRIES, SIZE, D, first_of, inside, load_m, places, rows_at, scale_of, tile_of
+from osa.kernels.fused import ENTRIES, SIZE, D, inside, load_m, rows_at, scale_of, tile_of
 from osa.kernels.tiles import split
 
 RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
@@ -45,8 +45,14 @@ def scratch_of(three: bool, is_backward: bool) -> int:
 
 
 @triton.jit
+def places():
+    """Places of a matrix of D rows and SIZE columns."""
+    return tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
 def swapped():
-    """Places of a matrix of D rows and SIZE columns with each column in its partner's place, q_j in that of k_j."""
+    """Places of the same matrix with each column in its partner's place, q_j in that of k_j."""
     return tl.arange(0, D)[:, None] * SIZE + ((tl.arange(0, SIZE) + D) % SIZE)[None, :]
 
 
@@ -270,7 +276,8 @@ def stepped_forward_kernel(
     kept = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     for i in range(tl.program_id(0), count, tl.num_programs(0)):
         if tl.load(state + i) == (-1.0 if THREE else 0.0):
-            first, place = first_of(i, heads, strides), first_of(i, heads, out_strides)
+            batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
+            first, place = batch * strides[0] + own * strides[1], batch * out_strides[0] + own * out_strides[1]
             q, k_own, v, o = query + first, key + first, value + first, output + place
             c = scale_of(scale, i)
             qq, qk, kk, vq, vk = sums_by_blocks(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
@@ -343,8 +350,10 @@ def stepped_backward_kernel(
         if THREE:
             is_own = (known >= 0.0) == 0
         if is_own:
-            first, place = first_of(i, heads, strides), first_of(i, heads, grad_strides)
-            q, k_own, v, e = query + first, key + first, value + first, grad + first_of(i, heads, e_strides)
+            batch, own = (i // heads).to(tl.int64), (i % heads).to(tl.int64)
+            first, place = batch * strides[0] + own * strides[1], batch * grad_strides[0] + own * grad_strides[1]
+            q, k_own, v = query + first, key + first, value + first
+            e = grad + batch * e_strides[0] + own * e_strides[1]
             c = scale_of(scale, i)
             qq, qk, kk, vq, vk = sums_by_blocks(q, k_own, v, strides[2], tokens, WIDTH, GRAM_ROWS, STAGES)
             norm, _, is_lost = prepare(qq, qk, kk, vq, vk, c, kept, THREE)

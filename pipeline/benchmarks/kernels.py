@@ -35,9 +35,16 @@ RESERVED = 1024  # bytes of shared memory that each program takes besides its ow
 WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
-METHODS = (*operators.METHODS, *(f"long {method}" for method in operators.LONG_METHODS), "fused exact", "phi1")
+METHODS = (
+    *operators.METHODS,
+    *(f"long {method}" for method in operators.LONG_METHODS),
+    "fused exact",
+    "parts exact",
+    "phi1",
+)
 MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
 MANY = 4096  # tokens that stand for any number of a long sequence
+MULTIPROCESSORS = {"parts": 132}  # an H100's, of which few heads occupy few; for all else heads are many
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -70,10 +77,12 @@ Launch = tuple  # the kernel, its tensors and their strides, and its other argum
 
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
     """Lists the launches of a call and its backward pass, for heads of one width, at the most tokens it takes."""
-    found = []
+    found, (*form, method) = [], method.split()
+    multiprocessors = MULTIPROCESSORS.get("".join(form), 1)
     with (
         mock.patch.object(launch, "launch", lambda kernel, programs, *others: found.append((kernel, *others))),
         mock.patch.object(launch, "capability", return_value=architecture // 10),
+        mock.patch.object(launch, "multiprocessors", return_value=multiprocessors),
     ):
         if method == "phi1":
             z, y = (torch.empty(1, 2 * width, size, device="meta") for size in (2 * width, width))
@@ -81,13 +90,13 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
                 launch.phi1_forward(z, y, y)
                 launch.phi1_backward(z, y, y, z, y)
             return found
-        *form, method = method.split()
         tokens = MANY if form else MOST_ROWS.get(method, operators.MAX_TOKENS)
         query = torch.empty(2, 3, tokens, width, dtype=dtype, device="meta")
         kernels, is_there = {
             "": (launch, width <= operators.MAX_WIDTH),
             "long": (sequences, True),
             "fused": (heads, heads.is_fused(method, query, query, query)),
+            "parts": (heads, heads.is_fused(method, query, query, query)),
         }["".join(form)]
         if is_there:
             shapes = (2, 3, 1, 1), kernels.saved_shape(method, query, query)
@@ -96,6 +105,8 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             kernels.forward(method, inputs, query, saved, *iterations)
             kernels.backward(method, inputs, saved, query, inputs, *iterations)
+    if form == ["parts"]:  # steps are listed with "fused", and the first launch is one of either pass
+        found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
 
 

@@ -26,7 +26,7 @@ def rows_of(path):
     [
         (["exact", "newton_schulz", "phi1"], ["16"], ["90"]),
         (["long exact"], ["64"], ["80", "90"]),
-        (["fused exact"], ["64"], ["90"]),
+        (["fused exact", "parts exact"], ["64"], ["90"]),
     ],
     ids=["short", "long", "fused"],
 )
@@ -61,6 +61,13 @@ def test_a_program_a_head_is_what_the_design_asks_of_it():
     assert forward["spilled_bytes"] == "0"  # no loop reloads anything
     own = [row for (method, *_), row in rows.items() if method == "fused exact"]
     assert {row["width"] for row in own} == {"16", "32", "64"} and all(row["warnings"] == "" for row in own)
+
+
+def test_a_program_a_part_waits_for_nothing_in_vain():
+    """No warning and no byte spilled. One program needs a multiprocessor, as many share the heads."""
+    rows = [row for (method, *_), row in rows_of(ROOT / TABLE).items() if method == "parts exact"]
+    assert {row["width"] for row in rows} == {"16", "32", "64"} and len(rows) == 18
+    assert all((row["warnings"], row["spilled_bytes"]) == ("", "0") and int(row["programs"]) >= 1 for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import torch
 
 from osa import linalg, reference
 from osa.functional import orthogonal_attention
-from tests.osa.helpers import relative_error
+from tests.osa.helpers import DEGENERATE, relative_error, with_gradients
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
 from triton.language import core
 from triton.runtime import interpreter
 
-from osa.kernels import fused, heads, launch, operators, stepped
+from osa.kernels import fused, heads, launch, operators, parts, stepped
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, symmetric_multiple
 from tests.osa.test_launch import traffic
@@ -34,6 +34,21 @@ def interpreted(monkeypatch):
         return
     with quick():
         yield
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """As if heads were few: parts of 64 rows, and of what is left. Yields the names of what is launched."""
+    launched, start = [], launch.launch
+    monkeypatch.setattr(heads, "LEAST_ROWS", 1)
+    monkeypatch.setattr(heads, "LEAST_PARTS", 2)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(launch, "launch", lambda kernel, *others: (launched.append(name_of(kernel)), start(kernel, *others)))
+    return launched
+
+
+def name_of(kernel):
+    return kernel.fn.__name__.removesuffix("_kernel")
 
 
 def inputs_of(tokens, width, norm, *, mean=0.0, decay=0.0, heads=1, seed=0):
@@ -68,7 +83,7 @@ def allowed(form, norm):
         (67, 8, 1.0, {}, FUSED),
         (67, 64, 2.0, {"mean": 1.0}, STEPS),
         (67, 64, 2.0, {"mean": 5.0}, STEPS),
-        (67, 32, 6.0, {"decay": 1.0}, STEPS),  # few directions, so that ‖Z‖_F is small and twelve terms are too few
+        (67, 32, 6.0, {"decay": 1.0}, STEPS),  # few directions, so that ‖Z‖_F is small and eleven terms are too few
         (197, 64, 6.0, {}, STEPS),
         (130, 40, 10.0, {"decay": 1.0}, STEPS),
         (7, 64, 6.0, {}, STEPS),
@@ -80,6 +95,58 @@ def test_output_and_gradients_match_the_reference(tokens, width, norm, more, for
     query, key, value, scale = inputs_of(tokens, width, norm, **more)
     assert state(query, key, value, scale) == [form]
     assert max(errors("exact", query, key, value, scale)[:4]) < allowed(form, norm)
+
+
+@pytest.mark.parametrize(
+    "tokens, width, norm, more, form",
+    [
+        (65, 64, 1.0, {}, FUSED),  # N < 2d, and a part of one row
+        (197, 64, 2.0, {}, FUSED),
+        (131, 48, 0.3, {"mean": 1.0}, FUSED),
+        (131, 8, 0.1, {}, FUSED),
+        (131, 64, 6.0, {}, STEPS),  # left to a program a head
+        (67, 16, 40.0, {}, THREE),
+    ],
+)
+def test_output_and_gradients_of_parts_match_the_reference(in_parts, tokens, width, norm, more, form):
+    query, key, value, scale = inputs_of(tokens, width, norm, **more)
+    assert state(query, key, value, scale) == [form]
+    assert max(errors("exact", query, key, value, scale)[:4]) < allowed(form, norm)
+    assert {"gram", "mix", "apply", "products", "mix_backward", "apply_backward"} < set(in_parts)
+
+
+@pytest.mark.parametrize("degenerate", ["equal", "nearly equal", "zeros", "one live token"])
+def test_parts_of_dependent_columns(in_parts, degenerate):
+    query, key, value, scale = inputs_of(71, 16, 1.0)
+    query, key = DEGENERATE[degenerate](query, key)
+    assert max(errors("exact", query, key, value, scale)[:4]) < allowed(FUSED, 1.0)
+    assert "gram" in in_parts
+
+
+def test_parts_repeat_their_bits(in_parts):
+    """Heads of unequal scales and strides, as one call and as a program a head."""
+    *tensors, scale = inputs_of(197, 16, 1.0, heads=3)
+    query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    scale = scale * torch.tensor([1.0, -0.3, 5.0], device=DEVICE).view(1, 3, 1, 1)
+    apart = tensors[0], key, tensors[2].mT.contiguous().mT
+    assert state(query, key, value, scale) == [FUSED, FUSED, STEPS]
+    for inputs in (query, key, value), apart:
+        assert max(errors("exact", *inputs, scale)[:4]) < allowed(STEPS, 5.0)
+        inputs = [x.requires_grad_() for x in (*inputs, scale)]
+        found = [with_gradients(lambda *x: attend(*x, "exact"), inputs, value) for _ in range(2)]
+        assert all(map(torch.equal, *found))
+
+
+def test_orthogonal_columns_take_one_step():
+    """As those of many independent tokens nearly do. ‖Z‖_F is 23, and a row of |Z| sums to little more than 2.
+
+    S acts on all of V, so that the error is what the form of steps has in one.
+    """
+    query, key, value, _ = inputs_of(131, 64, 1.0)
+    query, key = torch.linalg.qr(torch.cat([query, key], -1).float()).Q.to(HALF).chunk(2, -1)
+    scale = torch.full((1, 1, 1, 1), 2.0, device=DEVICE)
+    assert state(query, key, value, scale) == [FUSED]
+    assert max(errors("exact", query, key, value, scale)[:4]) < allowed(STEPS, 2.0)
 
 
 def test_query_that_is_nearly_key_times_a_symmetric_matrix_takes_three_products():
@@ -177,6 +244,29 @@ def test_under_a_compiler_without_a_break(monkeypatch):
 
 
 @INTERPRETED
+def test_barriers_in_parts(monkeypatch, in_parts):
+    inputs = [x.requires_grad_() for x in inputs_of(67, 8, 0.3, heads=2)]
+    start = launch.launch
+    with Races().watch() as races:
+        monkeypatch.setattr(launch, "launch", lambda *x: (races.forget(), start(*x)))
+        torch.autograd.grad(attend(*inputs, "exact").float().sum(), inputs)
+    assert "mix_backward" in in_parts and races.barriers > 3 and races.found == 0, races.found
+
+
+@INTERPRETED
+def test_launches_and_operators_in_parts(in_parts):
+    """Three and four launches, and one and two operators that add the parts up; then those for other heads."""
+    query, key, value, scale = inputs_of(67, 8, 1.0)
+    inputs, saved = (query, key, value, scale), torch.ones(1, 1, 1, 1)
+    forward = traffic(lambda: operators._fused_operator(*inputs, 0, linalg.EPSILON)).names
+    assert in_parts == ["gram", "mix", "apply", *["stepped_forward"] * 2] and len(forward) <= 10, forward
+    in_parts.clear()
+    backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, linalg.EPSILON)).names
+    own = ["gram", "products", "mix_backward", "apply_backward"]
+    assert in_parts == [*own, *["stepped_backward"] * 2] and len(backward) <= 10, backward
+
+
+@INTERPRETED
 def test_launches_and_operators(monkeypatch):
     """Three launches each way, and nothing else but the question whether a digit was lost."""
     query, key, value, scale = inputs_of(9, 64, 1.0)
@@ -191,10 +281,12 @@ def test_launches_and_operators(monkeypatch):
 
 
 @INTERPRETED
-def test_the_first_use_would_notice_a_product_too_few(monkeypatch):
+@pytest.mark.parametrize("name", operators.HEADS)
+def test_the_first_use_would_notice_a_product_too_few(monkeypatch, request, name):
     monkeypatch.setattr(operators, "TRIED_TOKENS", 128)  # few for the interpreter
-    form = "fused", DEVICE, (HALF,) * 3, 128, 16, 16  # type, rows and widths
-    assert operators._agrees(*form)
+    launched = request.getfixturevalue("in_parts") if name == "parts" else []
+    form = name, DEVICE, (HALF,) * 3, 128, 16, 16  # type, rows and widths
+    assert operators._agrees(*form) and ("mix_backward" in launched) == (name == "parts")
 
     def without_the_lower_half(x):
         high = x.to(core.bfloat16)
@@ -219,9 +311,23 @@ def test_the_form_is_chosen_by_type_width_and_device(monkeypatch):
         assert not is_fused(1536, 197)
 
 
+def test_heads_have_parts_where_they_leave_a_device_idle(monkeypatch):
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    shapes = {(1, 4096): 16, (1, 65536): 132, (8, 16384): 16, (33, 1024): 4, (34, 65536): 1, (1, 1023): 1, (1536, 197): 1}
+    assert {shape: heads.parts_of(*shape, DEVICE) for shape in shapes} == shapes
+    monkeypatch.setattr(launch, "capability", lambda device: 9)
+    forms = []
+    monkeypatch.setattr(operators, "_is_right", lambda form, *others: forms.append(form) or True)
+    for count in (2, 99):
+        assert operators.fits(*torch.empty(3, 1, count, 4096, 64, dtype=HALF), 1.0, "exact")
+    assert forms == ["fused", "parts", "fused"]
+
+
 def test_constants_agree():
     assert fused.ENTRIES.value == fused.D.value * fused.SIZE.value and fused.SIZE.value == 2 * fused.D.value
     assert fused.SCRATCH.value == (2 * fused.MOST.value + 1) * fused.ENTRIES.value
+    assert parts.LENGTH.value == fused.SIZE.value**2 + fused.ENTRIES.value
+    assert parts.KEPT.value == fused.SCRATCH.value + 2 * fused.ENTRIES.value + fused.SIZE.value**2
     places = (stepped.F_AT, stepped.A_AT, stepped.GRAD_AT, stepped.VECTORS_AT, stepped.Z_AT, stepped.TERMS_AT)
     sizes = (fused.ENTRIES.value,) * 3 + (3 * fused.D.value**2, 2 * fused.SIZE.value, fused.SIZE.value**2)
     assert [x.value for x in places] == [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -14,20 +14,8 @@ memory too slowly for it.
 import triton
 import triton.language as tl
 
-from osa.kernels.fused import (
-    ENTRIES,
-    SCRATCH,
-    SIZE,
-    adjoint,
-    apply,
-    apply_backward,
-    first_of,
-    gram_and_sums,
-    products,
-    scale_of,
-    sum_terms,
-    term_at,
-)
+from osa.kernels import fused
+from osa.kernels.fused import ENTRIES, SCRATCH, SIZE, first_of, scale_of, term_at
 from osa.kernels.tiles import split
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
@@ -56,7 +44,7 @@ def gram_kernel(
     i, start, count = part_of(tokens, parts, rows)
     first = first_of(i, heads, strides) + start * strides[2]
     q, k, v, own = query + first, key + first, value + first, sums + tl.program_id(0).to(tl.int64) * LENGTH
-    gram, vm = gram_and_sums(q, k, v, strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES)
+    gram, vm = fused.gram_and_sums(q, k, v, strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES)
     tl.store(own + square(), gram)
     tl.store(term_at(own + SIZE * SIZE), vm)
 
@@ -69,7 +57,7 @@ def products_kernel(
     i, start, count = part_of(tokens, parts, rows)
     first, place = first_of(i, heads, strides) + start * strides[2], first_of(i, heads, e_strides) + start * e_strides[2]
     q, k, e, own = query + first, key + first, grad + place, sums + tl.program_id(0).to(tl.int64) * ENTRIES
-    tl.store(term_at(own), products(q, k, e, strides[2], e_strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES))
+    tl.store(term_at(own), fused.products(q, k, e, strides[2], e_strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES))
 
 
 @triton.jit
@@ -78,7 +66,7 @@ def mix_kernel(sums, scale, state, mixed):
     i = tl.program_id(0)
     own, kept = sums + i.to(tl.int64) * LENGTH, term_at(mixed + i.to(tl.int64) * 2 * ENTRIES)
     gram, vm = tl.load(own + square()), tl.load(term_at(own + SIZE * SIZE))
-    total, _, _, suffices = sum_terms(gram, vm, scale_of(scale, i), kept, False)
+    total, _, _, suffices = fused.sum_terms(gram, vm, scale_of(scale, i), kept, False)
     tl.store(state + i, tl.where(suffices, 1.0, 0.0))
     high, low = split(total)
     tl.store(kept, high)
@@ -97,7 +85,7 @@ def apply_kernel(
         kept = term_at(mixed + i.to(tl.int64) * 2 * ENTRIES)
         high, low = tl.load(kept), tl.load(kept + ENTRIES)
         q, k, v = query + first, key + first, value + first
-        apply(q, k, v, out, strides[2], out_strides[2], count, high, low, WIDTH, ROWS, STAGES)
+        fused.apply(q, k, v, out, strides[2], out_strides[2], count, high, low, WIDTH, ROWS, STAGES)
 
 
 @triton.jit
@@ -106,9 +94,9 @@ def mix_backward_kernel(sums, products, scale, grad_scale, state, scratch):
     if tl.load(state + i) == 1.0:
         own, terms = sums + i.to(tl.int64) * LENGTH, term_at(scratch + i.to(tl.int64) * KEPT)
         c, gram, vm = scale_of(scale, i), tl.load(own + square()), tl.load(term_at(own + SIZE * SIZE))
-        total, z, degree, _ = sum_terms(gram, vm, c, terms, True)
+        total, z, degree, _ = fused.sum_terms(gram, vm, c, terms, True)
         t = total.to(tl.bfloat16)
-        gradient, a2, a3 = adjoint(tl.load(term_at(products + i.to(tl.int64) * ENTRIES)), t, z, degree, c, terms)
+        gradient, a2, a3 = fused.adjoint(tl.load(term_at(products + i.to(tl.int64) * ENTRIES)), t, z, degree, c, terms)
         tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
         tl.store(terms + SCRATCH, t)
         tl.store(terms + SCRATCH + ENTRIES, a2)
@@ -137,4 +125,4 @@ def apply_backward_kernel(
             grad_value + place,
         )
         strides_of_rows = strides[2], e_strides[2], grad_strides[2]
-        apply_backward(q, k, v, e, gq, gk, gv, *strides_of_rows, count, t, a2, a3, WIDTH, ROWS, STAGES)
+        fused.apply_backward(q, k, v, e, gq, gk, gv, *strides_of_rows, count, t, a2, a3, WIDTH, ROWS, STAGES)

@@ -88,7 +88,7 @@ def _split(count: int, x: Tensor) -> dict:
 
 
 def _sums(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, sizes: dict) -> Tensor:
-    """What a kernel finds of each part, added up over the parts of each head."""
+    """Launches a kernel for each part, and adds up what it finds over the parts of each head."""
     count = tensors[0].shape[:2].numel()
     found = torch.empty(count, sizes["parts"], entries, device=tensors[0].device)
     launch.launch(kernel, count * sizes["parts"], (*tensors, found), strides, sizes | GRAM)

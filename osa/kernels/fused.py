@@ -127,10 +127,10 @@ def sum_terms(gram, sums, c, terms, KEEP: tl.constexpr):
     norm = tl.sqrt(tl.sum(gram * gram))
     factor = EPS / tl.maximum(norm, 1e-9)
     factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
-    bound = norm
+    fits = norm <= MOST_NORM
     if not KEEP:
-        bound = tl.minimum(norm, 2 * tl.max(tl.sum(tl.abs(gram), 1)))
-        size = tl.where(bound <= MOST_NORM, 1.0, 0.0)
+        fits = fits | (tl.sum(tl.where(tl.sum(tl.abs(gram), 1) <= MOST_NORM / 2, 0, 1)) == 0)
+        size = tl.where(fits, 1.0, 0.0)
     term, z = total, times_jt(gram).to(tl.bfloat16)
     if KEEP:
         tl.store(terms + 2 * MOST * ENTRIES, term.to(tl.bfloat16))
@@ -145,7 +145,7 @@ def sum_terms(gram, sums, c, terms, KEEP: tl.constexpr):
                     tl.store(terms + k * ENTRIES, rounded)
                 term = tl.dot(rounded, z) * (1.0 / (k + 2))
                 total += term
-    return total, z, degree, (bound <= MOST_NORM) & (size <= least)  # False where anything is NaN
+    return total, z, degree, fits & (size <= least)  # False where anything is NaN
 
 
 @triton.jit

@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     settings = params.load()
     before: dict[str, Seeds] = {}
     for run in of_table_2(settings):
-        if run.record():
-            before.setdefault(run.variant, {})[run.seed] = read(run)
+        if trained := read(run):
+            before.setdefault(run.variant, {})[run.seed] = trained
     lines = [HEADS]
     for name, runs in tried(chosen, settings).items():
         variant = next(iter(runs.values()))["variant"]
@@ -95,8 +95,9 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
 
 
 def read(run: Run) -> dict[str, Any]:
-    """A run's record, with its accuracy."""
-    return run.record() | {"accuracy": accuracy(run.metrics())}
+    """A run's record, with its accuracy; {} where no training of it has ended."""
+    record = run.record()
+    return record | {"accuracy": accuracy(run.metrics())} if record else {}
 
 
 def parameters(record: dict[str, Any]) -> dict[str, str]:

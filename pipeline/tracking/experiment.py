@@ -1,5 +1,6 @@
 """The experiment in MLflow: how its runs are found, made and written."""
 
+import getpass
 import os
 import re
 from collections import defaultdict
@@ -83,6 +84,8 @@ class Experiment:
         """Makes a run. Its title and colour, which is that of Figure 1, stay as somebody edits them."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
+        with suppress(KeyError, OSError):  # a user may have no name, as in a container
+            tags["mlflow.user"] = getpass.getuser()
         return self.client.create_run(self.id, start, tags, self._title(tags))
 
     def _title(self, tags: dict[str, str]) -> str:

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ ENDED = ("FINISHED", "FAILED")  # in MLflow's words; the second has diverged
 COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
 ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
+GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
 SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
 REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
@@ -76,12 +77,19 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
-    """Gives what `function` gives. A run that cannot be read is named and stops no other."""
+    """Gives what `function` gives. A run that cannot be read, or that MLflow refuses, is named and stops no other."""
+    from mlflow.exceptions import MlflowException
+
     try:
         return function(*arguments)
     except (UserError, FileNotFoundError) as error:
-        if training.path.exists():  # else it has ended since
-            tqdm.write(f"warning: {training.path} is not imported: {error}", sys.stderr)
+        why = str(error)
+    except MlflowException as error:
+        if error.error_code != "INVALID_PARAMETER_VALUE":
+            raise
+        why = store.cause(error)
+    if training.path.exists():  # else it has ended since
+        tqdm.write(f"warning: {training.path} is not imported: {why}", sys.stderr)
     return None
 
 
@@ -124,10 +132,10 @@ class Family:
         """Brings a child up to what the files of its training say. Returns True if it is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
-            if run.data.tags.get("checksum") == training.checksum and run.info.status == training.status:
+            if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
                 return False
-        metrics, values = training.metrics(), training.values()  # before anything is written: broken files leave no run
-        tags, self.has_changed = _tags(training), True
+        tags, metrics, values = _tags(training), training.metrics(), training.values()
+        checksum, self.has_changed = _checksum(training, tags), True  # before anything is written: broken files leave no run
         if is_new := run is None:
             own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
             own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
@@ -140,8 +148,7 @@ class Family:
         if training.has_ended:
             self.experiment.client.log_artifacts(run.info.run_id, str(training.path.parent))
             values += self._once(training, metrics)
-        tags["checksum"] = training.checksum
-        self.experiment.write(run, tags, values, _parameters(training, metrics))
+        self.experiment.write(run, tags | {"checksum": checksum}, values, _parameters(training, metrics))
         if run.info.status != training.status:
             self.experiment.end(run, training.status, training.ended)
         return is_new
@@ -174,7 +181,7 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            if name_of(run) != self.name and "configuration" in run.data.tags:
+            if name_of(run) != self.name and {*SHARED} <= run.data.tags.keys():  # else the files bring back what was deleted
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
             self.surplus.append(self.parents.pop(configuration))
@@ -238,17 +245,17 @@ class Family:
         tags = {key: children[0].data.tags[key] for key in SHARED} | {"run": self.name, "level": "mean"}
         tags["seed"] = ",".join(map(str, seeds))
         tags["current"] = _word(any(child.info.run_id in current for child in children))
-        tags["children"] = files.digest([[child.info.run_id, child.data.tags["checksum"]] for child in finished])[:16]
+        tags["children"] = files.digest([[child.info.run_id, child.data.tags.get("checksum")] for child in finished])[:16]
         if tags.items() <= parent.data.tags.items():
             return
         values = self._statistics(finished) if finished else {}
+        seconds = values.get("seconds", 0)
         for key, value in parent.data.metrics.items():
             if key not in values and not math.isnan(value):
                 values[key] = math.nan  # MLflow deletes no metric
         parameters = {key: value for key, value in children[0].data.params.items() if key not in ("seed", "run")}
         self.experiment.write(parent, tags, [(key, value, _now(), 0) for key, value in values.items()], parameters)
         if finished:
-            seconds = mean(child.data.metrics["seconds"] for child in finished)
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
@@ -292,6 +299,11 @@ def _tags(training: Training) -> dict[str, str]:
     if not training.has_ended:
         tags["host"] = platform.node()
     return {key: params.as_yaml(value) for key, value in tags.items()}
+
+
+def _checksum(training: Training, tags: Mapping[str, str]) -> str:
+    """The digest of a training's files and of the tags that a sync guards."""
+    return files.digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: dict) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.core import files
+from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.training.run import Run
@@ -38,10 +39,16 @@ class Training:
         self.has_ended = not path.is_relative_to(UNDER_WAY)
 
     @cached_property
-    def checksum(self) -> str:
-        """The digest of its files; while it trains of its record alone, which each point changes."""
+    def digest(self) -> str:
+        """The digest of its files; while it trains of its record alone, which each point changes.
+
+        Raises:
+            UserError: one is a link, which could show any file of this machine.
+        """
         digest = hashlib.sha256()
         for path in sorted(self.path.parent.iterdir()) if self.has_ended else [self.path]:
+            if path.is_symlink():
+                raise UserError(f"{path} is a link: `git checkout {self.path.parent}` brings the file back.")
             digest.update(path.name.encode() + path.read_bytes())
         return digest.hexdigest()[:16]
 

@@ -21,7 +21,7 @@ SPEC.loader.exec_module(minimal)
 @pytest.fixture
 def models():
     """Both with the same draws."""
-    ours = osa.create_model("osa_qr", generator=torch.Generator().manual_seed(3))
+    ours = osa.create_model("osa_qr", patch_embedding="torch", head="torch", generator=torch.Generator().manual_seed(3))
     theirs = minimal.VisionTransformer(torch.Generator().manual_seed(3))
     assert {name: p.shape for name, p in ours.named_parameters()} == {name: p.shape for name, p in theirs.named_parameters()}
     for name, parameter in theirs.named_parameters():
@@ -48,7 +48,9 @@ def test_the_same_logits_and_gradients(models):
 @pytest.mark.slow
 def test_ten_steps_of_the_recipe_have_the_same_losses(models):
     """The pipeline's optimiser and clipping give the same losses, as params.yaml and paper.yaml have them."""
-    config = params.resolve_recipe(params.load(ROOT / "params.yaml"), params.load_paper(), "osa_qr")
+    config = params.resolve_recipe(
+        params.load(ROOT / "params.yaml"), params.load_paper(), "osa_qr", reading="torch_defaults"
+    )
     recipe = config.train
     assert (recipe.epochs, recipe.batch_size) == (minimal.EPOCHS, minimal.BATCH)
     (ours, theirs), losses = models, []

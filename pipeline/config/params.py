@@ -109,7 +109,6 @@ Labels = dict[Name, Annotated[str, AfterValidator(_drawable)]]
 class Run(Section):
     variants: Annotated[list[Name], Field(min_length=1), AfterValidator(_distinct)]
     seeds: Seeds
-    recorded_seeds: AnySeeds
 
 
 class Description(Section):

@@ -4,7 +4,6 @@ Which runs there should be is read from params.yaml, never from the folder: one 
 a diverged one is counted, and one that is not listed is left out.
 """
 
-import itertools
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -76,8 +75,7 @@ def find_runs(params: Params) -> list[dict]:
     if missing:
         warn(f"{len(missing)} of {len(runs)} runs of params.yaml are not trained and evaluated yet: {', '.join(missing)}")
     strays = {path.parent for path in (RUNS / TABLE_2).glob("*/*/metrics.json")}
-    seeds = params.run.seeds + params.run.recorded_seeds
-    strays -= {Run(*run).folder for run in itertools.product(params.run.variants, seeds)}
+    strays -= {run.folder for run in of_table_2(params)}
     if strays:
         warn(f"left out, because params.yaml does not list them: {', '.join(sorted(map(str, strays)))}")
     return runs

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from pipeline.config.params import AnySeeds, Name, Overrides, Section
+from pipeline import studies
+from pipeline.config.params import FIRST, AnySeeds, Name, Overrides, Section
 from pipeline.results.runs import tables_of
 from pipeline.statistics.claims import Results, trains
 from pipeline.statistics.intervals import summary_of
@@ -54,6 +55,11 @@ def read(settings: Settings, lab: Lab) -> Tables:
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in settings.requests()
     )
+
+
+def first_reading(lab: Lab) -> Tables:
+    """Runs and histories of the paper's models by the first reading, which studies of that reading compare theirs with."""
+    return read(studies.settings("first_reading"), lab.of("first_reading", FIRST))
 
 
 def outcome(results: Results, name: str) -> dict:

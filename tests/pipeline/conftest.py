@@ -26,7 +26,7 @@ def known() -> Results:
     """Seeds 0 to 9 of the paper's five models by the first reading, which were known before the rule of verdicts."""
     runs, histories = [], []
     for variant, seed in itertools.product(params.load_paper().table_2, range(10)):
-        folder, identity = Run(variant, seed, base=files.ROOT).folder, {"name": variant, "seed": seed}
+        folder, identity = Run(variant, seed, "first_reading", base=files.ROOT).folder, {"name": variant, "seed": seed}
         runs.append(identity | {"status": "finished"} | files.read_json(folder / "metrics.json"))
         histories.append(files.read_csv(folder / "history.csv").assign(**identity))
     return Results({"runs": pd.DataFrame(runs), "histories": pd.concat(histories)})

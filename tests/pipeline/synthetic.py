@@ -32,7 +32,7 @@ Edit = Callable[[dict], object]
 def write_params(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[int] = (0, 1, 2)) -> None:
     """The repository's params.yaml with small models, after `edit`, and its paper.yaml with the same models."""
     raw = _small(_read_yaml(ROOT / "params.yaml"))
-    raw["run"] |= {"seeds": list(seeds), "recorded_seeds": []}
+    raw["run"]["seeds"] = list(seeds)
     edit(raw)
     _write_yaml(folder / "params.yaml", raw)
     paper = _read_yaml(ROOT / "pipeline/paper.yaml")

@@ -95,27 +95,6 @@ def test_a_second_time_and_without_weights_the_bytes_are_the_same(project):
     assert {path: path.read_bytes() for path in FOLDER.rglob("*.*")} == before
 
 
-def split(seeds, recorded, **changes):
-    """The seeds of Table 2 by model, with these in params.yaml and the models of the project."""
-    run = {"variants": ["vit", "osa_ns"], "seeds": seeds, "recorded_seeds": recorded}
-    synthetic.write_params(
-        Path(), lambda raw: raw.update(run=run, **{key: raw[key] | each for key, each in changes.items()})
-    )
-    tables.main()
-    return {variant: own["seed"].tolist() for variant, own in table("runs").groupby("variant")}
-
-
-def test_table_2_has_recorded_seeds_of_models_that_are_as_they_were(project):
-    assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [0, 1, 2]}
-    assert split([1, 2], [1]) == {"vit": [1, 2], "osa_ns": [1, 2]}
-    assert split([2], [0, 1], train={"eps": 1e-7}) == {
-        "vit": [2],
-        "osa_ns": [2],
-    }  # runs of other settings do not count
-    shutil.rmtree(RUNS / "osa_ns/0")
-    assert split([2], [0, 1]) == {"vit": [0, 1, 2], "osa_ns": [1, 2]}
-
-
 def test_missing_and_unlisted_runs_are_named(project, capsys):
     shutil.rmtree(RUNS / "vit/1")
     (EVALUATIONS / "osa_ns/2/evaluation.json").unlink()

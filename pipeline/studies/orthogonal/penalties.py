@@ -28,7 +28,7 @@ IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1'
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations on the pixels: of A's change, of accuracy
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
-BASELINES = ("vit", "vit_noskip_nonorm")  # models of Table 2: the accuracy without a penalty
+BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading: the accuracy without a penalty
 SHOWN = ("attention", "projections", "mlp")
 
 
@@ -73,7 +73,7 @@ def under_noise(training: loop.Training) -> dict[str, float]:
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """A row for each trained list of runs, weakest penalty first; the claims; Theorem 2.1 along the trainings."""
-    results, claims = Results(lab.tables, tables), read_claims(CLAIMS_FILE)
+    results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     rows = [row(name, settings, results) for name in settings.runs]
     return {
         "models": [each for each in rows if each["n"]],

@@ -1,4 +1,4 @@
-"""Choices that the paper leaves open: the recipe with one other value at a time, against the runs of Table 2."""
+"""Choices that the paper leaves open: the recipe with one other value at a time, against the runs of the first reading."""
 
 from matplotlib.figure import Figure
 
@@ -8,7 +8,6 @@ from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import contrast, interval, summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper.section_5 import results_of
 
 MARGIN = 1.0  # points: a change beyond it would matter to Section 5's comparisons
 
@@ -30,16 +29,16 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """The accuracy of each choice, and its change from the model's runs in Table 2 that start, with the 95 % interval.
+    """The accuracy of each choice, and its change from the first reading's runs that start, with the 95 % interval.
 
     Both samples share one spread, as they do if the choice changes nothing, so that one run is enough for an interval. A
     choice matters if the whole interval is beyond the margin, at 95 % confidence for all together (Bonferroni).
     """
-    own, table_2, rows = Results(tables), results_of(lab), []
+    own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():
         ((section, values),) = training.set.items()
         ((option, value),) = values.items()
-        samples = [own.accuracies(name), table_2.accuracies_of_starting(training.variant)]
+        samples = [own.accuracies(name), first.accuracies_of_starting(training.variant)]
         low, high = interval(samples, (1, -1), equal_spread=True)
         least, most = interval(samples, (1, -1), 1 - 0.05 / len(settings.runs), equal_spread=True)
         rows.append(

@@ -1,4 +1,4 @@
-"""Readings of the recipe, and their distance from Table 2: common code bases fill in the details that the paper leaves open.
+"""Readings of the recipe, and their distance from the paper: common code bases fill in the details that it leaves open.
 
 A run is called by its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
 the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) − log-odds(the
@@ -25,17 +25,15 @@ LIMIT = 0.20
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Each configuration against the paper, Table 2's too, and the closest of those with all models."""
-    own, table_2, paper = Results(tables), results_of(lab), lab.paper.table_2
+    """Each configuration against the paper, with the first reading and Table 2."""
+    own, paper = Results(tables), lab.paper.table_2
     samples: dict[str, dict[str, list[float]]] = {}
     for name, training in settings.runs.items():
         configuration = name.removesuffix(f"_{training.variant}")
         samples.setdefault(configuration, {})[training.variant] = own.accuracies_of_starting(name)
-    default = compare({model: table_2.accuracies_of_starting(model) for model in paper}, paper)
-    configurations = {name: compare(each, paper) for name, each in samples.items()}
-    complete = [name for name, each in configurations.items() if each["models"].keys() == paper.keys()]
-    closest = min(complete, key=lambda name: configurations[name]["distance"], default=None)
-    return {"default": default, "configurations": configurations, "closest": closest, "limit": LIMIT}
+    for name, results in {"first": Results(comparison.first_reading(lab)), "table_2": results_of(lab)}.items():
+        samples[name] = {model: results.accuracies_of_starting(model) for model in paper}
+    return {"configurations": {name: compare(each, paper) for name, each in samples.items()}, "limit": LIMIT}
 
 
 def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:

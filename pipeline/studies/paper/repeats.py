@@ -1,8 +1,8 @@
-"""Does a training repeat? Runs of Table 2, trained once more: by another process, for another study, or here since the last
-commit.
+"""Does a training repeat? Runs of Table 2 and of the first reading, trained once more: by another process, for another
+study, or here since the last commit.
 
 On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the accuracy may be
-that of one more seed; other studies that trained a model of Table 2 with the same configuration and seed show it.
+that of one more seed; other studies that trained a model with the same configuration and seed show it.
 """
 
 import json
@@ -14,15 +14,18 @@ from pipeline.config import params
 from pipeline.config.params import Name, Section, Seed
 from pipeline.core import provenance
 from pipeline.results.runs import accuracy, of_table_2, recorded
+from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import one_more_run
-from pipeline.studies import Request, Study, Tables
+from pipeline.studies import Request, Study, Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
 from pipeline.training.run import TABLE_2, TRIES, Run
 
-COLUMNS = ["variant", "seed", "study", "same_recipe", "same_points", "same_weights"]
+COLUMNS = ["variant", "seed", "of", "same_recipe", "same_points", "same_weights"]
 COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
 REPLACED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
+
+REPEATED = (TABLE_2, "first_reading")
 
 Ended = tuple[dict, dict]  # record and metrics of a training that has ended
 
@@ -46,14 +49,14 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 def read(settings: Settings, lab: Lab) -> Tables:
     """Compares pairs of trainings, a row for each.
 
-    repeats     runs of studies that repeat one of Table 2, this study's first
+    repeats     runs of studies that repeat one of Table 2 or of the first reading, this study's first
     replaced    runs of Table 2 that another training has replaced since the last commit
     """
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
     for run, record in recorded():
-        if record["status"] == "finished" and not run.overrides and run.study not in (TABLE_2, TRIES, lab.study):
+        if record["status"] == "finished" and not run.overrides and run.study not in (*REPEATED, TRIES, lab.study):
             again.append(run)
-    repeats = [(run, ended(run), ended(Run(run.variant, run.seed))) for run in again]
+    repeats = [(run, ended(run), ended(Run(run.variant, run.seed, study))) for run in again for study in REPEATED]
     replaced = [(run, ended(run), committed(run)) for run in of_table_2(lab.params)]
     return {"repeats": compared(repeats), "replaced": compared(replaced)}
 
@@ -80,7 +83,7 @@ def compare(run: Run, after: Ended, before: Ended) -> dict:
     """Compares two trainings; accuracies in per cent, as training measured them."""
     records = after[0], before[0]
     configs = [params.normalised_config(record["config"]) for record in records]
-    row = {"variant": run.variant, "seed": run.seed, "study": run.study}
+    row = {"variant": run.variant, "seed": run.seed, "of": records[1]["study"]}
     row["same_recipe"] = configs[0] == configs[1] and records[0]["numerics"] == records[1]["numerics"]
     row["same_points"] = records[0]["history_sha256"] == records[1]["history_sha256"]
     row["same_weights"] = records[0]["weights_sha256"] == records[1]["weights_sha256"]
@@ -100,9 +103,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     table = table[table["same_recipe"].astype(bool)]
     here = (table["machine"] == table["machine_there"]) & (table["torch"] == table["torch_there"])
     same = table.loc[here, "same_points"].astype(bool) & table.loc[here, "same_weights"].astype(bool)
+    results = dict(zip(REPEATED, (results_of(lab), Results(comparison.first_reading(lab))), strict=True))
     elsewhere = []
     for row in table[~here].to_dict("records"):
-        low, high = one_more_run(results_of(lab).accuracies(row["variant"]))
+        low, high = one_more_run(results[row["of"]].accuracies(row["variant"]))
         elsewhere.append({"difference": row["difference"], "within": low <= row["test_accuracy"] <= high})
     replaced = tables["replaced"][REPLACED].to_dict("records")
     return {"repeated": int(here.sum()), "same_bits": int(same.sum()), "elsewhere": elsewhere, "replaced": replaced}

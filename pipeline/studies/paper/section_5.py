@@ -25,7 +25,8 @@ ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
 # Standard deviations, declared before seeds 10 to 14: of accuracies in points, over the three seeds of PyTorch's defaults in
-# the study `recipes`; of the logarithm of the epochs to the losses at which speed is judged, over seeds 0 to 4 of Table 2.
+# the study `recipes`; of the logarithm of the epochs to the losses at which speed is judged, over seeds 0 to 4 of the first
+# reading.
 SPREADS = {"osa_qr": 0.20, "osa_ns": 0.88, "vit": 0.16, "vit_noskip": 0.63, "vit_noskip_nonorm": 9.9}
 LOG_SPREADS = {"osa_qr": 0.1, "vit": 0.095, "vit_noskip": 0.087}
 WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # points, and ratios, that a figure shows
@@ -71,11 +72,17 @@ def baseline(claim: Claim) -> str:
 
 
 def headline(judged: dict[str, dict[str, dict]]) -> dict:
-    """Verdicts of the primary comparisons, and how many hold together with a family-wise error of 5 % (Holm)."""
+    """Verdicts of the primary comparisons: how many of each word, which are reproduced and which are undecided, and how many
+    hold together with a family-wise error of 5 % (Holm)."""
     verdicts = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
-    return count(verdicts.values()) | {"together": len(together), "family_p": max(together.values(), default=None)}
+    return count(verdicts.values()) | {
+        "reproduces": [name for name, verdict in verdicts.items() if verdict.word == "reproduced"],
+        "leaves_open": [name for name, verdict in verdicts.items() if verdict.here == "undecided"],
+        "together": len(together),
+        "family_p": max(together.values(), default=None),
+    }
 
 
 def count(verdicts) -> dict[str, int]:

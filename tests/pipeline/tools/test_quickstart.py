@@ -14,7 +14,7 @@ from pipeline.core.files import ROOT
 from pipeline.tools import quickstart
 
 OURS = ("params.yaml", "dvc.yaml", ".dvc/config", ".gitignore")
-OWN_VALUES = {"data.source", "run.variants", "run.seeds", "run.recorded_seeds", "model.patch_size", "model.embed_dim"}
+OWN_VALUES = {"data.source", "run.variants", "run.seeds", "model.patch_size", "model.embed_dim"}
 OWN_VALUES |= {f"train.{key}" for key in ("epochs", "batch_size", "learning_rate", "points_per_epoch")} | {"model.depth"}
 
 

@@ -54,16 +54,17 @@ def learning(accuracies: dict[str, list[float]]) -> dict:
     return {"runs": runs(accuracies), "histories": histories(curves)}
 
 
-def test_distances_of_configurations_from_table_2(paper_lab):
+def test_distances_of_configurations_from_the_paper(paper_lab):
     paper_lab.tables = learning({"vit": [96.2, 97.2, 98.2]})
-    listed = settings(near_vit=STANDARD, far_vit=STANDARD, missing_vit=STANDARD)
-    tables = learning({"near_vit": [96.2, 97.2, 98.2], "far_vit": [94.0, 94.2, 94.4]})
-    summary = recipes.summarise(listed, tables, paper_lab)
-    assert summary["default"]["distance"] == pytest.approx(0, abs=1e-12) and set(summary["default"]["models"]) == {"vit"}
-    far, missing = summary["configurations"]["far"], summary["configurations"]["missing"]
+    listed = settings(far_vit=STANDARD, missing_vit=STANDARD)
+    tables = learning({"far_vit": [94.0, 94.2, 94.4]})
+    found = recipes.summarise(listed, tables, paper_lab)["configurations"]
+    assert found["table_2"]["distance"] == pytest.approx(0, abs=1e-12) and set(found["table_2"]["models"]) == {"vit"}
+    assert found["first"] == found["table_2"]
+    far, missing = found["far"], found["missing"]
     assert far["distance"] == pytest.approx(math.log(0.972 / 0.028) - math.log(0.942 / 0.058))
     assert far["models"]["vit"]["difference"] == pytest.approx(-3) and far["models"]["vit"]["is_within"] is False
-    assert missing["distance"] is None and summary["closest"] is None
+    assert missing["distance"] is None
     assert not far["is_the_recipe"] and not missing["is_the_recipe"]  # nor is one of four models missing
 
 
@@ -119,10 +120,11 @@ def test_ablations_are_shown_once_all_are_trained_and_compared_with_table_2_of_t
     paper_lab.reading = listed.reading
     own = {model: [95.0, 95.2, 95.4, 95.6, 95.8] for model in ablations.BASELINES}
     paper_lab.tables = {"runs": runs(own | {"vit_noskip_nonorm": [92.0, 92.2, 92.4, 92.6, 92.8]})}
+    as_listed, first = paper_lab.params, paper_lab.paper.readings["first"]
+    paper_lab.params = as_listed.model_copy(update={name: getattr(first, name) for name in ("data", "init")})
     first = ablations.summarise(listed, {"runs": runs(ablated())}, paper_lab)
     assert first["trained"] == first["runs"] == 44 and not first["has_baselines"] and not first["rows"]
-    sections = {name: getattr(paper_lab.paper.readings[listed.reading], name) for name in ("data", "model", "init", "train")}
-    paper_lab.params = paper_lab.params.model_copy(update=sections)
+    paper_lab.params = as_listed
     some = {name: values for name, values in ablated().items() if name != "vit_fast"}
     assert not ablations.summarise(listed, {"runs": runs(some)}, paper_lab)["rows"]
     summary = ablations.summarise(listed, {"runs": runs(ablated())}, paper_lab)
@@ -137,6 +139,8 @@ def test_ablations_are_shown_once_all_are_trained_and_compared_with_table_2_of_t
 
 def test_baselines_by_another_reading_are_none(paper_lab):
     paper_lab.tables = {"runs": runs({model: [95.0, 95.2] for model in ablations.BASELINES})}
-    assert ablations.has_baselines(paper_lab), "params.yaml and this lab have the first reading"
+    assert not ablations.has_baselines(paper_lab), "the lab has the first reading, params.yaml another"
+    paper_lab.reading = "torch_defaults"
+    assert ablations.has_baselines(paper_lab)
     paper_lab.tables = {"runs": runs({"vit": [95.0]})}
     assert not ablations.has_baselines(paper_lab)

@@ -67,14 +67,14 @@ def test_what_is_of_other_numerics_or_another_configuration_is_no_repeat(lab):
 
 def test_a_run_that_replaces_a_committed_one_stands_beside_it(lab, monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    write(Run("vit", 1), accuracy=0.96)
+    write(Run("vit", 11), accuracy=0.96)
     for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "runs"]):
         subprocess.run(["git", *command], check=True)
-    write(Run("vit", 2), accuracy=0.95)  # a new run replaces none
+    write(Run("vit", 12), accuracy=0.95)  # a new run replaces none
     assert summarise(lab)["replaced"] == []
-    write(Run("vit", 1), accuracy=0.98, weights="b")
+    write(Run("vit", 11), accuracy=0.98, weights="b")
     (row,) = summarise(lab)["replaced"]
-    assert (row["variant"], row["seed"], row["same_weights"]) == ("vit", 1, False)
+    assert (row["variant"], row["seed"], row["same_weights"]) == ("vit", 11, False)
     assert [row[key] for key in ("test_accuracy", "test_accuracy_there", "difference")] == pytest.approx([98, 96, 2])
 
 

@@ -57,6 +57,7 @@ def test_the_headline_is_of_the_first_comparisons_alone(trained):
         "osa_qr_vs_vit_noskip"
     ] * 2
     assert (summary["headline"]["total"], summary["headline"]["reproduced"], summary["headline"]["together"]) == (4, 4, 4)
+    assert summary["headline"]["reproduces"] == list(PRIMARY) and summary["headline"]["leaves_open"] == []
     largest = max(next(iter(summary["claims"][name].values()))["verdict"].p for name in PRIMARY)
     assert largest <= summary["headline"]["family_p"] <= 0.05
 
@@ -68,6 +69,7 @@ def test_holm_leaves_out_what_holds_by_itself_alone(trained):
     )
     head = summarise(None, {}, trained)["headline"]
     assert head["together"] == 3 and head["reproduced"] + head["open"] == 4
+    assert sorted(head["reproduces"] + head["leaves_open"]) == sorted(PRIMARY)
 
 
 def test_an_effect_that_our_seeds_cannot_see_is_not_tested_where_it_is_open(trained):

@@ -1,7 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
-The paper's OSA differs from ViT (no skip, no LN) in both. Here each is changed alone, by the first reading: {softmax, OSA
-(exact)} × {Xavier, Section 4's initialisation}. Two of the four cells are runs of the study first_reading.
+The paper's OSA differs from ViT (no skip, no LN) in both. Here each is changed alone: {softmax, OSA (exact)} × {Xavier,
+Section 4's initialisation}. By the first reading two of the four cells are runs of the study first_reading; by Table 2's,
+two are its runs and two those of the study ablations.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import LEVEL, judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
+from pipeline.studies.paper import ablations
 from pipeline.studies.paper.section_5 import CLAIMS
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
@@ -27,7 +29,8 @@ RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa"
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    return compare(Results(tables, comparison.first_reading(lab)))
+    """The comparison by each of the two readings."""
+    return {"first": compare(Results(tables, comparison.first_reading(lab))), "table_2": compare(ablations.results(lab))}
 
 
 def compare(results: Results) -> dict:

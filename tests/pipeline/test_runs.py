@@ -94,7 +94,7 @@ def test_outputs_and_record():
     model = run.load_model(setting)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert metrics == last | {"steps": 8, "num_parameters": count, "diverged": False, "diverged_at_step": None}
-    mnist = idx.load("data/mnist")
+    mnist = idx.load("data/mnist", setting.data.pixel_scaling)
     assert evaluate_split(model, mnist.test_images, mnist.test_labels) == (metrics["test_loss"], metrics["test_accuracy"])
 
     found = recorded(run)

@@ -97,7 +97,7 @@ def row(name: str, settings: Settings, results: Results) -> dict:
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """Test accuracy and orthogonality of attention over λ, a colour for each penalty; dashed, without a penalty."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]
-    if not models:
+    if all(each["penalty"] == "none" for each in models):
         return None
     figure, panels = charts.panels(2, 3.0)
     numbers = {

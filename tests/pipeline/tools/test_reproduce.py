@@ -75,7 +75,7 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     text = capsys.readouterr().out
     assert "\n| a | b |\n| 1 | 2 |\n\n" in text and "| c |" not in text and "report.html" in text and "figure_1.svg" in text
     assert "Nothing was trained: results are as committed." in text
-    assert text.endswith("OSA (QR) anew (about 25 min): `. .venv/bin/activate`, then `dvc repro -f train@osa_qr-10`.\n")
+    assert text.endswith("OSA (QR) anew (about 25 min): `. .venv/bin/activate`, then `dvc repro -f train@osa_qr-5`.\n")
     monkeypatch.setattr(fan_out, "is_trained", lambda run, config: run.variant == "vit")
     reproduce.main(["--jobs", "3"])
     assert trained == [["--jobs=3"]] and "1 run was trained" in capsys.readouterr().out

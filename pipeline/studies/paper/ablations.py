@@ -28,8 +28,8 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """The number of runs, a row for each verdict of a claim whose runs are all there, and the claims that wait for a run."""
-    own = Results(tables)
-    num_runs = {name: len(own.runs_of(name)) for name in settings.runs}
+    results, claims = with_table_2(tables, lab), read_claims(CLAIMS)
+    num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
     summary = {
         "runs": sum(len(training.seeds) for training in settings.runs.values()),
@@ -38,25 +38,30 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         "rows": [],
         "waiting": [],
     }
-    if not summary["has_baselines"]:
-        return summary
-    everything, claims = Results(tables, {"runs": results_of(lab).runs}), read_claims(CLAIMS)
-    for rule in RULES:
+    for rule in RULES if summary["has_baselines"] else ():
         claim = claims[rule]
         if not whole.issuperset(claim.models):
             summary["waiting"].append(rule)
             continue
-        for pair, verdict in zip(claim.compare, claim.judge(everything).values(), strict=True):
-            first, second = (described(settings, everything, name) for name in pair)
+        for pair, verdict in zip(claim.compare, claim.judge(results).values(), strict=True):
+            first, second = (described(settings, results, name) for name in pair)
             summary["rows"].append({"claim": rule, "verdict": verdict, "first": first, "second": second})
     return summary
 
 
-def results(lab: Lab) -> Results:
-    """The runs of this study with those of Table 2, for another one; without Table 2's where it follows another reading."""
+def read(lab: Lab) -> Results:
+    """The runs of this study with those of Table 2, for another study."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
-    return Results(comparison.read(settings, own), {"runs": results_of(lab).runs} if has_baselines(own) else {})
+    return with_table_2(comparison.read(settings, own), own)
+
+
+def with_table_2(tables: Tables, lab: Lab) -> Results:
+    """This study's runs with their baselines in Table 2, or without them where Table 2 follows another reading."""
+    if not has_baselines(lab):
+        return Results(tables)
+    table_2 = results_of(lab).runs
+    return Results(tables, {"runs": table_2[table_2["name"].isin(BASELINES)]})
 
 
 def has_baselines(lab: Lab) -> bool:

@@ -30,7 +30,7 @@ RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa"
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """The comparison by each of the two readings."""
-    return {"first": compare(Results(tables, comparison.first_reading(lab))), "table_2": compare(ablations.results(lab))}
+    return {"first": compare(Results(tables, comparison.first_reading(lab))), "table_2": compare(ablations.read(lab))}
 
 
 def compare(results: Results) -> dict:

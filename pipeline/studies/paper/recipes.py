@@ -50,7 +50,6 @@ def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict
     return {
         "models": models,
         "distance": distance,
-        "largest_difference": max((abs(each["difference"]) for each in models.values()), default=None),
         "is_the_recipe": is_complete and all(each["is_within"] for each in models.values()) and distance < LIMIT,
     }
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from pipeline.config import looks
 from pipeline.core import files
 from pipeline.statistics.claims import WEIGHTS, Claim, Declared, Results, epochs_to_reach, read_claims, target_loss
-from pipeline.statistics.verdicts import LEVEL, WORDS, holm, judge_ratio
+from pipeline.statistics.verdicts import LEVEL, REPRODUCED, WORDS, holm, judge_ratio
 from pipeline.studies import Study, Tables, charts
 from pipeline.studies.lab import Lab
 
@@ -78,7 +78,7 @@ def headline(judged: dict[str, dict[str, dict]]) -> dict:
     adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
     return count(verdicts.values()) | {
-        "reproduces": [name for name, verdict in verdicts.items() if verdict.word == "reproduced"],
+        "reproduces": [name for name, verdict in verdicts.items() if verdict.word == REPRODUCED],
         "leaves_open": [name for name, verdict in verdicts.items() if verdict.here == "undecided"],
         "together": len(together),
         "family_p": max(together.values(), default=None),

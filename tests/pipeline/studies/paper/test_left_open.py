@@ -136,7 +136,7 @@ def test_a_claim_about_ablations_is_shown_once_its_runs_are_there_by_the_reading
     words = {(row["claim"], row["second"]["variant"]): row["verdict"].word for row in summary["rows"]}
     assert len(summary["rows"]) == 12 and words["detail_matters", "vit_noskip_nonorm"] == REPRODUCED
     assert words["exp_is_not_needed", "osa_exact"] == "contradicted" and words["rate_is_fair", "vit"] == REPRODUCED
-    assert attention_or_initialisation.compare(ablations.results(paper_lab))["is_trained"]
+    assert attention_or_initialisation.compare(ablations.read(paper_lab))["is_trained"]
     template = page.environment(paper_lab.label).get_template("research/ablations.md.j2")
     text = template.render(ablations=page.to_json(summary), level=LEVEL)
     assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 14

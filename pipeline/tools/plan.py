@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
         names = [label(group, stages) for group, stages in grouped(following).items()]
         print(f"If these come out differently: {', '.join(names)}{cost(following, settings, records)}")
     others = count - len(changed) - len(following)
-    print(f"{counted(len(changed))} will run, up to {len(following)} more may follow, {others} are up to date.")
+    more = f"up to {len(following)} more may follow, " if following else ""
+    print(f"{counted(len(changed))} will run, {more}{others} are up to date.")
     jobs = [(run, config) for run, config in fan_out.table_2_jobs(settings) if not run.weights.exists()]
     jobs = [(run, config) for run, config in jobs if run.is_current(config)]
     jobs = [job for job in jobs if f"train@{job[0].variant}-{job[0].seed}" not in changed]

@@ -65,7 +65,7 @@ def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
     text = capsys.readouterr().out
     assert "up to date" in text and "train (" not in text
     assert "fetch: mnist is not here, and comes from its mirrors, 12 MB; about 10 s\n" in text.splitlines(keepends=True)[0]
-    assert "\n1 stage will run, up to 0 more may follow, 2 are up to date.\n" in text
+    assert "\n1 stage will run, 2 are up to date.\n" in text
     assert "weights of 1 recorded run" in text and "1 h 0 min" in text
 
 

@@ -23,7 +23,7 @@ from pipeline.training.run import TABLE_2, TRIES, Run
 
 COLUMNS = ["variant", "seed", "of", "same_recipe", "same_points", "same_weights"]
 COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
-REPLACED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
+COMPARED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
 
 REPEATED = (TABLE_2, "first_reading")
 
@@ -95,9 +95,10 @@ def compare(run: Run, after: Ended, before: Ended) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Counts the repeats with the same bits on one kind of machine, and compares the others with one more seed.
+    """Counts the repeats with the same bits on one kind of machine, and compares those elsewhere with one more seed.
 
-    "replaced" lists the trainings that replace a committed one, with both accuracies.
+    other_bits   the repeats on one kind of machine whose bits differ, with both accuracies
+    replaced     the same of the trainings that replace a committed one
     """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]
@@ -108,8 +109,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     for row in table[~here].to_dict("records"):
         low, high = one_more_run(results[row["of"]].accuracies(row["variant"]))
         elsewhere.append({"difference": row["difference"], "within": low <= row["test_accuracy"] <= high})
-    replaced = tables["replaced"][REPLACED].to_dict("records")
-    return {"repeated": int(here.sum()), "same_bits": int(same.sum()), "elsewhere": elsewhere, "replaced": replaced}
+    other_bits, replaced = (rows[COMPARED].to_dict("records") for rows in (table[here][~same], tables["replaced"]))
+    counts = {"repeated": int(here.sum()), "same_bits": int(same.sum())}
+    return counts | {"other_bits": other_bits, "elsewhere": elsewhere, "replaced": replaced}
 
 
 STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

@@ -18,6 +18,7 @@ from tests.pipeline.studies.paper.conftest import histories, runs
 
 SETTINGS = repeats.Settings(reading="first", runs=[{"variant": "vit", "seed": 0}])
 LITERAL = "osa_qr_literal"
+NONE = {"repeated": 0, "same_bits": 0, "other_bits": [], "elsewhere": [], "replaced": []}
 
 
 @pytest.fixture
@@ -44,11 +45,14 @@ def summarise(lab) -> dict:
 
 def test_a_repeat_has_the_same_bits_or_not(lab):
     write(lab.run("vit"), accuracy=0.97)
-    assert summarise(lab) == {"repeated": 1, "same_bits": 1, "elsewhere": [], "replaced": []}
-    write(lab.run("vit"), accuracy=0.97, weights="b")
-    assert summarise(lab) == {"repeated": 1, "same_bits": 0, "elsewhere": [], "replaced": []}
-    write(lab.run("vit"), accuracy=0.9701)
-    assert summarise(lab)["same_bits"] == 0
+    assert summarise(lab) == NONE | {"repeated": 1, "same_bits": 1}
+    for accuracy, weights in ((0.97, "b"), (0.98, "a")):
+        write(lab.run("vit"), accuracy, weights)
+        summary = summarise(lab)
+        (row,) = summary["other_bits"]
+        assert summary == NONE | {"repeated": 1, "other_bits": [row]}
+        found = [row[key] for key in ("variant", "seed", "test_accuracy", "test_accuracy_there")]
+        assert found == ["vit", 0, pytest.approx(100 * accuracy), pytest.approx(97)]
 
 
 @pytest.mark.parametrize("accuracy, within", [(0.971, True), (0.991, False)])
@@ -62,7 +66,7 @@ def test_what_is_of_other_numerics_or_another_configuration_is_no_repeat(lab):
     write(lab.run("vit"), accuracy=0.97, numerics=2)
     write(Run("vit", 0, "tries"), accuracy=0.97, machine="Another CPU")
     write(Run("vit", 1, "penalties"), accuracy=0.97)  # not in Table 2
-    assert summarise(lab) == {"repeated": 0, "same_bits": 0, "elsewhere": [], "replaced": []}
+    assert summarise(lab) == NONE
 
 
 def test_a_run_that_replaces_a_committed_one_stands_beside_it(lab, monkeypatch, tmp_path):

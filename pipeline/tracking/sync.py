@@ -84,6 +84,8 @@ def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
         return function(*arguments)
     except (UserError, FileNotFoundError) as error:
         why = str(error)
+    except KeyError as error:
+        why = f"its record lacks {error}: `git checkout {training.path}`"
     except MlflowException as error:
         if error.error_code != "INVALID_PARAMETER_VALUE":
             raise

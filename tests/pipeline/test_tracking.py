@@ -481,7 +481,7 @@ def test_parameters_that_are_none_stop_no_import(database):
 
 
 def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsys):
-    for seed in range(8):
+    for seed in range(9):
         Run("vit", seed, [0.1, 0.2]).finish()
     Run("vit", 0, [0.1, 0.2], study="it's").finish()
     folder = Path("paper_outputs/runs/table_2/vit")
@@ -493,9 +493,10 @@ def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsy
     files.write_text(folder / "6/metrics.json", "{}")
     (folder / "7/metrics.json").rename("metrics.json")  # the same bytes, behind a link
     (folder / "7/metrics.json").symlink_to(Path("metrics.json").resolve())
-    assert sync() == (2, 9)
+    files.write_json(folder / "8/record.json", {key: value for key, value in whole.items() if key != "started_at"})
+    assert sync() == (2, 10)
     named = re.findall(r"warning: (\S+) is not imported", capsys.readouterr().err)
-    assert sorted(named) == [f"{folder}/{seed}/record.json" for seed in range(1, 8)]
+    assert sorted(named) == [f"{folder}/{seed}/record.json" for seed in range(1, 9)]
     assert set(by_name(level="single")) == {"ViT, seed 0", "ViT, it's, seed 0"}
 
 

@@ -5,19 +5,28 @@ paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and
 shared memory, how many programs a multiprocessor holds at once, by that memory alone and altogether, the compiler's warnings
 of performance, and for how many of its products of tensor cores (HGMMA, Hopper's asynchronous instruction) a thread waits.
 C7510 says that it waits for each of them.
+
+Kernels whose row has the digest of what the compiler would be given are not compiled again. Where one takes more than its
+row said before, a warning names it.
 """
 
+import ast
+import functools
+import inspect
 import itertools
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import pandas as pd
 import torch
 import triton
+import triton.language as tl
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -52,27 +61,74 @@ REPORTED = {
     "stored": r"(\d+) bytes spill stores",
     "loaded": r"(\d+) bytes spill loads",
 }
+KEY = ["method", "kernel", "width", "dtype", "architecture"]  # columns that name a row
+Key = tuple[str, ...]
+Launch = tuple  # the kernel, its tensors and their strides, and its other arguments by name
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
-    parser = command_parser("benchmarks.kernels", __doc__)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
-    parser.add_argument("--architectures", nargs="+", type=int, choices=ARCHITECTURES, default=tuple(ARCHITECTURES))
-    parser.add_argument("--output", type=Path, default=ROOT / TABLE)
-    chosen = parser.parse_args(arguments)
-    cases = list(itertools.product(chosen.methods, chosen.widths, DTYPES))
-    rows = [
-        resources(method, launched, width, dtype, architecture)
-        for method, width, dtype in tqdm(cases, desc="kernels", unit="case", disable=None)
-        for architecture in chosen.architectures
-        for launched in launches(method, width, dtype, architecture)
-    ]
-    files.write_csv(chosen.output, pd.DataFrame(rows).assign(triton=triton.__version__))
+    command_parser("benchmarks.kernels", __doc__).parse_args(arguments)
+    before, rows = table(), []
+    for key, launched, architecture in tqdm([*cases()], desc="kernels", unit="kernel", disable=None):
+        given, known = source(launched, architecture), before.get(key)
+        if known and known["source"] == given:
+            rows.append(known)
+            continue
+        row = dict(zip(KEY, key, strict=True)) | resources(launched, architecture) | {"source": given}
+        if known and is_worse(row, known):
+            tqdm.write(f"warning: {' '.join(key)} takes more than before: see `git diff {TABLE}`.", file=sys.stderr)
+        rows.append(row)
+    files.write_csv(ROOT / TABLE, pd.DataFrame(rows))
 
 
-Launch = tuple  # the kernel, its tensors and their strides, and its other arguments by name
+def table() -> dict[Key, dict[str, str]]:
+    """The rows of kernels.csv by their keys; none where it is missing."""
+    if not (ROOT / TABLE).exists():
+        return {}
+    rows = pd.read_csv(ROOT / TABLE, dtype=str, keep_default_na=False).to_dict("records")
+    return {tuple(row[name] for name in KEY): row for row in rows}
+
+
+def cases() -> Iterator[tuple[Key, Launch, int]]:
+    """The key of each row, its launch and its architecture, in the table's order."""
+    for method, width, dtype, architecture in itertools.product(METHODS, WIDTHS, DTYPES, ARCHITECTURES):
+        for launched in launches(method, width, dtype, architecture):
+            key = method, name(launched), str(width), str(dtype).removeprefix("torch."), f"sm_{architecture}"
+            yield key, launched, architecture
+
+
+def source(launched: Launch, architecture: int) -> str:
+    """A digest of what the compiler is given: code, arguments, and its own version."""
+    kernel, tensors, strides, arguments = launched
+    types = [str(tensor.dtype) for tensor in tensors]
+    return files.digest([code(kernel), types, strides, arguments, architecture, triton.__version__])[:12]
+
+
+@functools.cache
+def code(kernel) -> dict[str, str]:
+    """The code of a kernel and of the functions that it calls, without comments, and the constants that they read."""
+    found, waiting = {}, [kernel.fn]
+    while waiting:
+        function = waiting.pop()
+        place = f"{function.__module__}.{function.__name__}"
+        if place in found:
+            continue
+        definition = ast.parse(inspect.getsource(function)).body[0]
+        if ast.get_docstring(definition):
+            del definition.body[0]
+        found[place] = ast.unparse(definition)
+        scope = dict(function.__globals__)
+        for module in function.__globals__.values():
+            if isinstance(module, ModuleType) and module.__name__.startswith("osa."):
+                scope |= vars(module)
+        for used in function.__code__.co_names:
+            value = scope.get(used)
+            if isinstance(value, tl.constexpr):
+                found[f"{place} {used}"] = repr(value.value)
+            elif hasattr(value, "fn"):
+                waiting.append(value.fn)
+    return found
 
 
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
@@ -117,8 +173,8 @@ def name(launched: Launch) -> str:
     return kernel.fn.__name__.removesuffix("_kernel") + forms
 
 
-def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, architecture: int) -> dict:
-    """A row of the table."""
+def resources(launched: Launch, architecture: int) -> dict:
+    """Numbers of a row of the table."""
     compiled = compile_kernel(launched, architecture)
     target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -132,11 +188,6 @@ def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, arc
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
     return {
-        "method": method,
-        "kernel": name(launched),
-        "width": width,
-        "dtype": str(dtype).removeprefix("torch."),
-        "architecture": f"sm_{architecture}",
         "warps": warps,
         "registers": registers,
         "spilled_bytes": used["stored"] + used["loaded"],
@@ -146,6 +197,7 @@ def resources(method: str, launched: Launch, width: int, dtype: torch.dtype, arc
         "warnings": " ".join(sorted(set(re.findall(r"\bC75\d\d\b", report)))),
         "hgmma": hgmma,
         "waits": waits,
+        "triton": triton.__version__,
     }
 
 

@@ -24,6 +24,7 @@ MARKS = {  # before a badge: good, bad, open
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
+MANY = 100  # seeds, above which a page gives no number
 SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters of Markdown
 
 
@@ -81,9 +82,11 @@ def badge(word: str) -> Markup:
     return Markup(f'<span class="verdict {kind}">{mark} {escape(word)}</span>')
 
 
-def verdict(value: Mapping[str, Any] | str) -> Markup:
-    """The word of a verdict as a badge."""
-    return badge(value if isinstance(value, str) else value["word"])
+def verdict(value: Mapping[str, Any], word: str = "word") -> Markup:
+    """A verdict's word as a badge and, where more seeds could decide it, how many."""
+    seeds = value["seeds"]
+    number = "" if seeds is None else f" ({seeds:.0f})" if seeds <= MANY else f" (> {MANY})"
+    return badge(value[word]) + Markup(number)
 
 
 def holds(check: Mapping[str, Any]) -> Markup:

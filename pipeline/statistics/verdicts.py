@@ -56,7 +56,8 @@ class Verdict:
 
     `low` to `high` is the two-sided 90 % interval, whose ends are the two one-sided 95 % bounds, infinite where so few runs
     have none; `p` the one-sided p-value towards the claim, `n` the runs of the smallest sample, `power` that at the paper's
-    effect, NaN where none is known.
+    effect, NaN where none is known; `seeds` the runs of each model that would decide an open verdict, infinite for any other
+    and where no number would.
     """
 
     word: str
@@ -68,6 +69,7 @@ class Verdict:
     limit: float
     side: str
     power: float = math.nan
+    seeds: float = math.inf
 
     @property
     def bound(self) -> float:
@@ -108,14 +110,16 @@ def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) 
         first, second = np.log(first), np.log(second)
     verdict = judge(first, second, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
-    return Verdict(verdict.word, estimate, low, high, verdict.p, verdict.n, factor, "below")
+    return Verdict(verdict.word, estimate, low, high, verdict.p, verdict.n, factor, "below", seeds=verdict.seeds)
 
 
 def judge_within(first: Sequence[float], second: Sequence[float], *, margin: float) -> Verdict:
     """Equivalence: first − second is to lie within ±margin of 0. Both one-sided tests decide (TOST)."""
     above, below = judge(first, second, limit=-margin), judge(first, second, limit=margin, side="below")
     word = max((above.word, below.word), key=_WORST.index)
-    return Verdict(word, above.estimate, above.low, above.high, max(above.p, below.p), above.n, margin, "within")
+    seeds = max((each.seeds for each in (above, below) if each.is_open), default=math.inf)
+    p = max(above.p, below.p)
+    return Verdict(word, above.estimate, above.low, above.high, p, above.n, margin, "within", seeds=seeds)
 
 
 def judge_contrast(
@@ -153,15 +157,25 @@ def _verdict(
 ) -> Verdict:
     """The word, given the p-values of the tests towards both sides."""
     other = "below" if side == "above" else "above"
+    seeds = math.inf
     if p[side] <= LEVEL + ROUNDING:
         word = REPRODUCED
     elif p[other] <= LEVEL + ROUNDING:
         word = CONTRADICTED
-    elif power < LEAST_POWER:
-        word = NOT_TESTABLE
     else:
         word = SAME if (estimate > limit if side == "above" else estimate < limit) else OTHER
-    return Verdict(word, estimate, *ends, p[side], n, limit, side, power)
+        word = NOT_TESTABLE if power < LEAST_POWER else word
+        seeds = _deciding(estimate, ends, n, limit)
+    return Verdict(word, estimate, *ends, p[side], n, limit, side, power, seeds)
+
+
+def _deciding(estimate: float, ends: tuple[float, float], n: int, limit: float) -> float:
+    """The number of runs at which the limit leaves an interval that lies around this estimate and narrows as 1/√n."""
+    if estimate == limit:
+        return math.inf
+    bound = ends[0] if estimate > limit else ends[1]
+    runs = round(n * ((bound - estimate) / (limit - estimate)) ** 2, DIGITS)
+    return max(n + 1, math.ceil(runs)) if math.isfinite(runs) else math.inf
 
 
 def _not_trained(limit: float, side: str) -> Verdict:

@@ -151,6 +151,13 @@ def test_a_page_keeps_to_its_budget(name):
     assert not [path for path in (ROOT / "paper_outputs/figures").rglob("*.svg") if path.stat().st_size > 100_000]
 
 
+@pytest.mark.parametrize("seeds, number", [(32.0, " (32)"), (100.0, " (100)"), (101.0, " (> 100)"), (None, "")])
+def test_an_open_verdict_has_its_seeds_after_it(seeds, number):
+    judged = {"word": "open, same direction", "here": "undecided", "seeds": seeds}
+    assert page.verdict(judged) == f'<span class="verdict open">? open, same direction</span>{number}'
+    assert page.verdict(judged, "here") == f'<span class="verdict open">? undecided</span>{number}'
+
+
 @pytest.mark.parametrize("name", BUDGETS)
 def test_every_figure_and_link_of_a_page_is_there(name):
     markdown = (ROOT / f"paper_outputs/{name}.md").read_text(encoding="utf-8")

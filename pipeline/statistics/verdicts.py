@@ -27,7 +27,7 @@ loss is one of the second model's runs that start. Verdicts of differences and c
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +110,7 @@ def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) 
         first, second = np.log(first), np.log(second)
     verdict = judge(first, second, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
-    return Verdict(verdict.word, estimate, low, high, verdict.p, verdict.n, factor, "below", seeds=verdict.seeds)
+    return replace(verdict, estimate=estimate, low=low, high=high, limit=factor)
 
 
 def judge_within(first: Sequence[float], second: Sequence[float], *, margin: float) -> Verdict:
@@ -118,8 +118,7 @@ def judge_within(first: Sequence[float], second: Sequence[float], *, margin: flo
     above, below = judge(first, second, limit=-margin), judge(first, second, limit=margin, side="below")
     word = max((above.word, below.word), key=_WORST.index)
     seeds = max((each.seeds for each in (above, below) if each.is_open), default=math.inf)
-    p = max(above.p, below.p)
-    return Verdict(word, above.estimate, above.low, above.high, p, above.n, margin, "within", seeds=seeds)
+    return replace(above, word=word, p=max(above.p, below.p), limit=margin, side="within", seeds=seeds)
 
 
 def judge_contrast(

@@ -346,12 +346,6 @@ def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
     nn.init.zeros_(linear.bias)
 
 
-def trunc_normal_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """The weight like positions and [cls], N(0, 0.02²) on two standard deviations, and a zero bias."""
-    truncated_normal_(linear.weight, 0.02, generator=generator)
-    nn.init.zeros_(linear.bias)
-
-
 def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
     """Zero weight and bias, which take no draw from the generator."""
     nn.init.zeros_(linear.weight)

@@ -19,7 +19,6 @@ from torch import Generator, Tensor, nn
 from osa.deep.shaped import (
     Kernel,
     ShapedGELU,
-    ShapedLeakyReLU,
     SignalPreservingSelfAttention,
     ValueSkipInitSelfAttention,
     alpha_of_depth,
@@ -29,7 +28,6 @@ from osa.deep.shaped import (
     gelu_tanh,
     linear_share,
     signal_preserving_attention,
-    tat_leaky_relu,
 )
 from osa.functional import Method, check_method
 from osa.init import (
@@ -45,7 +43,6 @@ from osa.init import (
     init_xavier_mlp_,
     lecun_linear_,
     torch_linear_,
-    trunc_normal_linear_,
     truncated_normal_,
     xavier_linear_,
     zeros_linear_,
@@ -81,7 +78,7 @@ def _orthogonal_attention(config: "ModelConfig") -> Parts:
 
 
 def _softmax_attention(config: "ModelConfig") -> Parts:
-    make = partial(SoftmaxSelfAttention, config.embed_dim, config.num_heads, **config.given("qkv_bias"))
+    make = partial(SoftmaxSelfAttention, config.embed_dim, config.num_heads)
     return lambda _: make(), ATTENTION_INIT[config.attention_init or "xavier"](config)
 
 
@@ -119,7 +116,7 @@ def _suo_mlp(config: "ModelConfig", gain: float) -> Initialise:
     return partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain)
 
 
-def _shaped(activation: ShapedGELU | ShapedLeakyReLU) -> Activation:
+def _shaped(activation: ShapedGELU) -> Activation:
     return activation, 1.0, linear_share(activation.of_number)
 
 
@@ -148,13 +145,11 @@ ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # shaped for 
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
-    "tat_leaky_relu": lambda depth: _shaped(tat_leaky_relu(depth)),
 }
 PATCH_EMBEDDING_INIT: dict[str, Initialise] = {
     "xavier": xavier_linear_,
     "torch": torch_linear_,
     "lecun": lecun_linear_,
-    "trunc_normal": trunc_normal_linear_,
 }
 HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 
@@ -196,14 +191,12 @@ class Architecture:
     attention_init: AttentionStart | None = _option(None, attention=("orthogonal", "softmax"))
     """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
     Xavier for softmax, as in the paper."""
-    qkv_bias: bool | None = _option(None, attention=("softmax",))
-    """Whether query, key and value have biases. None: yes."""
     joint_value_output: bool = False
     """W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and those by "ji", are so
     in any case."""
     activation: ActivationKind = "gelu"
-    """Of the MLPs: "gelu", its approximation "gelu_tanh", or shaped for the depth "dks_gelu" or "tat_leaky_relu"; see there
-    for the least depth."""
+    """Activation of the MLPs: "gelu", its approximation "gelu_tanh", or "dks_gelu", which is shaped for the depth and needs
+    5 blocks or more."""
     normalise_tokens: bool = False
     """Divide each token by its root mean square before the first block."""
     normalised_skip: float | None = _option(None, above=0)
@@ -225,7 +218,7 @@ class Start:
     suo_transposed: bool = False
     """SUO of the weights read as [in, out]."""
     patch_embedding: LinearStart = "xavier"
-    """"xavier", "torch" (PyTorch's default), "lecun" (Flax's) or "trunc_normal" (as positions)."""
+    """"xavier", "torch" (PyTorch's default) or "lecun" (Flax's)."""
     head: HeadStart = "xavier"
     """One of these or "zeros"."""
 

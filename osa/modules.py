@@ -42,7 +42,6 @@ class SelfAttention(nn.Module):
         num_heads: int,
         *,
         bias: bool,
-        qkv_bias: bool = True,
         device: Device = None,
         dtype: Dtype = None,
     ) -> None:
@@ -51,7 +50,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads {num_heads} must divide embed_dim {embed_dim}")
         self.embed_dim, self.num_heads = embed_dim, num_heads
         linear = partial(nn.Linear, embed_dim, embed_dim, device=device, dtype=dtype)
-        self.query, self.key, self.value = (linear(bias=bias and qkv_bias) for _ in range(3))
+        self.query, self.key, self.value = (linear(bias=bias) for _ in range(3))
         self.out = linear(bias=bias)
 
     def extra_repr(self) -> str:
@@ -216,7 +215,6 @@ class SoftmaxSelfAttention(SelfAttention):
     Args:
         embed_dim: d.
         num_heads: h.
-        qkv_bias: whether query, key and value have biases; the output projection has one in any case.
 
     Raises:
         ValueError: num_heads does not divide embed_dim.
@@ -226,10 +224,8 @@ class SoftmaxSelfAttention(SelfAttention):
         torch.Size([2, 50, 64])
     """
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, *, qkv_bias: bool = True, device: Device = None, dtype: Dtype = None
-    ) -> None:
-        super().__init__(embed_dim, num_heads, bias=True, qkv_bias=qkv_bias, device=device, dtype=dtype)
+    def __init__(self, embed_dim: int, num_heads: int, *, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(embed_dim, num_heads, bias=True, device=device, dtype=dtype)
         init_softmax_attention_(self)
 
     def mix(

@@ -12,9 +12,9 @@ from osa.init import QueryKey, ValueOut
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
 AttentionStart = Literal["section_4", "xavier", "ji"]
 MLPStart = Literal["suo", "xavier", "shaped", "isometric"]
-ActivationKind = Literal["gelu", "gelu_tanh", "dks_gelu", "tat_leaky_relu"]
-LinearStart = Literal["xavier", "torch", "lecun", "trunc_normal"]
-HeadStart = Literal["xavier", "torch", "lecun", "trunc_normal", "zeros"]
+ActivationKind = Literal["gelu", "gelu_tanh", "dks_gelu"]
+LinearStart = Literal["xavier", "torch", "lecun"]
+HeadStart = Literal["xavier", "torch", "lecun", "zeros"]
 
 
 class Options(TypedDict, total=False):
@@ -36,7 +36,6 @@ class Options(TypedDict, total=False):
     query_key_init: QueryKey | None
     value_out_init: ValueOut | None
     attention_init: AttentionStart | None
-    qkv_bias: bool | None
     joint_value_output: bool
     activation: ActivationKind
     normalise_tokens: bool

@@ -348,19 +348,6 @@ class ShapedGELU:
         return self.output_scale * (gelu(self.input_scale * x + self.input_shift) + self.output_shift)
 
 
-@dataclass(frozen=True)
-class ShapedLeakyReLU:
-    """φ(x) = √(2/(1 + n²)) (max(x, 0) + n min(x, 0)) with the negative slope n (Zhang et al. 2022)."""
-
-    negative_slope: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return math.sqrt(2 / (1 + self.negative_slope**2)) * F.leaky_relu(x, self.negative_slope)
-
-    def of_number(self, x: float) -> float:
-        return math.sqrt(2 / (1 + self.negative_slope**2)) * (x if x > 0 else self.negative_slope * x)
-
-
 @functools.cache
 def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     """GELU shaped by Deep Kernel Shaping for `depth` MLPs, one after the other (Martens et al. 2021, Section 8).
@@ -398,32 +385,6 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
         damping = max(1.0, *map(abs, step))
         log_scale, shift = log_scale - step[0] / damping, shift - step[1] / damping
     raise ValueError(f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers or a smaller slope")
-
-
-@functools.cache
-def tat_leaky_relu(depth: int, cosine: float = 0.9) -> ShapedLeakyReLU:
-    """Leaky ReLU by Tailored Activation Transformation: `depth` layers take a cosine of 0 to `cosine` (Zhang et al. 2022).
-
-    He et al. 2023 (H.1) take 0.9.
-
-    Raises:
-        ValueError: the depth is too small to reach the cosine, even with a negative slope of 0: 0.9 needs 13 or more.
-    """
-
-    def reached(negative_slope: float) -> float:
-        c = 0.0
-        for _ in range(depth):
-            curved = math.sqrt(max(0.0, 1 - c * c)) + (math.pi - math.acos(min(1.0, c))) * c
-            c = ((1 - negative_slope) ** 2 * curved / math.pi + 2 * negative_slope * c) / (1 + negative_slope**2)
-        return c
-
-    if not 0 < cosine <= reached(0.0):
-        raise ValueError(f"{depth} leaky ReLUs take a cosine of 0 to {reached(0.0):.3g} at most, and not to {cosine:g}")
-    low, high = 0.0, 1.0  # reached(low) ≥ cosine > reached(high) = 0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if reached(middle) >= cosine else (low, middle)
-    return ShapedLeakyReLU(low)
 
 
 def gain(activation: Callable[[float], float]) -> float:

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from pipeline.config import records
+from pipeline.config.records import Record
 from pipeline.core import files, provenance
 
 FOLDER = Path("paper_outputs/benchmarks")
@@ -70,7 +72,7 @@ def write(name: str, table: pd.DataFrame, device: torch.device, options: argpars
     path = FOLDER / slug(environment) / name
     files.write_csv(path.with_suffix(".csv"), table)
     files.write_json(path.with_suffix(".json"), facts | {"environment": environment, "options": vars(options)})
-    files.write_record(path.parent, {})
+    records.seal(path.parent)
     print(f"{path}.csv")
 
 
@@ -82,7 +84,7 @@ def measured(name: str) -> list[Path]:
     """
     paths = sorted(FOLDER.glob(f"*/{name}"))
     for folder in {path.parent for path in paths}:
-        files.read_record(folder, "make benchmark")
+        records.read(folder, Record, "make benchmark")
     return paths
 
 

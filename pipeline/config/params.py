@@ -216,6 +216,7 @@ class Train(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "constant"
     perturbation: Annotated[int, Field(ge=0)] = 0  # number of a draw that perturbs the initial weights; 0 for none
+    held_out: Annotated[int, Field(ge=0)] = 0  # training images that stand in for the test images, in a search
 
 
 class Variant(options(Architecture)):
@@ -298,24 +299,6 @@ class RunConfig(Shared):
         sections = self.model.model_dump(exclude_none=True) | self.init.model_dump(exclude_none=True)
         sizes = {"image_size": images.size, "in_channels": images.channels}
         return ModelConfig(**sizes, **sections, **self.variant.architecture())
-
-
-def normalised_config(config: dict) -> dict:
-    """A record's configuration without keys at their default, which older records lack, without keys that params.yaml no
-    longer has, which follow from others now, and with the MLPs' initialisation under its present name."""
-    variant = dict(config.get("variant", {}))
-    if "init" in variant:
-        start = variant.pop("init")
-        config = config | {"variant": variant | {"mlp_init": "suo" if start == "osa" else start}}
-    known = {section: schema.annotation.model_fields for section, schema in RunConfig.model_fields.items()}
-    return {
-        section: {
-            key: value
-            for key, value in values.items()
-            if key in known[section] and value not in (None, known[section][key].default)
-        }
-        for section, values in config.items()
-    }
 
 
 class Params(Shared):

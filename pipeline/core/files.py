@@ -7,8 +7,7 @@ import hashlib
 import json
 import math
 import os
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd  # slow to import, and no training needs it
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the repository whose code is running
-RECORD = "record.json"
 DIGITS = 6  # significant ones in every file: beyond them shows the order of additions, which changes with the threads
 
 
@@ -140,35 +138,6 @@ def sha256(path: str | Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def verify(known: Mapping[Path, str | None], record: Path, command: str) -> None:
-    """Raises UserError if a file is not the one whose SHA-256 a record knows; None is one that is not to be there. `command`
-    makes the files again."""
-    for path, expected in known.items():
-        found = sha256(path) if path.exists() else None
-        if found != expected:
-            remedy = f"`git checkout {shlex.quote(str(path))}`" if expected else "remove it"
-            raise UserError(f"{path} is not what {record} knows: {remedy}, or make all of it again with `{command}`.")
-
-
-def write_record(folder: Path, made_by: dict) -> None:
-    """record.json of a folder of results: what made them, whose folder it is, and the SHA-256 of each other file in it."""
-    digests = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path.name != RECORD}
-    write_json(folder / RECORD, made_by | {"folder": folder.name, "sha256": digests})
-
-
-def read_record(folder: Path, command: str) -> dict:
-    """Reads a folder's record. Raises UserError if a file is not the one that it knows, or if it is another folder's."""
-    path, again = folder / RECORD, f"`git checkout {folder}`, or make it again with `{command}`"
-    if not path.exists():
-        raise UserError(f"{path} is missing: {again}.")
-    record = read_json(path)
-    if record.get("folder") != folder.name:
-        raise UserError(f"{path} is the record of another folder, {record.get('folder')}: {again}.")
-    known = {each: None for each in folder.iterdir() if each.name != RECORD and ".tmp." not in each.name}
-    verify(known | {folder / name: digest for name, digest in record["sha256"].items()}, path, command)
-    return record
 
 
 def digest(value: object) -> str:

@@ -22,8 +22,9 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pipeline import studies
-from pipeline.config import params, reading
+from pipeline.config import params, reading, records
 from pipeline.config.looks import STYLE
+from pipeline.config.records import Record
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded
@@ -108,10 +109,10 @@ def check_current(name: str) -> None:
 
 def common(lab: Lab) -> dict[str, Any]:
     """Content that every page has besides the studies."""
-    records = table_2.read(lab)
-    content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, records), "compute": table_2.compute(records)}
+    trained = table_2.read(lab)
+    content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, trained), "compute": table_2.compute(trained)}
     content |= {
-        "provenance": table_2.made_with(records),
+        "provenance": table_2.made_with(trained),
         "level": LEVEL,
         "params": lab.params.model_dump(),
         "paper": lab.paper.model_dump(),
@@ -148,8 +149,8 @@ def sources_of(name: str) -> list[str]:
     """The files that a study's figures are drawn from, and the commit that measured them; the folder of its runs."""
     one, folder, sources = studies.get(name), study.FOLDER / name, []
     if one.measure:
-        record = files.read_json(folder / files.RECORD)
-        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([record["environment"].get("git_commit")])]
+        record = records.read(folder, Record, f"python -m pipeline study {name}")
+        sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([record.commit])]
     if one.read:
         sources.append(str(RUNS / name))
     return sources

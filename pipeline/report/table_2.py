@@ -11,6 +11,7 @@ import pandas as pd
 
 from pipeline import studies
 from pipeline.config import params
+from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.results.runs import of_table_2, recorded
@@ -18,14 +19,14 @@ from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summary_of
 from pipeline.studies.lab import TABLES, Lab
 from pipeline.studies.paper.benchmarks import short
-from pipeline.training.run import Run, same_config
+from pipeline.training.run import Run
 
 FOLDER = Path("paper_outputs")
 TABLE_2 = FOLDER / "table_2.csv"
 PROPERTIES = ("device_name", "python", "torch", "num_threads", "data_sha256", "numerics", "commit")
 
 
-def read(lab: Lab) -> dict[tuple[str, int], dict]:
+def read(lab: Lab) -> dict[tuple[str, int], RunRecord]:
     """The records of Table 2's runs, by variant and seed.
 
     Raises:
@@ -39,8 +40,8 @@ def read(lab: Lab) -> dict[tuple[str, int], dict]:
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
     records = {run: Run(*run).record() for run in itertools.compress(identities, listed["status"] != "missing")}
     for run, record in records.items():
-        if not same_config(record["config"], params.resolve(lab.params, run[0])):
-            path = Run(*run).folder / "record.json"
+        if record.config != params.resolve(lab.params, run[0]):
+            path = Run(*run).folder / RECORD
             raise UserError(f"{path} was made with other parameters than params.yaml has: run `dvc repro`.")
     return records
 
@@ -91,12 +92,12 @@ def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
     return pd.DataFrame(listed)
 
 
-def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
+def cost(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
     """Parameters of Table 2's models, least and most; seeds of each kind of machine and minutes of a run there, least and
     most."""
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
-        machines[short(record["environment"])].append((seed, record["seconds"] / 60))
+        machines[short(record.environment.model_dump())].append((seed, record.seconds / 60))
     rows = []
     for name, runs in machines.items():
         seeds, minutes = zip(*runs, strict=True)
@@ -107,28 +108,26 @@ def cost(lab: Lab, records: dict[tuple[str, int], dict]) -> dict[str, Any]:
     }
 
 
-def compute(records: dict[tuple[str, int], dict]) -> dict[str, dict]:
+def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
     """Runs and hours of training, for Table 2 and for each study that trains."""
-    seconds = {"table_2": [record["seconds"] for record in records.values()]}
+    seconds = {"table_2": [record.seconds for record in records.values()]}
     for name in studies.names():
-        if own := [record["seconds"] for _, record in recorded(name)]:
+        if own := [record.seconds for _, record in recorded(name)]:
             seconds[name] = own
     return {name: {"runs": len(own), "hours": sum(own) / 3600} for name, own in seconds.items()}
 
 
-def made_with(records: dict[tuple[str, int], dict]) -> dict[str, Any]:
+def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
     """Provenance of Table 2's runs: for each property every value that occurs, with its number of runs."""
     listed = list(records.values())
     counts = {key: Counter() for key in PROPERTIES}
     for record in listed:
-        own, environment = {key: record[key] for key in ("data_sha256", "numerics")}, record["environment"]
-        known = {**environment, **own, "commit": environment["git_commit"]}
         for key, count in counts.items():
-            count[str(known[key])] += 1
-    newest = max(listed, key=lambda each: each["finished_at"], default={"environment": {"git_commit": None}})
+            count[str(getattr(record, key, None) or getattr(record.environment, key))] += 1
+    newest = max(listed, key=lambda each: each.finished_at, default=None)
     return {
         **{key: dict(sorted(count.items())) for key, count in counts.items()},
-        "newest_commit": newest["environment"]["git_commit"],
-        "dirty": sum(bool(each["environment"]["git_dirty"]) for each in listed),
-        "resumptions": sum(each["resumptions"] for each in listed),
+        "newest_commit": newest and newest.commit,
+        "dirty": sum(bool(each.dirty) for each in listed),
+        "resumptions": sum(each.resumptions for each in listed),
     }

@@ -48,8 +48,8 @@ def evaluation(run: Run, config: RunConfig) -> dict:
     record = run.record()
     if record is None:
         raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
-    training = {key: record[key] for key in ("metrics_sha256", "weights_sha256")}
-    if record["status"] == "diverged":
+    training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
+    if record.status == "diverged":
         return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
     return training | measure(run, config, run.metrics()["test_accuracy"])
 
@@ -59,7 +59,7 @@ def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.load(folder, config.data.pixel_scaling, device)
-    if mnist.sha256 != run.record()["data_sha256"]:
+    if mnist.sha256 != run.record().data_sha256:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
     predictions, loss = predict(model.to(device), mnist.test_images, mnist.test_labels)
     confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)

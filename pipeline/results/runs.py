@@ -8,17 +8,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.params import Params, RunConfig
+from pipeline.config.params import SHARED, Params, RunConfig, as_yaml
+from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files
+from pipeline.core.errors import UserError
 from pipeline.training.loop import COLUMNS
-from pipeline.training.run import FOLDER, Run, same_config
+from pipeline.training.run import FOLDER, Run
 
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and a list of runs needs none
 
 IDENTITY = ["name", "run", "variant", "seed"]
 FINALS = ["train_loss", "test_loss", "test_accuracy"]
-PROVENANCE_COLUMNS = ["numerics", "device", "git_dirty", "started_at", "seconds", "images_per_second"]
+PROVENANCE_COLUMNS = ["numerics", "device", "dirty", "started_at", "seconds", "images_per_second"]
+IMAGES = ("source", "path", "resize")  # of the section data: whose images a run has seen
 
 
 def of_table_2(settings: Params) -> list[Run]:
@@ -26,13 +29,13 @@ def of_table_2(settings: Params) -> list[Run]:
     return [Run(*each) for each in itertools.product(settings.run.variants, settings.run.seeds)]
 
 
-def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, dict]]:
+def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
     """The runs of a study, or of all, whose training has ended, with their records.
 
     Raises:
         UserError: one is not whole.
     """
-    for path in sorted((base / FOLDER).glob(f"{study}/*/*/record.json")):
+    for path in sorted((base / FOLDER).glob(f"{study}/*/*/{RECORD}")):
         run = Run.at(path.parent)
         yield run, run.record()
 
@@ -64,13 +67,29 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Status and numbers of a run. One of another configuration is missing too."""
+    """Status and numbers of a run. A run of other images is missing, as params.yaml chooses the images of all studies.
+
+    Raises:
+        UserError: the run in this place has another configuration.
+    """
     record = run.record()
-    if record is None or not same_config(record["config"], config):
+    if record is None or any(getattr(record.config.data, key) != getattr(config.data, key) for key in IMAGES):
         return {"status": "missing"}
-    row = {key: record.get(key, record["environment"].get(key)) for key in PROVENANCE_COLUMNS}
-    row["status"] = record["status"]
+    if change := difference(record.config, config):
+        raise UserError(f"{run.folder / RECORD} has {change}: `git checkout {run.folder}`, or run `{run.command}`.")
+    row = {key: getattr(record, key, None) for key in PROVENANCE_COLUMNS} | {"device": record.environment.device}
+    row["status"] = record.status
     if row["status"] == "finished":
         metrics = run.metrics()
         row |= {key: metrics[key] for key in FINALS}
     return row
+
+
+def difference(recorded: RunConfig, wanted: RunConfig) -> str:
+    """Names the first key in which two configurations differ, with both values; empty if they are equal."""
+    for section in (*SHARED, "variant"):
+        old, new = getattr(recorded, section), getattr(wanted, section)
+        for key in type(new).model_fields:
+            if getattr(old, key) != getattr(new, key):
+                return f"{section}.{key} {as_yaml(getattr(old, key))}, not {as_yaml(getattr(new, key))}"
+    return ""

@@ -87,7 +87,7 @@ def read_run(run: Run) -> dict:
     record = run.record()
     if record is None or not run.evaluated.exists():
         return identity | {"status": "missing"}
-    return {**identity, "status": record["status"], **run.metrics(), **files.read_json(run.evaluated)}
+    return {**identity, "status": record.status, **run.metrics(), **files.read_json(run.evaluated)}
 
 
 def warn(sentence: str) -> None:

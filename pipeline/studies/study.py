@@ -9,7 +9,8 @@ import pandas as pd
 import torch
 
 from pipeline import studies
-from pipeline.config import params
+from pipeline.config import params, records
+from pipeline.config.records import Environment, Record
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.studies.lab import Lab
@@ -35,14 +36,16 @@ def main(arguments: list[str] | None = None) -> None:
         files.write_csv(folder / f"{name}.csv", table)
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
         (folder / f"{stale}.csv").unlink()
-    environment = provenance.describe_environment(provenance.default_device()) | provenance.describe_commit()
-    files.write_record(folder, {"settings": settings.model_dump(mode="json"), "environment": environment})
+    commit = provenance.describe_commit()
+    environment = Environment(**provenance.describe_environment(provenance.default_device()))
+    provenance_of = {"commits": [commit["git_commit"]], "dirty": commit["git_dirty"]}
+    records.seal(folder, environment=environment, settings=settings.model_dump(mode="json"), **provenance_of)
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:
     """The tables that a study has measured. Raises UserError if they are not there, or not as they were measured."""
     folder = FOLDER / name
-    files.read_record(folder, f"python -m pipeline study {name}")
+    records.read(folder, Record, f"python -m pipeline study {name}")
     return {path.stem: files.read_csv(path) for path in sorted(folder.glob("*.csv"))}
 
 

@@ -35,17 +35,17 @@ import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from osa import NUMERICS
 from pipeline import studies, tracking
-from pipeline.config import params
+from pipeline.config import params, records
 from pipeline.config.params import Params, RunConfig
+from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.data import idx
 from pipeline.results.runs import recorded
 from pipeline.studies.lab import Lab
 from pipeline.tools import gpus, locks, times
-from pipeline.training.run import TABLE_2, Run, same_config
+from pipeline.training.run import TABLE_2, Run, matches
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to another machine, with the data
 RETRIES = 3  # on other nodes, where one dies
@@ -148,8 +148,8 @@ def at_once(jobs: list[Job], per_gpu: int | None) -> int:
     if gpus.has_mps():
         return count * fit
     if fit > 1 and len(jobs) > count and gpus.can_start_mps():
-        records = [made for _, made in recorded()]
-        seconds = [times.estimate(*job, records) for job in jobs]
+        known = [record for _, record in recorded()]
+        seconds = [times.estimate(*job, known) for job in jobs]
         left = [time_left(seconds, at_a_time).removesuffix(" left") for at_a_time in (count, count * fit)]
         print(
             f"One training leaves most of a GPU idle: `{gpus.CONTROL} -d` starts NVIDIA's MPS, under which {fit} share one "
@@ -170,7 +170,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
     """Tells whether a run is current, data included, and has the weights where Table 2 evaluates them."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
-    return run.record()["data_sha256"] == digest(config.data.source)
+    return run.record().data_sha256 == digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
@@ -224,19 +224,19 @@ def digest(source: str) -> str:
 def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
     """Passes on the runs that have ended, with a line for each. Shows how far all are and how long the rest takes, also
     where none has ended."""
-    records, left = [record for _, record in recorded()], {str(run): (run, config) for run, config in jobs}
+    known, left = [record for _, record in recorded()], {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     shown = 0.0  # epochs, which never fall
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
                 del left[str(run)]
-                records.append(run.record())
-            standing = [progress(*job, records) for job in left.values()]
+                known.append(run.record())
+            standing = [progress(*job, known) for job in left.values()]
             shown = max(shown, epochs - sum(number for number, _ in standing))
             bar.n = len(jobs) - len(standing)
             bar.set_postfix_str(f"{shown:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
-            for run, made in zip(ended, records[len(records) - len(ended) :], strict=True):
+            for run, made in zip(ended, known[len(known) - len(ended) :], strict=True):
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
                 tqdm.write(f"{run}: {result} after {times.spent(made)}; {bar.postfix}", file=sys.stderr)
@@ -249,23 +249,23 @@ def show_every() -> float:
     return SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
 
 
-def progress(run: Run, config: RunConfig, records: list[dict]) -> tuple[float, float | None]:
+def progress(run: Run, config: RunConfig, known: list[RunRecord]) -> tuple[float, float | None]:
     """The epochs that a run still has to do, and the seconds that they will take.
 
-    Where it trains on this machine, by its own pace, in which a pause before it was resumed does not count; else by these
-    records.
+    Where it trains on this machine, by its own pace, in which a pause before it was resumed does not count; else by the
+    known records of others.
     """
-    for path in run.scratch.parent.glob(f"{run.seed}-*/record.json"):
+    for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # it has ended since
-            own = files.read_json(path)
-            done = len(own["timestamps"]) - 1  # points after that of step 0
-            if done > 0 and same_config(own["config"], config) and own["numerics"] == NUMERICS:
+            own = records.parse(path, RunRecord, f"delete {path.parent}")
+            done = len(own.timestamps) - 1  # points after that of step 0
+            if done > 0 and matches(own, config):
                 left = config.train.epochs * config.train.points_per_epoch - done
-                return left / config.train.points_per_epoch, left * own["seconds"] / done
+                return left / config.train.points_per_epoch, left * own.seconds / done
     with contextlib.suppress(UserError):
         if is_trained(run, config):  # it has ended, and its process is about to
             return 0, 0
-    return config.train.epochs, times.estimate(run, config, records)
+    return config.train.epochs, times.estimate(run, config, known)
 
 
 def time_left(seconds: list[float | None], at_a_time: int) -> str:
@@ -448,7 +448,7 @@ def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list
 
 def files_of(run: Run) -> list[Path]:
     """Files that a training may leave, its record last."""
-    return [*run.files.values(), run.folder / "record.json"]
+    return [*run.files.values(), run.folder / RECORD]
 
 
 def receive(run: Run, contents: dict[Path, bytes]) -> None:
@@ -457,9 +457,10 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
     for path in others:
         if path in contents:
             files.write_bytes(path, contents[path])
-    entry = json.loads(contents[record_path])
-    entry["environment"] |= provenance.describe_commit()
-    files.write_json(record_path, entry)
+    record = records.parse(record_path, RunRecord, f"run `{run.command}`", contents[record_path].decode())
+    commit = provenance.describe_commit()
+    known = {"commits": [commit["git_commit"]] * len(record.commits), "dirty": commit["git_dirty"]}
+    records.write(run.folder, record.model_copy(update=known))
 
 
 def shipment(sources: set[str]) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from pipeline.config.params import RunConfig
+from pipeline.config.records import RunRecord
 from pipeline.core import provenance
 from pipeline.training.run import Run
 
@@ -19,31 +20,32 @@ def of_stage(name: str) -> float:
     return SECONDS.get(study, SECONDS.get(group, OTHER))
 
 
-def relative_cost(config: dict) -> float:
+def relative_cost(config: RunConfig) -> float:
     """A number in proportion to a training's time: images seen times blocks."""
-    return config["train"]["epochs"] * TRAIN_IMAGES.get(config["data"]["source"], 60_000) * config["model"]["depth"]
+    return config.train.epochs * TRAIN_IMAGES.get(config.data.source, 60_000) * config.model.depth
 
 
-def estimate(run: Run, config: RunConfig, records: Sequence[dict]) -> float | None:
+def estimate(run: Run, config: RunConfig, records: Sequence[RunRecord]) -> float | None:
     """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any.
 
     Records of the kind of device that is here, a CPU or a GPU, come before all others.
     """
-    planned, here = relative_cost(config.model_dump()), provenance.default_device().type
-    records = [record for record in records if record["environment"]["device"] == here] or records
-    for known in ({"study": run.study, "name": run.name}, {"variant": run.variant}, {}):
-        if alike := [record for record in records if known.items() <= record.items()]:
-            return median(record["seconds"] * planned / relative_cost(record["config"]) for record in alike)
+    planned, here = relative_cost(config), provenance.default_device().type
+    records = [record for record in records if record.environment.device == here] or records
+    of_variant = [record for record in records if record.variant == run.variant]
+    of_name = [record for record in of_variant if (record.study, record.name) == (run.study, run.name)]
+    if alike := of_name or of_variant or records:
+        return median(record.seconds * planned / relative_cost(record.config) for record in alike)
     return None
 
 
-def spent(made: dict, **others: float) -> str:
+def spent(record: RunRecord, **others: float) -> str:
     """Says how long a run took and on what, as in 12 min (start 4 s, steps 10 min), without phases below a hundredth or half
-    a second; of older records, how long."""
-    phases = made.get("phases", {}) | others
+    a second."""
+    phases = record.phases | others
     least = max(0.5, sum(phases.values()) / 100)
     shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]
-    return duration(made["seconds"]) + (f" ({', '.join(shown)})" if shown else "")
+    return duration(record.seconds) + (f" ({', '.join(shown)})" if shown else "")
 
 
 def duration(seconds: float) -> str:

@@ -9,10 +9,11 @@ import argparse
 import itertools
 import math
 import re
-from typing import Any
+from typing import NamedTuple
 
 from pipeline.config import params
 from pipeline.config.params import Params, as_yaml
+from pipeline.config.records import RunRecord
 from pipeline.core.errors import command_parser, entry_point
 from pipeline.results.runs import accuracy, of_table_2
 from pipeline.statistics.claims import GUESS_ACCURACY
@@ -23,7 +24,14 @@ from pipeline.training.run import TRIES, Run
 
 HEADS = ["Model", "Table 2", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
 READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdicts on the claim that a model is more accurate
-Seeds = dict[int, dict[str, Any]]  # seed → its record, and its accuracy in per cent, NaN where it diverged
+
+
+class Trained(NamedTuple):
+    record: RunRecord
+    accuracy: float  # in per cent, NaN where the run diverged
+
+
+Seeds = dict[int, Trained]
 
 
 @entry_point
@@ -41,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
             before.setdefault(run.variant, {})[run.seed] = trained
     lines = [HEADS]
     for name, runs in tried(chosen, settings).items():
-        variant = next(iter(runs.values()))["variant"]
+        variant = next(iter(runs.values())).record.variant
         row = compare(name, before.get(variant, {}), runs)
         if changes := row.pop("changes"):
             print(f"{name}: {changes}")
@@ -94,18 +102,18 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     return found
 
 
-def read(run: Run) -> dict[str, Any]:
-    """A run's record, with its accuracy; {} where no training of it has ended."""
+def read(run: Run) -> Trained | None:
+    """What a training of the run has left; None where none has ended."""
     record = run.record()
-    return record | {"accuracy": accuracy(run.metrics())} if record else {}
+    return Trained(record, accuracy(run.metrics())) if record else None
 
 
-def parameters(record: dict[str, Any]) -> dict[str, str]:
+def parameters(record: RunRecord) -> dict[str, str]:
     """Parameters of a run by key, with the data and the numerics."""
     found = {}
-    for section, values in params.normalised_config(record["config"]).items():
+    for section, values in record.config.model_dump(mode="json", exclude_defaults=True).items():
         found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
-    return found | {"data": record["data_sha256"][:8], "numerics": as_yaml(record["numerics"])}
+    return found | {"data": record.data_sha256[:8], "numerics": as_yaml(record.numerics)}
 
 
 def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
@@ -114,7 +122,7 @@ def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not old:
         return row
-    was, now = parameters(next(iter(old.values()))), parameters(next(iter(new.values())))
+    was, now = (parameters(next(iter(runs.values())).record) for runs in (old, new))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
     row["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
     verdict = judge(accuracies(new), accuracies(old))
@@ -127,12 +135,12 @@ def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
 
 def accuracies(runs: Seeds) -> list[float]:
     """The accuracies of the runs; one that diverged is as good as a guess."""
-    return [GUESS_ACCURACY if math.isnan(run["accuracy"]) else run["accuracy"] for run in runs.values()]
+    return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 
 def cell(runs: Seeds) -> str:
     """97.03 ± 0.15 (3), with the number of runs that diverged."""
-    found, parts = summary_of([run["accuracy"] for run in runs.values() if not math.isnan(run["accuracy"])]), []
+    found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"
         parts.append(f"{found.mean:.2f}{spread} ({found.n})")

@@ -28,11 +28,8 @@ def log(experiment: Experiment, run: "Run", training: Training) -> str:
     from mlflow.entities import LoggedModelOutput, Metric
     from mlflow.models import infer_signature
 
-    from pipeline.config import params, reading
-
     record = training.record
-    config = reading.validate(params.RunConfig, params.normalised_config(record["config"]), str(training.path))
-    model, data = training.run.load_model(config), config.data.images
+    model, data = training.run.load_model(record.config), record.config.data.images
     images = torch.zeros(2, data.channels, data.size, data.size)
     with torch.no_grad():
         signature = infer_signature(images.numpy(), model(images).numpy())
@@ -47,7 +44,7 @@ def log(experiment: Experiment, run: "Run", training: Training) -> str:
             signature=signature,
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}"],
         )
-        client, name, seed = experiment.client, record["name"], record["seed"]
+        client, name, seed = experiment.client, record.name, record.seed
         for left in client.search_logged_models([experiment.id], f"source_run_id = '{run.info.run_id}'"):
             client.delete_logged_model(left.model_id)  # left by an import that was killed
         logged = client.create_logged_model(experiment.id, f"{name}-{seed}", run.info.run_id, params=run.data.params)

@@ -25,10 +25,12 @@ from pipeline.tracking.trainings import CURVES, TABLE_2, Training, Value, rounde
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
+    from pipeline.config.params import RunConfig
+
 ENDED = ("FINISHED", "FAILED")  # in MLflow's words; the second has diverged
 COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
-ENVIRONMENT = ("device", "device_name", "git_commit", "git_dirty", "num_threads", "platform", "python", "torch")
+ENVIRONMENT = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
 SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
 REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
@@ -84,8 +86,6 @@ def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
         return function(*arguments)
     except (UserError, FileNotFoundError) as error:
         why = str(error)
-    except KeyError as error:
-        why = f"its record lacks {error}: `git checkout {training.path}`"
     except MlflowException as error:
         if error.error_code != "INVALID_PARAMETER_VALUE":
             raise
@@ -125,8 +125,8 @@ class Family:
         for run in runs:
             if name_of(run) == name:
                 configuration = run.data.tags.get("configuration", "")
-                if configuration in self.parents or "run" in run.data.params:
-                    self.surplus.append(run)  # in older stores a parent has curves, which would hide its new means
+                if configuration in self.parents:
+                    self.surplus.append(run)
                 else:
                     self.parents[configuration] = run
 
@@ -157,7 +157,10 @@ class Family:
 
     def _once(self, training: Training, metrics: dict) -> list[Value]:
         """The metrics that are no curves."""
-        once = {key: rounded(key, training.record[key]) for key in COSTS if training.record[key] is not None}
+        once = {}
+        for key in COSTS:
+            if (value := getattr(training.record, key)) is not None:
+                once[key] = rounded(key, value)
         if not metrics["diverged"]:
             once["starts"] = float(training.starts())
             once |= self._against_paper(100 * metrics["test_accuracy"])
@@ -218,7 +221,7 @@ class Family:
             return set()
         from pipeline.config import params
 
-        config = params.resolve(settings, variant).model_dump(mode="json")
+        config = params.resolve(settings, variant)
         data = {members[0].data.tags["data_sha256"] for members in children.values()}
         return {_configuration(study, variant, each, config) for each in data}
 
@@ -263,7 +266,7 @@ class Family:
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
         """The means of the last values of the runs that start, as in Table 2, and their standard deviations."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
-        counted = [child for child in ended if child.data.metrics.get("starts", 1)]  # older stores do not have it
+        counted = [child for child in ended if child.data.metrics["starts"]]
         values, deviations = {}, {}
         for key in (*CURVES, *COSTS):
             last = [child.data.metrics[key] for child in counted if key in child.data.metrics]
@@ -291,13 +294,13 @@ def _tags(training: Training) -> dict[str, str]:
     from pipeline.config import params
 
     record = training.record
-    tags = {key: record[key] for key in OWN}
-    tags |= {key: record["environment"][key] for key in ENVIRONMENT if record["environment"].get(key) is not None}
-    tags["configuration"] = _configuration(record["study"], record["name"], record["data_sha256"], record["config"])
+    tags = {key: getattr(record, key) for key in OWN}
+    tags |= {key: getattr(record.environment, key) for key in ENVIRONMENT}
+    tags["configuration"] = _configuration(record.study, record.name, record.data_sha256, record.config)
     tags |= {"run": training.name, "level": "single"}
     tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
-    if "git_commit" in tags:
-        tags["mlflow.source.git.commit"] = tags["git_commit"]
+    if record.commit is not None:
+        tags |= {"git_commit": record.commit, "git_dirty": record.dirty, "mlflow.source.git.commit": record.commit}
     if not training.has_ended:
         tags["host"] = platform.node()
     return {key: params.as_yaml(value) for key, value in tags.items()}
@@ -308,19 +311,17 @@ def _checksum(training: Training, tags: Mapping[str, str]) -> str:
     return files.digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
 
 
-def _configuration(study: str, name: str, data_sha256: str, config: dict) -> str:
+def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
     """The digest of what the seeds under one parent have in common."""
-    from pipeline.config import params
-
-    return files.digest([study, name, data_sha256, params.normalised_config(config)])[:16]
+    return files.digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
 
 
 def _parameters(training: Training, metrics: dict) -> dict[str, str]:
     from pipeline.config.params import as_yaml
 
-    parameters = {"seed": str(training.record["seed"])}
-    for section, values in training.record["config"].items():
-        parameters |= {f"{section}.{key}": as_yaml(value) for key, value in values.items() if value is not None}
+    parameters = {"seed": str(training.record.seed)}
+    for section, values in training.record.config.model_dump(mode="json", exclude_none=True).items():
+        parameters |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
     if metrics:
         parameters["num_parameters"] = str(metrics["num_parameters"])
     return parameters

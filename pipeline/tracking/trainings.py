@@ -17,6 +17,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
+    from pipeline.config.records import RunRecord
     from pipeline.training.run import Run
 
 FOLDER, UNDER_WAY, TABLE_2 = Path("paper_outputs", "runs"), Path(".checkpoints"), "table_2"  # as in pipeline.training.run
@@ -53,8 +54,11 @@ class Training:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def record(self) -> dict:
-        return files.read_json(self.path)
+    def record(self) -> "RunRecord":
+        """Raises UserError if it is damaged."""
+        from pipeline.config import records
+
+        return records.parse(self.path, records.RunRecord, f"`git checkout {self.path.parent}`")
 
     @cached_property
     def run(self) -> "Run":
@@ -63,24 +67,24 @@ class Training:
 
         if self.has_ended:
             return Run.at(self.path.parent)
-        return Run(self.record["variant"], self.record["seed"], self.record["study"], self.record["overrides"])
+        return Run(self.record.variant, self.record.seed, self.record.study, self.record.overrides)
 
     @property
     def started(self) -> int:
-        return _milliseconds(self.record["started_at"])
+        return _milliseconds(self.record.started_at)
 
     @property
     def ended(self) -> int:
         """When it ended, or while it trains the time of its last point."""
-        end = self.record["finished_at"]
-        return _milliseconds(end) if end else max(self.record["timestamps"], default=self.started)
+        end = self.record.finished_at
+        return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
     @property
     def status(self) -> str:
         """RUNNING, FINISHED, FAILED if it diverged, or KILLED if it came to no next point."""
         if not self.has_ended and time.time() - self.path.stat().st_mtime > LOST_SECONDS:
             return "KILLED"
-        return STATUS[self.record["status"]]
+        return STATUS[self.record.status]
 
     def metrics(self) -> dict:
         """Content of metrics.json; {} while it trains. Raises UserError if a file is not the one that the record knows."""
@@ -96,7 +100,7 @@ class Training:
         """
         values = []
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
-            for row, timestamp in zip(csv.DictReader(history), self.record["timestamps"], strict=self.has_ended):
+            for row, timestamp in zip(csv.DictReader(history), self.record.timestamps, strict=self.has_ended):
                 point = {key: float(row[key] or "nan") for key in CURVES}
                 for key, value in point.items():
                     loss = point[key.replace("accuracy", "loss")]
@@ -109,8 +113,8 @@ class Training:
         """Tells whether a run that has ended starts, as pipeline/statistics/verdicts.py has it."""
         from pipeline.statistics.claims import starts
 
-        num_classes = self.record["config"].get("model", {}).get("num_classes", 10)
-        return starts(files.read_csv(self.path.with_name("history.csv")), math.log(num_classes))
+        guess_loss = math.log(self.record.config.model.num_classes)
+        return starts(files.read_csv(self.path.with_name("history.csv")), guess_loss)
 
 
 def find(beginnings: Sequence[str] = ()) -> list[Training]:

@@ -6,8 +6,8 @@
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
 Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
-which git does not keep. record.json says which run it is and has the digest of each other file: `Run.record` checks both,
-and whoever reads a run reads that first.
+which git does not keep. record.json says which run it is and has the digest of each file: every reader of a run begins with
+`Run.record`, which checks both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -32,9 +32,10 @@ import torch
 from tqdm import tqdm
 
 from osa import NUMERICS
-from pipeline.config import params
+from pipeline.config import params, records
 from pipeline.config.params import FOLDER as OWN_IMAGES
 from pipeline.config.params import Overrides, RunConfig
+from pipeline.config.records import RECORD, Environment, RunRecord
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.training.loop import COLUMNS, Observer, Progress, Training, build_model
@@ -46,6 +47,9 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = COLUMNS[2:]
 FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
+# Records of these numbers stay current. Between 1 and 2 "exact" began to balance other heads, which changes last digits, and
+# "newton_schulz" to iterate in float64 at norms that only a failing start reaches.
+EARLIER_NUMERICS = (1,)
 DIGEST_BYTES = hashlib.sha256().digest_size
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, before its last resumption too
 # raised by torch.load
@@ -66,12 +70,12 @@ class Run:
 
     @classmethod
     def at(cls, folder: Path) -> Run:
-        """The run whose training left a folder. Raises UserError if the record there is another run's."""
-        record = files.read_json(folder / "record.json")
-        run = cls(record["variant"], record["seed"], record["study"], record["overrides"], Path(*folder.parts[:-5]))
+        """The run whose training left a folder. Raises UserError if the record there is damaged or that of another run."""
+        record = records.parse(folder / RECORD, RunRecord, f"`git checkout {shlex.quote(str(folder))}`")
+        run = cls(record.variant, record.seed, record.study, record.overrides, Path(*folder.parts[:-5]))
         if run.folder != folder:
             raise UserError(
-                f"{folder}/record.json is the record of another run, {run}: `git checkout {shlex.quote(str(folder))}`."
+                f"{folder / RECORD} is the record of another run, {run}: `git checkout {shlex.quote(str(folder))}`."
             )
         return run
 
@@ -92,7 +96,7 @@ class Run:
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files that a training leaves besides its record, by the names under which the record has their digests."""
+        """The files that a training leaves besides its record."""
         return {
             "weights": self.weights,
             "history": self.folder / "history.csv",
@@ -119,28 +123,22 @@ class Run:
             return f"dvc repro -f train@{self.variant}-{self.seed}"
         return f"python -m pipeline fan_out --only '{self}'"
 
-    def record(self) -> dict | None:
+    def record(self) -> RunRecord | None:
         """Its record; None where no training of it has ended. Weights may be absent: git does not keep them all.
 
         Raises:
-            UserError: the record is another run's, or a file is not the one that it knows.
+            UserError: the record is damaged or another run's, or a file is not the one that it knows.
         """
-        path = self.folder / "record.json"
+        path = self.folder / RECORD
         if not path.exists():
             return None
-        record = files.read_json(path)
-        identity = "/".join(str(record.get(key)) for key in ("study", "name", "seed"))
-        if identity != str(self):
-            again = f"`git checkout {shlex.quote(str(self.folder))}`, or make it again with `{self.command}`"
-            raise UserError(f"{path} is the record of another run, {identity}: {again}.")
-        known = {file: record.get(f"{name}_sha256") for name, file in self.files.items()}
-        if not self.weights.exists():
-            del known[self.weights]
-        files.verify(known, path, self.command)
+        record = records.read(self.folder, RunRecord, self.command)
+        if self.weights.exists():
+            records.verify({self.weights: record.weights}, path, self.command)
         return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """Tells whether the run is whole, with this configuration and the current `osa.NUMERICS`."""
+        """True if the run is whole, with this configuration and a current number of `osa.NUMERICS`."""
         try:
             record = self.record()
         except UserError:
@@ -173,19 +171,14 @@ class Run:
         return model.eval()
 
 
-def same_config(recorded: dict, config: RunConfig) -> bool:
-    """Tells whether a record's configuration is this one."""
-    return params.normalised_config(recorded) == params.normalised_config(config.model_dump(mode="json"))
-
-
-def matches(record: dict, config: RunConfig) -> bool:
-    """Tells whether a record has this configuration and the current `osa.NUMERICS`."""
-    return same_config(record["config"], config) and record["numerics"] == NUMERICS
+def matches(record: RunRecord, config: RunConfig) -> bool:
+    """True if a record has this configuration and a current number of `osa.NUMERICS`."""
+    return record.config == config and record.numerics in (*EARLIER_NUMERICS, NUMERICS)
 
 
 def train(
     run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False, seconds_before: float = 0.0
-) -> dict:
+) -> RunRecord:
     """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device.
 
     Args:
@@ -221,7 +214,8 @@ class Times:
     training_seconds: float = 0.0  # without the evaluations
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # the start is not among `seconds`
     images: int = 0
-    resumptions: int = 0
+    commits: list[str | None] = field(default_factory=list)  # one for each process
+    dirty: bool | None = None  # whether one of these processes had uncommitted changes
     watched: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -239,12 +233,19 @@ class Recorder(Observer):
 
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
-        self.environment = provenance.describe_environment(training.device) | provenance.describe_commit()
+        self.environment = Environment(**provenance.describe_environment(training.device))
         config = training.config.model_dump()
         self.run_key = run_key(config, run.seed, training.data.sha256, training.device)
         self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
         self.times, self.bar = Times(), None
         self._begin()
+        self._add_commit()
+
+    def _add_commit(self) -> None:
+        """Notes the commit of this process beside that of earlier ones, which an interrupted training had."""
+        commit = provenance.describe_commit()
+        self.times.commits.append(commit["git_commit"])
+        self.times.dirty = self.times.dirty or commit["git_dirty"]
 
     def restore(self) -> None:
         """Takes the training up where its checkpoint left it.
@@ -258,7 +259,7 @@ class Recorder(Observer):
                 self.times = restore_checkpoint(path, self.training)
             except UNREADABLE:
                 raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
-            self.times.resumptions += 1
+            self._add_commit()
         self._begin()
         self.bar = tqdm(
             total=self.training.sampler.images_per_epoch * self.training.config.train.epochs,
@@ -303,7 +304,7 @@ class Recorder(Observer):
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         self._clock()
-        files.write_json(self.scratch / "record.json", self.description("running"))
+        records.write(self.scratch, self.description("running"))
         save_checkpoint(self.scratch / "checkpoint.pt", self.training, self.times)
         self._spent_on("writing")
         self._interval_start = time.perf_counter()
@@ -322,38 +323,40 @@ class Recorder(Observer):
             "diverged_at_step": progress.step if progress.diverged else None,
         }
 
-    def description(self, status: str) -> dict:
+    def description(self, status: str, **digests: Any) -> RunRecord:
         """Describes the run, its machine and its times: all that may differ between two runs with the same numbers."""
         times = self.times
-        return {
-            "run_key": self.run_key,
-            "study": self.run.study,
-            "name": self.run.name,
-            "variant": self.run.variant,
-            "overrides": self.run.overrides,
-            "seed": self.run.seed,
-            "status": status,
-            "config": self.training.config.model_dump(),
-            "data_sha256": self.training.data.sha256,
-            "numerics": NUMERICS,
-            "environment": self.environment,
-            "started_at": times.started_at,
-            "finished_at": None if status == "running" else provenance.now(),
-            "seconds": times.seconds,
-            "phases": {phase: round(seconds, 3) for phase, seconds in times.phases.items()},
-            "images_per_second": times.images / times.training_seconds if times.training_seconds else None,
-            "resumptions": times.resumptions,
-            "timestamps": times.timestamps,
-        }
+        return RunRecord(
+            folder=records.place(self.run.folder),
+            run_key=self.run_key,
+            study=self.run.study,
+            variant=self.run.variant,
+            overrides=self.run.overrides,
+            seed=self.run.seed,
+            status=status,
+            config=self.training.config,
+            data_sha256=self.training.data.sha256,
+            numerics=NUMERICS,
+            environment=self.environment,
+            commits=times.commits,
+            dirty=times.dirty,
+            started_at=times.started_at,
+            finished_at=None if status == "running" else provenance.now(),
+            seconds=times.seconds,
+            phases={phase: round(seconds, 3) for phase, seconds in times.phases.items()},
+            images_per_second=times.images / times.training_seconds if times.training_seconds else None,
+            timestamps=times.timestamps,
+            **digests,
+        )
 
-    def write_outputs(self) -> dict:
+    def write_outputs(self) -> RunRecord:
         """Writes weights, history, metrics and record, each whole, and returns the record.
 
         Without a record they are no run: it goes first and comes last, with the digests of the others.
         """
         self._clock()
         paths, progress = self.run.files, self.training.progress
-        (self.run.folder / "record.json").unlink(missing_ok=True)
+        (self.run.folder / RECORD).unlink(missing_ok=True)
         state = {name: tensor.cpu().contiguous() for name, tensor in self.training.model.state_dict().items()}
         files.write_bytes(paths["weights"], safetensors.torch.save(state))
         files.write_text(paths["history"], history_csv(progress.history))
@@ -365,10 +368,10 @@ class Recorder(Observer):
             files.write_csv(paths["watched"], seen)
         else:
             paths["watched"].unlink(missing_ok=True)
-        digests = {f"{name}_sha256": files.sha256(path) for name, path in paths.items() if path.exists()}
+        status, own = "diverged" if progress.diverged else "finished", records.digests(self.run.folder)
         self._spent_on("writing")
-        record = self.description("diverged" if progress.diverged else "finished") | digests
-        files.write_json(self.run.folder / "record.json", record)
+        record = self.description(status, files=own, weights=files.sha256(paths["weights"]))
+        records.write(self.run.folder, record)
         return record
 
     def clear(self) -> None:

@@ -14,6 +14,7 @@ from pipeline.config import params
 from pipeline.core import files, provenance
 from pipeline.training.loop import Training, build_model
 from pipeline.training.run import Run
+from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.synthetic import write_params, write_run
 
@@ -99,8 +100,7 @@ def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     write_run(project, params.load(), run)
     trained = build_model(vit, 3).state_dict()
     safetensors.torch.save_file(trained, run.weights)
-    record_file = run.folder / "record.json"
-    files.write_json(record_file, files.read_json(record_file) | {"weights_sha256": files.sha256(run.weights)})
+    synthetic.rewrite(run.folder, weights=files.sha256(run.weights))
     step.main(["--repeats", "2"])
     table, facts = read("step")
     expected = {(model, code, "initialised") for model in PAPER for code in ("ours", "straightforward")}

@@ -42,7 +42,7 @@ def undisturbed(tmp_path_factory):
         write_project()
         status, errors = Training().end()
         assert (status, errors) == (0, [])
-        yield outputs(), RUN.record()["seconds"]
+        yield outputs(), RUN.record().seconds
 
 
 @pytest.fixture

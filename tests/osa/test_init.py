@@ -13,7 +13,6 @@ from osa.init import (
     lecun_linear_,
     scaled_uniform_orthogonal_,
     stiefel_uniform,
-    trunc_normal_linear_,
 )
 
 
@@ -119,13 +118,10 @@ def test_isometric_mlp_is_a_scaled_rotation_between_scaled_frames(d, hidden):
     assert not mlp.fc1.bias.any() and not mlp.fc2.bias.any()
 
 
-@pytest.mark.parametrize(
-    "init, variance, bound", [(lecun_linear_, 1 / 53, 2.2737), (trunc_normal_linear_, 0.7737 * 4e-4, 2.2737)]
-)
-def test_linear_layers_by_a_truncated_normal(init, variance, bound):
+def test_lecun_draws_a_truncated_normal():
     """No entry beyond two standard deviations before the truncation, which are 2.2737 after it; zero bias."""
     linear = torch.nn.Linear(53, 997)
-    init(linear, generator=generator())
-    assert_mean(linear.weight.detach().flatten().square(), variance)
-    assert 0.995 < linear.weight.abs().max() / (bound * math.sqrt(variance)) < 1.0005
+    lecun_linear_(linear, generator=generator())
+    assert_mean(linear.weight.detach().flatten().square(), 1 / 53)
+    assert 0.995 < linear.weight.abs().max() / (2.2737 * math.sqrt(1 / 53)) < 1.0005
     assert not linear.bias.any()

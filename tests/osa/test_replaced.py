@@ -17,7 +17,6 @@ IMAGE = dict(image_size=6, patch_size=3, embed_dim=WIDTH, num_heads=HEADS, depth
 MODULES = {
     "orthogonal": lambda: osa.OrthogonalSelfAttention(WIDTH, HEADS, alpha_init=0.7),
     "softmax": lambda: osa.SoftmaxSelfAttention(WIDTH, HEADS),
-    "softmax without qkv_bias": lambda: osa.SoftmaxSelfAttention(WIDTH, HEADS, qkv_bias=False),
     "value_skipinit": lambda: ValueSkipInitSelfAttention(WIDTH, HEADS),
     "signal_preserving": lambda: SignalPreservingSelfAttention(WIDTH, HEADS, torch.full((TOKENS, TOKENS), 1 / TOKENS)),
     "mlp": lambda: osa.MLP(WIDTH, 17),
@@ -210,7 +209,7 @@ def test_the_three_of_the_paper_stay_one_product(monkeypatch):
     calls = []
     linear = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *x: calls.append(len(x[1])) or linear(*x))
-    for name in ("orthogonal", "softmax", "softmax without qkv_bias"):
+    for name in ("orthogonal", "softmax"):
         layer, x = draw(name)
         layer(x)
         parametrizations.weight_norm(layer.key)

@@ -10,8 +10,9 @@ import torch
 import yaml
 
 import osa
-from pipeline.config import params
+from pipeline.config import params, records
 from pipeline.config.params import Params, RunConfig
+from pipeline.config.records import RECORD, SHA256, Environment, RunRecord
 from pipeline.core import files
 from pipeline.data import idx
 from pipeline.results import evaluate, tables
@@ -74,7 +75,7 @@ def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) 
         curve[-1] |= dict(zip(COLUMNS[-2:], evaluate_split(model, mnist.test_images, mnist.test_labels), strict=True))
     (folder / run.weights).parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(model.state_dict(), folder / run.weights)
-    weights = {"data_sha256": mnist.sha256, "weights_sha256": files.sha256(folder / run.weights)}
+    weights = {"data_sha256": mnist.sha256, "weights": files.sha256(folder / run.weights)}
     write_ended(run, config, curve, folder, num_parameters=sum(p.numel() for p in model.parameters()), **weights)
 
 
@@ -90,9 +91,15 @@ def write_ended(
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
     last = {key: curve[-1][key] for key in COLUMNS[2:]}
     files.write_json(path / "metrics.json", last | divergence | {"steps": steps, "num_parameters": num_parameters})
-    digests = {"history_sha256": files.sha256(path / "history.csv"), "metrics_sha256": files.sha256(path / "metrics.json")}
-    status = {"status": "diverged" if diverged else "finished"}
-    files.write_json(path / "record.json", record(config, run) | status | digests | changes)
+    ending = {"status": "diverged" if diverged else "finished", "files": records.digests(path)}
+    records.write(path, record(config, run, **ending | changes))
+
+
+def rewrite(folder: Path, **changes) -> None:
+    """Changes keys of a record, which still vouches for itself."""
+    content = files.read_json(folder / RECORD)
+    content = {key: value for key, value in (content | changes).items() if key != SHA256}
+    files.write_json(folder / RECORD, content | {SHA256: files.digest(content)})
 
 
 def measure() -> None:
@@ -116,11 +123,22 @@ def history(index: int, seed: int, diverged: bool) -> list[dict[str, float]]:
     return rows
 
 
-def record(config: RunConfig | dict, run: Run) -> dict:
-    return {
+def record(config: RunConfig | dict, run: Run, **changes) -> RunRecord:
+    environment = Environment(
+        python="3.11.14",
+        torch="2.11.0",
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        device_name="Imaginary CPU @ 2.10GHz",
+        num_threads=2,
+        platform="Linux-6.8.0-x86_64-with-glibc2.39",
+    )
+    content = {
+        "folder": records.place(run.folder),
+        "environment": environment,
+        "commits": ["c0ffee" * 6 + "c0ff"],
+        "dirty": False,
         "run_key": f"{run.variant}-{run.seed}",
         "study": run.study,
-        "name": run.name,
         "variant": run.variant,
         "overrides": run.overrides,
         "seed": run.seed,
@@ -128,21 +146,11 @@ def record(config: RunConfig | dict, run: Run) -> dict:
         "config": config if isinstance(config, dict) else config.model_dump(mode="json"),
         "data_sha256": "0" * 64,
         "numerics": osa.NUMERICS,
-        "environment": {
-            "git_commit": "c0ffee" * 6 + "c0ff",
-            "git_dirty": False,
-            "python": "3.11.14",
-            "torch": "2.11.0",
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
-            "device_name": "Imaginary CPU @ 2.10GHz",
-            "num_threads": 2,
-            "platform": "Linux-6.8.0-x86_64-with-glibc2.39",
-        },
+        "weights": "0" * 64,
         "started_at": "2025-11-20T18:00:00+00:00",
         "finished_at": "2025-11-20T18:10:00+00:00",
         "seconds": 611.5 + run.seed,
         "images_per_second": 1234.5 + run.seed,
-        "resumptions": 0,
         "timestamps": [],
-        **dict.fromkeys(("weights_sha256", "history_sha256", "metrics_sha256"), "0" * 64),
     }
+    return RunRecord(**content | changes)

@@ -16,8 +16,6 @@ import torch
 
 import osa
 from pipeline import studies
-from pipeline.config import params, reading
-from pipeline.config.params import RunConfig
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.report import __main__ as report
@@ -89,7 +87,7 @@ def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     name, seed = path.parent.name, int(path.stem)
     images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
-    theirs = run.load_model(reading.validate(RunConfig, params.normalised_config(run.record()["config"]), str(path)))
+    theirs = run.load_model(run.record().config)
     with torch.no_grad():
         assert osa.load_pretrained(name, folder=path)(images).equal(theirs(images))
 

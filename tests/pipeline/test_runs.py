@@ -4,7 +4,6 @@ import functools
 import hashlib
 import io
 import itertools
-import json
 import math
 import os
 import shlex
@@ -19,7 +18,8 @@ import safetensors.torch
 import torch
 
 import osa
-from pipeline.config import params
+from pipeline.config import params, records
+from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.data import idx
@@ -29,6 +29,7 @@ from pipeline.training import run as recorder
 from pipeline.training.loop import build_model, evaluate_split
 from pipeline.training.run import Recorder, Run
 from tests.faults.process import Training
+from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
     SHORT,
@@ -41,10 +42,6 @@ from tests.pipeline.trainings import (
 )
 
 pytestmark = pytest.mark.usefixtures("project")
-
-
-def recorded(run: Run) -> dict:
-    return files.read_json(run.folder / "record.json")
 
 
 # where a run lies
@@ -97,19 +94,19 @@ def test_outputs_and_record():
     mnist = idx.load("data/mnist", setting.data.pixel_scaling)
     assert evaluate_split(model, mnist.test_images, mnist.test_labels) == (metrics["test_loss"], metrics["test_accuracy"])
 
-    found = recorded(run)
-    identity = {"variant": "osa_ns", "name": "osa_ns", "study": "table_2", "seed": 7, "overrides": {}}
-    assert found.items() >= (identity | {"status": "finished", "resumptions": 0}).items()
-    assert found["config"] == json.loads(json.dumps(setting.model_dump()))
-    assert found["data_sha256"] == idx.digest("data/mnist")
-    assert found["numerics"] == osa.NUMERICS
-    assert found["weights_sha256"] == files.sha256(run.weights)
-    assert found["seconds"] > 0 and found["images_per_second"] > 0
-    assert {phase for phase, seconds in found["phases"].items() if seconds} == {"start", "steps", "evaluation", "writing"}
-    assert sum(found["phases"].values()) - found["phases"]["start"] == pytest.approx(found["seconds"], rel=0.3)
-    assert len(found["timestamps"]) == len(history) == 5
-    assert datetime.fromisoformat(found["started_at"]) <= datetime.fromisoformat(found["finished_at"])
-    assert found["environment"]["device"] == provenance.default_device().type
+    found = run.record()
+    assert (found.study, found.variant, found.name, found.seed, found.overrides) == ("table_2", "osa_ns", "osa_ns", 7, {})
+    assert (found.status, found.resumptions, found.numerics) == ("finished", 0, osa.NUMERICS)
+    assert found.config == setting
+    assert found.data_sha256 == idx.digest("data/mnist")
+    assert found.weights == files.sha256(run.weights)
+    assert found.seconds > 0 and found.images_per_second > 0
+    assert {phase for phase, seconds in found.phases.items() if seconds} == {"start", "steps", "evaluation", "writing"}
+    assert sum(found.phases.values()) - found.phases["start"] == pytest.approx(found.seconds, rel=0.3)
+    assert len(found.timestamps) == len(history) == 5
+    assert datetime.fromisoformat(found.started_at) <= datetime.fromisoformat(found.finished_at)
+    assert found.environment.device == provenance.default_device().type
+    assert found.commits == [provenance.describe_commit()["git_commit"]]
     assert not list(Path(".checkpoints").rglob("*.*"))
 
 
@@ -132,9 +129,9 @@ def test_whoever_watches_the_scratch_folder_sees_each_point(monkeypatch):
     def spy(self):
         on_evaluation(self)
         seen.append(read_history((self.scratch / "history.csv").read_bytes()))
-        found = files.read_json(self.scratch / "record.json")
-        assert (found["status"], found["finished_at"], found["run_key"]) == ("running", None, self.run_key)
-        assert len(found["timestamps"]) == len(seen[-1])
+        found = records.parse(self.scratch / RECORD, RunRecord, "")
+        assert (found.status, found.finished_at, found.run_key) == ("running", None, self.run_key)
+        assert len(found.timestamps) == len(seen[-1])
 
     monkeypatch.setattr(Recorder, "on_evaluation", spy)
     final = read_history(outputs(trained())["history.csv"])
@@ -164,16 +161,6 @@ def test_a_run_is_recorded_until_something_changes_that_can_change_its_numbers(m
     assert not run.is_current(today)
 
 
-def test_a_key_that_does_not_apply_makes_no_other_configuration():
-    setting = config("vit")
-    without = setting.model_dump()
-    del without["variant"]["epsilon"]
-    del without["train"]["warmup_steps"], without["train"]["schedule"], without["train"]["optimizer"]  # as an older record
-    assert recorder.same_config(without, setting)
-    assert not recorder.same_config(without | {"train": without["train"] | {"optimizer": "muon"}}, setting)
-    assert not recorder.same_config(without | {"variant": without["variant"] | {"epsilon": 0.1}}, setting)
-
-
 # divergence
 
 
@@ -187,7 +174,7 @@ def test_a_diverged_run_is_a_result_even_if_it_is_killed_before_its_outputs(monk
     assert finite == [True] * (len(history) - 1) + [False]  # it stops at the first point that is not finite
     assert (metrics["diverged"], metrics["test_loss"]) == (True, None)
     assert metrics["diverged_at_step"] == metrics["steps"] == int(history[-1]["step"]) < 8
-    assert recorded(run)["status"] == "diverged"
+    assert run.record().status == "diverged"
     assert run.load_model(config("vit_noskip_nonorm"))
     assert not list(Path(".checkpoints").rglob("*.*"))
     assert history[-1]["test_accuracy"] != "", "that of logits that are not numbers"
@@ -196,7 +183,7 @@ def test_a_diverged_run_is_a_result_even_if_it_is_killed_before_its_outputs(monk
     assert (points["train_accuracy"].notna() == points["train_loss"].notna()).all()
     interrupted("vit_noskip_nonorm", monkeypatch, before="write_outputs")
     again = trained("vit_noskip_nonorm")
-    assert recorded(again)["resumptions"] == 1 and outputs(again) == found
+    assert again.record().resumptions == 1 and outputs(again) == found
 
 
 def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatch):
@@ -284,7 +271,7 @@ def test_killed_at_any_write_it_ends_with_the_same_bytes(project, monkeypatch):
         assert Training(functools.partial(die_at_write, number)).end() == (-signal.SIGKILL, [])
         run = trained()
         assert outputs(run) == expected, number
-        resumptions.append(recorded(run)["resumptions"])
+        resumptions.append(run.record().resumptions)
     before_the_first_checkpoint = 3
     assert resumptions == [0] * before_the_first_checkpoint + [1] * (WRITES - before_the_first_checkpoint)
 
@@ -300,24 +287,26 @@ def test_resumed_at_each_point_it_ends_with_the_same_bytes(monkeypatch, options)
         interrupted("osa_exact", monkeypatch, after="on_evaluation")
     run = trained()
     assert outputs(run) == expected
-    assert recorded(run)["resumptions"] == POINTS
+    assert run.record().resumptions == POINTS
 
 
 def test_time_is_summed_over_resumptions(monkeypatch):
     path = interrupted("osa_exact", monkeypatch, before="write_outputs") / "checkpoint.pt"
     state = load(path.read_bytes())
     state["times"] |= {"seconds": 1000.0, "started_at": "2025-01-01T00:00:00+00:00"}
+    state["times"] |= {"commits": ["c0ffee"], "dirty": True}
     path.write_bytes(sealed(state))
-    found = recorded(trained())
-    assert 1000 < found["seconds"] < 1100
-    assert found["started_at"] == "2025-01-01T00:00:00+00:00"
-    assert len(found["timestamps"]) == 5
+    found = trained().record()
+    assert 1000 < found.seconds < 1100
+    assert found.started_at == "2025-01-01T00:00:00+00:00"
+    assert len(found.timestamps) == 5
+    assert found.commits == ["c0ffee", provenance.describe_commit()["git_commit"]] and found.dirty
 
 
 def test_a_checkpoint_of_another_configuration_is_not_resumed(monkeypatch):
     interrupted("osa_exact", monkeypatch, before="write_outputs")
     write_params(train={"learning_rate": 0.02})
-    assert recorded(trained())["resumptions"] == 0
+    assert trained().record().resumptions == 0
 
 
 DAMAGES = [
@@ -388,9 +377,7 @@ def test_files_of_two_trainings_are_no_run(monkeypatch):
     run = trained("vit")
     assert run.record()
     files.write_text(run.folder / "watched.csv", "epoch\n")
-    files.write_json(
-        run.folder / "record.json", recorded(run) | {"watched_sha256": files.sha256(run.folder / "watched.csv")}
-    )
+    synthetic.rewrite(run.folder, files=records.digests(run.folder))
     for name in ("history.csv", "metrics.json", "watched.csv"):
         path = run.folder / name
         whole = path.read_bytes()

@@ -88,10 +88,14 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
     assert to_json(tables["runs"]["numerics"].tolist())[0] == 1
 
 
-def test_a_run_of_another_configuration_is_not_the_studys(project):
+def test_a_run_of_another_configuration_in_the_place_of_a_studys_is_refused(project):
     lab = Lab("a_study", params.load(), params.load_paper())
     train(lab.run("vit"), config("vit"))  # params.yaml, which is not the recipe
-    assert run_row(lab.run("vit"), lab.config("vit")) == {"status": "missing"}
+    with pytest.raises(UserError, match=r"vit/0/record.json has data.pixel_scaling standard, not unit: .*a_study/vit/0"):
+        run_row(lab.run("vit"), lab.config("vit"))
+    elsewhere = lab.config("vit")
+    elsewhere = elsewhere.model_copy(update={"data": elsewhere.data.model_copy(update={"source": "sample"})})
+    assert run_row(lab.run("vit"), elsewhere) == {"status": "missing"}, "params.yaml chooses other images"
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from pipeline import tracking
-from pipeline.config import params
+from pipeline.config import params, records
 from pipeline.config.looks import look_of
 from pipeline.core import files
 from pipeline.core.errors import UserError
@@ -103,8 +103,8 @@ class Run:
     def train(self, count, delay=0):
         """The first `count` points, as a training under way leaves them; `delay` as if some were measured again later."""
         files.write_text(self.scratch / "history.csv", runs.history_csv(self.curve[:count]))
-        record = synthetic.record(self.config, self.run) | {"status": "running", "finished_at": None}
-        files.write_json(self.scratch / "record.json", record | self.head(count, delay))
+        under_way = {"status": "running", "finished_at": None} | self.head(count, delay)
+        records.write(self.scratch, synthetic.record(self.config, self.run, **under_way))
         return self
 
     def finish(self):
@@ -268,15 +268,12 @@ def test_the_newest_measurement_of_each_seed_counts(database):
     assert sync() == (1, 2)
     folder = runs.Run("vit", 0).folder
     files.write_text(folder / "watched.csv", "epoch\n")  # files that come later are added
-    digest = {"watched_sha256": files.sha256(folder / "watched.csv")}
-    files.write_json(folder / "record.json", files.read_json(folder / "record.json") | digest)
+    synthetic.rewrite(folder, files=records.digests(folder))
     assert sync() == (0, 2)
     explored = Run("vit", 0, [0.1, 0.9], minutes=20)
     explored.config["train"]["learning_rate"] = 0.01
-    older = Run("vit", 1, [0.1, 0.7])
-    older.config["train"]["clip_grad_norm"] = None  # as if it had no such key
     (folder / "watched.csv").unlink()  # as a training does that is not watched
-    older.finish(), explored.finish(), sync()
+    explored.finish(), sync()
     single = client().search_runs(["1"], "tags.level = 'single'")
     assert sorted((run.data.metrics["test_accuracy"], run.data.tags["current"]) for run in single) == [
         (50, "false"), (60, "false"), (70, "true"), (90, "true"),
@@ -485,14 +482,14 @@ def test_one_bad_record_is_one_sentence_and_the_rest_is_imported(database, capsy
         Run("vit", seed, [0.1, 0.2]).finish()
     Run("vit", 0, [0.1, 0.2], study="it's").finish()
     folder = Path("paper_outputs/runs/table_2/vit")
-    whole = files.read_json(folder / "1/record.json")
-    for seed, change in enumerate(({"study": "depth"}, {"seed": "two"}, {"history_sha256": "0" * 64}), start=1):
-        files.write_json(folder / f"{seed}/record.json", whole | {"seed": seed} | change)
+    for seed, change in enumerate(({"study": "depth"}, {"seed": "two"}, {"files": {"history.csv": "0" * 64}}), start=1):
+        synthetic.rewrite(folder / str(seed), **change)
     files.write_text(folder / "4/record.json", "{")
     (folder / "5/history.csv").unlink()
     files.write_text(folder / "6/metrics.json", "{}")
     (folder / "7/metrics.json").rename("metrics.json")  # the same bytes, behind a link
     (folder / "7/metrics.json").symlink_to(Path("metrics.json").resolve())
+    whole = files.read_json(folder / "8/record.json")
     files.write_json(folder / "8/record.json", {key: value for key, value in whole.items() if key != "started_at"})
     assert sync() == (2, 10)
     named = re.findall(r"warning: (\S+) is not imported", capsys.readouterr().err)

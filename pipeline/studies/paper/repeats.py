@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from pipeline.config import params
+from pipeline.config import records
 from pipeline.config.params import Name, Section, Seed
+from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import provenance
 from pipeline.results.runs import accuracy, of_table_2, recorded
 from pipeline.statistics.claims import Results
@@ -27,7 +28,7 @@ COMPARED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_t
 
 REPEATED = (TABLE_2, "first_reading")
 
-Ended = tuple[dict, dict]  # record and metrics of a training that has ended
+Ended = tuple[RunRecord, dict]  # record and metrics of a training that has ended
 
 
 class Repeat(Section):
@@ -54,7 +55,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
     """
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
     for run, record in recorded():
-        if record["status"] == "finished" and not run.overrides and run.study not in (*REPEATED, TRIES, lab.study):
+        if record.status == "finished" and not run.overrides and run.study not in (*REPEATED, TRIES, lab.study):
             again.append(run)
     repeats = [(run, ended(run), ended(Run(run.variant, run.seed, study))) for run in again for study in REPEATED]
     replaced = [(run, ended(run), committed(run)) for run in of_table_2(lab.params)]
@@ -69,8 +70,10 @@ def ended(run: Run) -> Ended | None:
 
 def committed(run: Run) -> Ended | None:
     """The same of the last commit."""
-    record, metrics = (provenance.committed(run.folder / name) for name in ("record.json", "metrics.json"))
-    return (json.loads(record), json.loads(metrics)) if record and metrics else None
+    record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
+    if not (record and metrics):
+        return None
+    return records.parse(run.folder / RECORD, RunRecord, "commit it as a training writes it", record), json.loads(metrics)
 
 
 def compared(pairs: Iterable[tuple[Run, Ended | None, Ended | None]]) -> pd.DataFrame:
@@ -81,14 +84,14 @@ def compared(pairs: Iterable[tuple[Run, Ended | None, Ended | None]]) -> pd.Data
 
 def compare(run: Run, after: Ended, before: Ended) -> dict:
     """Compares two trainings; accuracies in per cent, as training measured them."""
-    records = after[0], before[0]
-    configs = [params.normalised_config(record["config"]) for record in records]
-    row = {"variant": run.variant, "seed": run.seed, "of": records[1]["study"]}
-    row["same_recipe"] = configs[0] == configs[1] and records[0]["numerics"] == records[1]["numerics"]
-    row["same_points"] = records[0]["history_sha256"] == records[1]["history_sha256"]
-    row["same_weights"] = records[0]["weights_sha256"] == records[1]["weights_sha256"]
+    new, old = after[0], before[0]
+    row = {"variant": run.variant, "seed": run.seed, "of": old.study}
+    row["same_recipe"] = (new.config, new.numerics) == (old.config, old.numerics)
+    row["same_points"] = new.files["history.csv"] == old.files["history.csv"]
+    row["same_weights"] = new.weights == old.weights
     for end, (record, metrics) in (("", after), ("_there", before)):
-        row[f"machine{end}"], row[f"torch{end}"] = provenance.machine(record["environment"]), record["environment"]["torch"]
+        row[f"machine{end}"] = provenance.machine(record.environment.model_dump())
+        row[f"torch{end}"] = record.environment.torch
         row[f"test_accuracy{end}"] = accuracy(metrics)
     row["difference"] = row["test_accuracy"] - row["test_accuracy_there"]
     return row

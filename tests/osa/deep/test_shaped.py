@@ -24,7 +24,6 @@ from osa.deep.shaped import (
     linear_share,
     residual_schedule,
     signal_preserving_attention,
-    tat_leaky_relu,
     uniform_kernel,
     uniform_schedule,
 )
@@ -211,27 +210,12 @@ def test_dks_has_its_four_moments(depth):
     assert moments(dks_gelu(depth)) == pytest.approx([0, 1, 1, 5 ** (1 / depth)], abs=1e-9)
 
 
-@pytest.mark.parametrize("depth, negative_slope", [(36, 0.351121), (72, 0.508389)])
-def test_tat_takes_a_cosine_of_0_to_its_target(depth, negative_slope):
-    """E φ(u)φ(v) over pairs of the cosine c, by a quadrature of the plane, `depth` times from c = 0."""
-    shaped = tat_leaky_relu(depth)
-    assert shaped.negative_slope == pytest.approx(negative_slope, abs=6e-7)
-    assert moments(shaped)[1] == pytest.approx(1, abs=1e-6)
-    z = torch.linspace(-8, 8, 801, dtype=torch.float64)
-    density = (-(z**2) / 2).exp() / (-(z**2) / 2).exp().sum()
-    cosine = 0.0
-    for _ in range(depth):
-        v = cosine * z[:, None] + math.sqrt(1 - cosine**2) * z
-        cosine = (density @ (shaped(z)[:, None] * shaped(v)) @ density).item()
-    assert cosine == pytest.approx(0.9, abs=1e-3)
-
-
 def test_activations_of_numbers_are_those_of_tensors_and_their_linear_share_the_cosine_with_the_identity():
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     weight = torch.exp(-z.square() / 2)
     assert gain(gelu) == pytest.approx(1.533530, abs=5e-7)
     pairs = {gelu: F.gelu, gelu_tanh: lambda x: F.gelu(x, approximate="tanh")}
-    pairs |= {each.of_number: each for each in (dks_gelu(5), dks_gelu(72), tat_leaky_relu(13), tat_leaky_relu(100))}
+    pairs |= {each.of_number: each for each in (dks_gelu(5), dks_gelu(72))}
     for of_number, of_tensor in pairs.items():
         phi, few = of_tensor(z), z[::1000]
         close(torch.tensor([of_number(x) for x in few.tolist()]).double(), of_tensor(few), 2e-6)
@@ -251,7 +235,6 @@ def test_activations_of_numbers_are_those_of_tensors_and_their_linear_share_the_
         (lambda: dks_gelu(4), "slope"),
         (lambda: dks_gelu(6, 1.0), "slope"),
         (lambda: dks_gelu(6, 1e9), "slope"),
-        (lambda: tat_leaky_relu(12), "12.*cosine"),
     ],
 )
 def test_what_no_schedule_and_no_activation_can_do_is_refused(call, cause):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from osa import NUMERICS
-from pipeline.config import params
+from pipeline.config import params, records
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.tools import fan_out, locks, times
@@ -96,7 +96,7 @@ def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     run, config = trained("vit"), params.resolve(params.load(), "vit")
     assert fan_out.is_trained(run, config)
     shutil.copytree(run.folder, "paper_outputs/runs/depth/vit/0")
-    files.write_json("paper_outputs/runs/depth/vit/0/record.json", run.record() | {"study": "depth"})
+    synthetic.rewrite(Path("paper_outputs/runs/depth/vit/0"), study="depth", folder="runs/depth/vit/0")
     run.weights.unlink()
     assert not fan_out.is_trained(run, config)
     assert fan_out.is_trained(Run("vit", 0, "depth"), config)  # nothing evaluates its weights
@@ -292,21 +292,22 @@ def test_who_else_works_here_is_named(monkeypatch, capsys):
 
 def test_time_left_is_scaled_by_epochs_and_depth():
     config = params.resolve(params.load(), "vit")
-    made = {"study": "table_2", "name": "vit", "variant": "vit", "seconds": 600.0, "config": config.model_dump()}
-    here = provenance.default_device().type
-    made["environment"] = {"device": here}
+    made = synthetic.record(config, Run("vit", 1), seconds=600.0)
     shorter = params.resolve(params.load(), "vit", {"train": {"epochs": 1}, "model": {"depth": 1}})
     assert times.estimate(Run("vit", 0), config, [made]) == 600 and times.estimate(Run("vit", 0), config, []) is None
     assert times.estimate(Run("vit", 0), shorter, [made]) == pytest.approx(600 / 4)
-    other = made | {"variant": "osa_qr", "name": "osa_qr", "seconds": 60.0}
+    other = made.model_copy(update={"variant": "osa_qr", "seconds": 60.0})
     assert times.estimate(Run("vit", 0), config, [other, made]) == 600 and times.estimate(Run("x", 0), config, [other]) == 60
-    elsewhere = made | {"seconds": 60.0, "environment": {"device": "cpu" if here == "cuda" else "cuda"}}
+    device = "cpu" if made.environment.device == "cuda" else "cuda"
+    elsewhere = {"seconds": 60.0, "environment": made.environment.model_copy(update={"device": device})}
+    elsewhere = made.model_copy(update=elsewhere)
     assert times.estimate(Run("vit", 0), config, [elsewhere, elsewhere, made]) == 600
     assert times.estimate(Run("vit", 0), config, [elsewhere]) == 60, "better than none"
-    assert times.spent({"seconds": 720.0}) == "12 min", "as older records have it"
+    assert times.spent(made.model_copy(update={"seconds": 720.0})) == "12 min", "where phases were not measured"
     phases = {"start": 4.2, "compiling": 0.0, "steps": 600.0, "evaluation": 115.0, "writing": 5.0}
-    assert times.spent({"seconds": 720.0, "phases": phases}) == "12 min (steps 10 min, evaluation 2 min)"
-    assert times.spent({"seconds": 9.0, "phases": {"start": 4.0, "steps": 8.0}}, tracking=7.0).endswith("tracking 7 s)")
+    whole = made.model_copy(update={"seconds": 720.0, "phases": phases})
+    assert times.spent(whole) == "12 min (steps 10 min, evaluation 2 min)"
+    assert times.spent(whole, tracking=17.0).endswith("tracking 17 s)")
     assert fan_out.time_left([3600.0, 3600.0, 3600.0], 2) == "1 h 30 min left"
     assert fan_out.time_left([3000.0, 60.0], 2) == "50 min left", "as the longest does"
     assert fan_out.time_left([], 0) == "0 s left" and "unknown" in fan_out.time_left([None, 1.0], 2)
@@ -315,19 +316,19 @@ def test_time_left_is_scaled_by_epochs_and_depth():
 def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
     write_params(run=BOTH, train={"epochs": 3, "points_per_epoch": 4})
     (run, config), _ = jobs = fan_out.list_jobs(params.load())
-    scratch = run.scratch.with_name(f"{run.seed}-0123456789ab") / "record.json"
-    made = {"config": config.model_dump(mode="json"), "timestamps": [0, 2000, 6000, 906_000], "numerics": NUMERICS}
-    made["seconds"] = 12.0  # without those for which it was killed
-    files.write_json(scratch, made)
+    scratch = run.scratch.with_name(f"{run.seed}-0123456789ab")
+    points = {"status": "running", "timestamps": [0, 2000, 6000, 906_000]}
+    made = synthetic.record(config, run, **points, seconds=12.0)  # without the seconds for which it was killed
+    records.write(scratch, made)
     assert fan_out.progress(run, config, []) == (2.25, 36.0)  # 9 of 12 points are left, 4 s each
     for change in ({"timestamps": [0]}, {"numerics": NUMERICS + 1}):
-        files.write_json(scratch, made | change)
+        records.write(scratch, made.model_copy(update=change))
         assert fan_out.progress(run, config, []) == (3, None)
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
 
     def train():
-        files.write_json(scratch, made)
+        records.write(scratch, made)
         yield []
         assert "0/2 trainings, 1 of 6 epochs, time left unknown [" in shown.getvalue()
         yield [trained("osa_exact")]
@@ -362,7 +363,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, gpus):
         cluster.shutdown()
     assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 5
     assert fan_out.missing(jobs) == [] and watched_run()[0].files["watched"].exists()
-    assert Run("vit", 1).record()["environment"].items() >= provenance.describe_commit().items()
+    assert Run("vit", 1).record().commits == [provenance.describe_commit()["git_commit"]]
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("paper_outputs/runs"), shutil.rmtree("paper_outputs/weights")
     assert outputs(trained("osa_exact", 1)) == there

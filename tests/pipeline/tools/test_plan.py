@@ -12,6 +12,7 @@ from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import fan_out, locks, plan
 from pipeline.training.run import Run
+from tests.pipeline import synthetic
 from tests.pipeline.trainings import trained, write_data, write_params
 
 pytestmark = [
@@ -43,7 +44,7 @@ def made(tmp_path_factory):
         write_params(run={"variants": ["vit"], "seeds": [0]}, train={"epochs": 4})
         write_data()
         run = trained("vit")
-        files.write_json(run.folder / "record.json", run.record() | {"seconds": 3600.0})
+        synthetic.rewrite(run.folder, seconds=3600.0)
         Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
         Path("code").write_text("A = 1", encoding="utf-8")
         files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
@@ -108,4 +109,4 @@ def test_what_stops_dvc_is_one_sentence(project, capsys):
         assert message.startswith("error: ") and message.count("\n") == 1 and remedy in message
         locks.RWLOCK.unlink(missing_ok=True)
         Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
-    assert Run("vit", 0).record()["seconds"] == 3600
+    assert Run("vit", 0).record().seconds == 3600

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 import osa.models
+from pipeline.config import params
 from pipeline.tools import fan_out, tries
 from pipeline.training.loop import COLUMNS
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
+from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import run_main, write_data, write_params
 
 COMMITTED = {
@@ -32,7 +34,9 @@ def write(results, rate=3e-4, study="table_2"):
     """The files of made-up runs; None is a run that diverged."""
     for variant, accuracies in results.items():
         for seed, accuracy in enumerate(accuracies):
-            config = {"train": {"learning_rate": rate if variant == "osa_qr" else 3e-4}, "init": {"head": "xavier"}}
+            changes = {"train": {"learning_rate": rate if variant == "osa_qr" else 3e-4}, "init": {"head": "xavier"}}
+            known = "osa_qr" if variant == "osa_new" else variant
+            config = params.resolve(params.load(ROOT / "params.yaml"), known, changes)
             end = {"test_loss": math.nan} if accuracy is None else {"test_accuracy": accuracy / 100}
             curve = [dict.fromkeys(COLUMNS, 1) | end]
             synthetic.write_ended(Run(variant, seed, study), config, curve, Path())

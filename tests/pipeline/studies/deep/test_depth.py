@@ -9,6 +9,7 @@ import torch
 
 from pipeline import studies
 from pipeline.benchmarks import measurements
+from pipeline.config import records
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.statistics.claims import Results
@@ -119,6 +120,6 @@ def test_a_step_is_shown_for_each_machine_that_timed_it(lab):
     files.write_csv(folder / "depth.csv", pd.DataFrame({"model": ["osa_iso", "vit"], "over_vit": [1.5, 1.0]}))
     environment = {"device": "cpu", "device_name": "A processor", "num_threads": 1}
     files.write_json(folder / "depth.json", {"environment": environment, "depth": 5})
-    files.write_record(folder, {})
+    records.seal(folder)
     (steps,) = depth.summarise(studies.settings("depth"), tables(LOSSES), lab)["steps"]
     assert steps == {"machine": "A processor, 1 thread", "depth": 5, "over_vit": {"osa_iso": 1.5, "vit": 1.0}}

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 
 from pipeline.benchmarks.measurements import FOLDER
+from pipeline.config import records
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.studies.paper import benchmarks
@@ -20,7 +21,7 @@ def write(machine: str, name: str, content: dict | pd.DataFrame) -> None:
     """Writes the files that a benchmark leaves of a machine."""
     path = FOLDER / machine / name
     files.write_json(path, content) if isinstance(content, dict) else files.write_csv(path, content)
-    files.write_record(path.parent, {})
+    records.seal(path.parent)
 
 
 def test_trained_weights_come_first():

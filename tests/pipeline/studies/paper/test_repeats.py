@@ -33,9 +33,9 @@ def lab(paper_lab, tmp_path, monkeypatch):
 def write(run: Run, accuracy: float, weights: str = "a", numerics: int = 1, machine: str = "A CPU") -> None:
     """The files of a finished run."""
     config = params.resolve(params.load(ROOT / "params.yaml"), run.variant)
-    environment = synthetic.record(config, run)["environment"] | {"device_name": machine}
+    environment = synthetic.record(config, run).environment.model_copy(update={"device_name": machine})
     curve = [dict.fromkeys(COLUMNS, 1) | {"test_accuracy": accuracy}]
-    changes = {"numerics": numerics, "weights_sha256": 64 * weights, "environment": environment}
+    changes = {"numerics": numerics, "weights": 64 * weights, "environment": environment}
     synthetic.write_ended(run, config, curve, **changes)
 
 

@@ -1,0 +1,162 @@
+"""record.json: what made a folder of results, and the SHA-256 of each file in it.
+
+Runs and folders of measurements have a record of one form. A record also holds the digest of its own other keys, so that it
+vouches for itself: a changed byte anywhere in the folder is found before a number of it is used. Every reader of results
+begins with `read`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from pipeline.config import params
+from pipeline.config.params import Name, Overrides, RunConfig, Section, Seed
+from pipeline.config.reading import validate
+from pipeline.core import files
+from pipeline.core.errors import UserError
+
+RECORD = "record.json"
+SHA256 = "sha256"  # the key whose value is the digest of all others
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class Environment(Section):
+    """The device and the versions of the process that wrote the results."""
+
+    python: str
+    torch: str
+    device: Literal["cpu", "cuda"]
+    device_name: str
+    num_threads: int
+    platform: str
+
+
+class Record(Section):
+    """What made a folder of results."""
+
+    folder: str  # below paper_outputs
+    files: dict[str, Digest] = Field(default_factory=dict)
+    environment: Environment | None = None
+    commits: list[str | None] = Field(default_factory=list)  # of each process, the first one first; None where unknown
+    dirty: bool | None = None  # whether code or parameters of one of these processes differed from its commit
+    settings: dict[str, Any] | None = None  # the section of parameters that a study measured with
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of the process that wrote the results."""
+        return self.commits[-1] if self.commits else None
+
+
+class RunRecord(Record):
+    """What made a run: `folder` is that of its curves; its weights lie elsewhere. While it trains `status` is running."""
+
+    run_key: str
+    study: str
+    variant: Name
+    overrides: Overrides
+    seed: Seed
+    status: Literal["running", "finished", "diverged"]
+    config: RunConfig
+    data_sha256: Digest
+    numerics: int
+    weights: Digest | None = None
+    started_at: str
+    finished_at: str | None = None
+    seconds: Seconds
+    phases: dict[str, Seconds] = Field(default_factory=dict)  # empty where they were not measured
+    images_per_second: Seconds | None = None
+    timestamps: list[int]  # Unix milliseconds of each point of the curves
+
+    @property
+    def name(self) -> str:
+        """Variant and overrides, as in the name of the folder."""
+        return params.run_name(self.variant, self.overrides)
+
+    @property
+    def resumptions(self) -> int:
+        return len(self.commits) - 1
+
+
+Kind = TypeVar("Kind", bound=Record)
+
+
+def write(folder: Path, record: Record) -> None:
+    """Writes a record into a folder, without keys at their default, so that a new option leaves every record as it is."""
+    content = json.loads(files.as_json(record.model_dump(mode="json", exclude_defaults=True)))
+    files.write_json(folder / RECORD, content | {SHA256: files.digest(content)})
+
+
+def seal(folder: Path, **made_by: Any) -> None:
+    """Writes the record of a folder of measurements as it is now; `made_by` are keys of `Record`."""
+    write(folder, Record(folder=place(folder), files=digests(folder), **made_by))
+
+
+def read(folder: Path, schema: type[Kind], command: str) -> Kind:
+    """Reads the record of a folder and verifies all files of the folder. `command` makes them again.
+
+    Raises:
+        UserError: the record is missing, damaged or that of another folder, or a file is not the one that it knows.
+    """
+    path = folder / RECORD
+    remedy = f"`git checkout {shlex.quote(str(folder))}`, or make it again with `{command}`"
+    record = parse(path, schema, remedy)
+    if record.folder != place(folder):
+        raise UserError(f"{path} is the record of another folder, {record.folder}: {remedy}.")
+    unknown = {each.name: None for each in _others(folder)}
+    verify({folder / name: digest for name, digest in (unknown | record.files).items()}, path, command)
+    return record
+
+
+def parse(path: Path, schema: type[Kind], remedy: str, text: str | None = None) -> Kind:
+    """The record in a file, or in another version of its text, without a look at the other files of the folder.
+
+    Raises:
+        UserError: a key is unknown, missing or impossible, or the record is not as it was written.
+    """
+    if text is None and not path.exists():
+        raise UserError(f"{path} is missing: {remedy}.")
+    raw = files.read_json(path) if text is None else json.loads(text)
+    own = raw.pop(SHA256, None) if isinstance(raw, dict) else None
+    try:
+        record = validate(schema, raw, str(path))
+    except UserError as error:
+        raise UserError(f"{str(error).removesuffix('.')}: {remedy}.") from None
+    if own != files.digest(raw):
+        raise UserError(f"{path} is not as it was written, as its {SHA256} tells: {remedy}.")
+    return record
+
+
+def verify(known: dict[Path, str | None], record: Path, command: str) -> None:
+    """Compares files with the SHA-256 that a record has of each, or None for a file that it does not know.
+
+    Raises:
+        UserError: a file differs, is missing, or is there and unknown.
+    """
+    for path, expected in known.items():
+        found = files.sha256(path) if path.is_file() else None
+        if found != expected or (expected is None and path.exists()):
+            remedy = f"`git checkout {shlex.quote(str(path))}`" if expected else "remove it"
+            raise UserError(f"{path} is not what {record} knows: {remedy}, or make all of it again with `{command}`.")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a folder but the record."""
+    return {path.name: files.sha256(path) for path in _others(folder)}
+
+
+def _others(folder: Path) -> list[Path]:
+    """What lies in a folder besides the record, hidden files and those that are being written."""
+    others = [path for path in sorted(folder.iterdir()) if path.name != RECORD]
+    return [path for path in others if not path.name.startswith(".") and ".tmp." not in path.name]
+
+
+def place(folder: Path) -> str:
+    """The path of a folder below paper_outputs, such as runs/table_2/osa_qr/10."""
+    return str(folder).rpartition("paper_outputs/")[2]

@@ -48,6 +48,10 @@ class Images:
         """The first images, or all if there are fewer."""
         return replace(self, pixels=self.pixels[:count])
 
+    def only(self, which: torch.Tensor) -> "Images":
+        """The images at these indices."""
+        return replace(self, pixels=self.pixels[which])
+
     def split(self, size: int) -> Iterator[torch.Tensor]:
         """All images in their order, so many at a time."""
         for start in range(0, len(self), size):
@@ -71,6 +75,22 @@ class Data:
     test_images: Images
     test_labels: torch.Tensor
     sha256: str
+
+    def hold_out(self, which: torch.Tensor) -> "Data":
+        """The same data with these training images in place of the test images, and the others to train on.
+
+        Args:
+            which: indices of training images, int64.
+        """
+        is_kept = torch.ones(len(self.train_labels), dtype=torch.bool).index_fill(0, which, False)
+        kept, held_out = (each.nonzero()[:, 0].to(self.train_labels.device) for each in (is_kept, ~is_kept))
+        return replace(
+            self,
+            train_images=self.train_images.only(kept),
+            train_labels=self.train_labels[kept],
+            test_images=self.train_images.only(held_out),
+            test_labels=self.train_labels[held_out],
+        )
 
 
 def folder(source: str) -> Path:

@@ -24,14 +24,13 @@ MARKS = {  # before a badge: good, bad, open
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
-MANY = 100  # seeds, above which a page gives no number
 SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters of Markdown
 
 
 def to_json(value: Any) -> Any:
     """Plain numbers, lists and dicts, as files hold them: verdicts with their words, None for a number that is none."""
     if isinstance(value, Verdict):
-        return to_json(asdict(value) | {"here": value.here, "bound": value.bound, "is_open": value.is_open})
+        return to_json(asdict(value) | {"here": value.here, "bound": value.bound})
     if is_dataclass(value):
         return to_json(asdict(value))
     if isinstance(value, Mapping):
@@ -83,10 +82,8 @@ def badge(word: str) -> Markup:
 
 
 def verdict(value: Mapping[str, Any], word: str = "word") -> Markup:
-    """A verdict's word as a badge and, where more seeds could decide it, how many."""
-    seeds = value["seeds"]
-    number = "" if seeds is None else f" ({seeds:.0f})" if seeds <= MANY else f" (> {MANY})"
-    return badge(value[word]) + Markup(number)
+    """A verdict's word as a badge."""
+    return badge(value[word])
 
 
 def holds(check: Mapping[str, Any]) -> Markup:

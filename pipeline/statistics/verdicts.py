@@ -56,8 +56,7 @@ class Verdict:
 
     `low` to `high` is the two-sided 90 % interval, whose ends are the two one-sided 95 % bounds, infinite where so few runs
     have none; `p` the one-sided p-value towards the claim, `n` the runs of the smallest sample, `power` that at the paper's
-    effect, NaN where none is known; `seeds` the runs of each model that would decide an open verdict, infinite for any other
-    and where no number would.
+    effect, NaN where none is known.
     """
 
     word: str
@@ -69,7 +68,6 @@ class Verdict:
     limit: float
     side: str
     power: float = math.nan
-    seeds: float = math.inf
 
     @property
     def bound(self) -> float:
@@ -80,10 +78,6 @@ class Verdict:
     def here(self) -> str:
         """The word for claims of other papers and our own: in our setting it is so, it is not, or it is open."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
-
-    @property
-    def is_open(self) -> bool:
-        return self.word in (SAME, OTHER)
 
 
 def judge(
@@ -117,8 +111,7 @@ def judge_within(first: Sequence[float], second: Sequence[float], *, margin: flo
     """Equivalence: first − second is to lie within ±margin of 0. Both one-sided tests decide (TOST)."""
     above, below = judge(first, second, limit=-margin), judge(first, second, limit=margin, side="below")
     word = max((above.word, below.word), key=_WORST.index)
-    seeds = max((each.seeds for each in (above, below) if each.is_open), default=math.inf)
-    return replace(above, word=word, p=max(above.p, below.p), limit=margin, side="within", seeds=seeds)
+    return replace(above, word=word, p=max(above.p, below.p), limit=margin, side="within")
 
 
 def judge_contrast(
@@ -156,7 +149,6 @@ def _verdict(
 ) -> Verdict:
     """The word, given the p-values of the tests towards both sides."""
     other = "below" if side == "above" else "above"
-    seeds = math.inf
     if p[side] <= LEVEL + ROUNDING:
         word = REPRODUCED
     elif p[other] <= LEVEL + ROUNDING:
@@ -164,17 +156,7 @@ def _verdict(
     else:
         word = SAME if (estimate > limit if side == "above" else estimate < limit) else OTHER
         word = NOT_TESTABLE if power < LEAST_POWER else word
-        seeds = _deciding(estimate, ends, n, limit)
-    return Verdict(word, estimate, *ends, p[side], n, limit, side, power, seeds)
-
-
-def _deciding(estimate: float, ends: tuple[float, float], n: int, limit: float) -> float:
-    """The number of runs at which the limit leaves an interval that lies around this estimate and narrows as 1/√n."""
-    if estimate == limit:
-        return math.inf
-    bound = ends[0] if estimate > limit else ends[1]
-    runs = round(n * ((bound - estimate) / (limit - estimate)) ** 2, DIGITS)
-    return max(n + 1, math.ceil(runs)) if math.isfinite(runs) else math.inf
+    return Verdict(word, estimate, *ends, p[side], n, limit, side, power)
 
 
 def _not_trained(limit: float, side: str) -> Verdict:
@@ -214,22 +196,24 @@ def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, floa
 
 
 @functools.cache
-def critical_rank(n: int, m: int) -> int:
-    """The largest k for which P(U ≤ k − 1) ≤ 5 %, where U counts the pairs of n and m runs of one distribution in which the
-    first is larger; 0 where there is none."""
+def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
+    """The largest k for which P(U ≤ k − 1) is at most the level, 0 where there is none.
+
+    U counts the pairs of n and m runs of one distribution in which the first is larger.
+    """
     ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # index U, the rank sum less its least value
-    return int((np.cumsum(ways) / ways.sum() <= LEVEL + ROUNDING).sum())
+    return int((np.cumsum(ways) / ways.sum() <= level + ROUNDING).sum())
 
 
 @functools.cache
-def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int) -> float:
-    """The share of experiments in which `judge` says "reproduced", where the true difference lies `distance` on the claim's
-    side of the limit: simulated with n and m normal runs of these standard deviations."""
+def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
+    """The share of experiments in which the test of `judge` rejects at a level, where the true difference lies `distance` on
+    the claim's side of the limit: simulated with n and m normal runs of these standard deviations."""
     rng = np.random.default_rng(0)
     first = distance + spreads[0] * rng.standard_normal((SIMULATED, n, 1))
     second = spreads[1] * rng.standard_normal((SIMULATED, 1, m))
     against = (first <= second).sum((1, 2))
-    return float((against < critical_rank(n, m)).mean())
+    return float((against < critical_rank(n, m, level)).mean())
 
 
 def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequence[float], sizes: Sequence[int]) -> float:

@@ -159,12 +159,22 @@ class Observer:
         """A point was added to the history: the moment for a checkpoint."""
 
 
+def load_data(config: RunConfig, device: torch.device) -> idx.Data:
+    """The data of a training. Where `train.held_out` says so, a random choice of training images, the same for every seed,
+    stands in for the test images, so that a search does not see these."""
+    data = idx.load(idx.folder(config.data.source), config.data.pixel_scaling, device)
+    count, total = config.train.held_out, len(data.train_labels)
+    if count >= total:
+        raise UserError(f"train.held_out {count} must be less than the {total} training images.")
+    return data.hold_out(torch.randperm(total, generator=random_stream(0, "held_out"))[:count]) if count else data
+
+
 class Training:
     """One run: the model, its optimisers, the data and the progress."""
 
     def __init__(self, config: RunConfig, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = config, seed, device
-        self.data = idx.load(idx.folder(config.data.source), config.data.pixel_scaling, device)
+        self.data = load_data(config, device)
         self.model = build_model(config, seed).to(device)
         retracted = config.variant.keep_by == orthogonal.RETRACTION
         self.constraint = orthogonal.StiefelConstraint(self.model, config.variant.keep) if retracted else None

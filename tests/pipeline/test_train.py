@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import osa
 from pipeline.config import params
+from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.training import loop
 from pipeline.training.loop import Observer, Training, build_model, evaluate_split
@@ -62,7 +63,7 @@ def test_the_committed_parameters_are_the_librarys_models(variant):
     [
         ("osa_qr", "init", {"alpha": -0.7, "alpha_per_head": False, "suo_transposed": True}),
         ("vit", "init", {"embedding_std": 0.5, "xavier_fused_qkv": False, "patch_embedding": "lecun", "head": "zeros"}),
-        ("vit", "variant", {"qkv_bias": False, "attention_init": "ji", "activation": "gelu_tanh"}),
+        ("vit", "variant", {"attention_init": "ji", "activation": "gelu_tanh"}),
         ("vit", "model", {"patch_size": 7, "embed_dim": 32, "depth": 2, "num_classes": 13, "norm_eps": 0.5}),
         ("osa_ns", "model", {"num_heads": 2, "mlp_ratio": 1.5}),
         ("osa_ns", "variant", {"num_iterations": 3, "epsilon": 0.01}),
@@ -355,3 +356,27 @@ def test_a_python_without_torch_is_named(stage):
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "torch" in done.stderr and "make setup" in done.stderr
+
+
+# a search
+
+
+def test_a_search_does_not_see_the_test_images():
+    """Other test images leave the curves and weights of a training that holds images out as they are."""
+    setting = params.resolve(params.load(), "osa_exact", {"train": {"held_out": 8}})
+    whole, data = idx.load("data/mnist", setting.data.pixel_scaling), loop.load_data(setting, torch.device("cpu"))
+    assert (len(data.train_labels), len(data.test_labels)) == (TRAIN_IMAGES - 8, 8)
+    both = torch.cat([data.train_images.pixels, data.test_images.pixels]).flatten(1)
+    assert sorted(both.tolist()) == sorted(whole.train_images.pixels.flatten(1).tolist())
+
+    def curves_and_weights() -> tuple[list, dict]:
+        search = Training(setting, 0, torch.device("cpu"))
+        search.run(Observer())
+        return search.progress.history, search.model.state_dict()
+
+    history, state = curves_and_weights()
+    idx.write_split(Path("data/mnist"), "t10k", 255 - whole.test_images.pixels[:, 0].numpy(), whole.test_labels.numpy())
+    other_history, other_state = curves_and_weights()
+    assert history == other_history and all(state[name].equal(other_state[name]) for name in state)
+    with pytest.raises(UserError, match="held_out 1000000 must be less than the 43 training images"):
+        loop.load_data(params.resolve(params.load(), "vit", {"train": {"held_out": 10**6}}), torch.device("cpu"))

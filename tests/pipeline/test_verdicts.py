@@ -155,41 +155,6 @@ def test_equivalence_needs_both_sides(change, word):
     assert judge_within(shifted(change), FIVE, margin=1.0).word == word
 
 
-def test_an_open_verdict_says_how_many_runs_would_decide_it():
-    """The interval is estimate ± 0.2 and the limit 0.1 away: half of it is enough, as four times the runs have."""
-    assert [judge(shifted(by), FIVE).seeds for by in (0.1, -0.1)] == [20, 20]
-    assert judge(FIVE, shifted(0.1), side="below").seeds == 20
-    assert judge_ratio(np.exp(shifted(-0.1)), np.exp(FIVE), 1.0).seeds == 20
-    assert judge_within(shifted(0.9), FIVE, margin=1.0).seeds == 20
-    assert judge(shifted(0.15), FIVE, power=0.1).seeds == 9  # not testable here
-    assert judge_share(3, 3).seeds == 5
-
-
-@pytest.mark.parametrize(
-    "verdict",
-    [
-        judge(shifted(1.0), FIVE),
-        judge(shifted(-1.0), FIVE),
-        judge_within(shifted(1.5), FIVE, margin=1.0),
-        judge([], FIVE),
-        judge(FIVE, FIVE),
-        judge([1.0], FIVE),
-        judge([INF] * 5, [INF] * 5),
-        judge_contrast([[99.0, 99.0], [97.0, 97.0]], (1, -1)),
-    ],
-)
-def test_a_decided_verdict_and_one_without_a_distance_or_a_spread_name_no_number(verdict):
-    assert verdict.seeds == INF
-
-
-def test_the_runs_that_would_decide_are_of_the_order_of_those_that_do():
-    rng, distance = np.random.default_rng(0), 0.5
-    verdicts = [judge(distance + rng.standard_normal(5), rng.standard_normal(5)) for _ in range(500)]
-    median = np.median([verdict.seeds for verdict in verdicts if verdict.is_open])
-    deciding = next(n for n in range(5, 100) if power_of_ranks(distance, (1.0, 1.0), n, n) >= 0.5)
-    assert deciding / 2 < median < 2 * deciding
-
-
 def test_holm_orders_a_family():
     assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06})
 

@@ -1,0 +1,1 @@
+CLAIMS = "pipeline/studies/paper/claims.yaml"

@@ -15,7 +15,7 @@ from pipeline.studies.paper import section_5
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """The verdicts of the paper's claims in these runs."""
     judged = section_5.judge_all(read_claims(section_5.CLAIMS), Results(tables), lab)
-    return {"claims": judged, "headline": section_5.headline(judged)}
+    return {"claims": judged, "headline": section_5.headline(judged, fresh={})}
 
 
 STUDY = comparison.study(summarise=summarise)

@@ -1,0 +1,76 @@
+"""Is OSA (QR) as accurate as ViT? Eleven fresh seeds of each decide it, or leave it open.
+
+Seeds 10 to 14 leave this claim of Section 5 open. Declared before the first run of seed 15: seeds 15 to 25 by Table 2's
+recipe, alone; the rule and the limit of the claim `osa_matches_vit`; no pooling with earlier seeds, no look before all runs
+are there, no further seeds, whatever comes out. Nothing of the runs is shown until then.
+"""
+
+from typing import Any
+
+from pydantic import Field
+
+from pipeline import studies
+from pipeline.config.params import Name, PositiveFloat
+from pipeline.statistics.claims import Accuracy, Results, read_claims
+from pipeline.statistics.intervals import summary_of
+from pipeline.statistics.verdicts import LEVEL, Verdict, power_of_ranks
+from pipeline.studies import Tables, comparison
+from pipeline.studies.lab import Lab
+from pipeline.studies.paper import CLAIMS
+
+CLAIM = "osa_matches_vit"
+FAMILY = 5  # primary comparisons, which Holm's correction takes together
+
+
+class Settings(comparison.Settings):
+    spreads: dict[Name, PositiveFloat]  # standard deviations of seeds 10 to 14, in points
+    differences: list[float] = Field(min_length=1)  # in points, at which the power is simulated
+
+
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
+    """The power of the comparison, and once all runs are there their accuracies and the verdict."""
+    claim = read_claims(CLAIMS)[CLAIM]
+    sizes = [len(training.seeds) for training in settings.runs.values()]
+    summary = {"power": powers(claim, settings.spreads, settings.differences, sizes), "rows": [], "verdict": None}
+    results = Results(tables)
+    if verdict := judge(claim, results):
+        rows = [{"variant": name, "accuracy": summary_of(results.accuracies(name))} for name in settings.runs]
+        summary |= {"rows": rows, "verdict": verdict}
+    return summary
+
+
+def verdict(lab: Lab) -> Verdict | None:
+    """The verdict for another study; None until all runs are there."""
+    settings = studies.settings("decision")
+    tables = comparison.read(settings, lab.of("decision", settings.reading))
+    return judge(read_claims(CLAIMS)[CLAIM], Results(tables))
+
+
+def judge(claim: Accuracy, results: Results) -> Verdict | None:
+    """The verdict of a claim's first comparison; None while a run is missing."""
+    first, second = claim.compare[0]
+    if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
+        return None
+    return Accuracy(**claim.model_dump() | {"compare": [[first, second]]}).judge(results)[f"{first}_vs_{second}"]
+
+
+def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:
+    """How often the rule decides, simulated.
+
+    Returns:
+        rows        for each true difference in points, the shares of experiments that come out reproduced and contradicted
+        together    the shares reproduced with Holm's correction where both models are equally accurate: if no other
+                    comparison of the family is significant, and if all but one are
+    """
+    first, second = claim.compare[0]
+    own, limit = (spreads[first], spreads[second]), -claim.margin_points
+    rows = []
+    for difference in differences:
+        distance = difference - limit
+        words = {"reproduced": power_of_ranks(distance, own, *sizes), "contradicted": power_of_ranks(-distance, own, *sizes)}
+        rows.append({"difference": difference} | words)
+    together = [power_of_ranks(-limit, own, *sizes, level=LEVEL / rank) for rank in (FAMILY, 2)]
+    return {"rows": rows, "together": together}
+
+
+STUDY = comparison.study(settings=Settings, summarise=summarise)

@@ -1,0 +1,119 @@
+"""Is OSA (QR) as accurate as ViT, each at its own learning rate? The paper gives both the same.
+
+Declared before its first run. A search trains each model by Table 2's recipe at three rates with one seed, and holds out
+5,000 training images; the rate with the lowest loss on these images is taken, and nothing else chooses. If the highest rate
+wins, one more is tried; a best rate at either end is said to be one. A training that diverges has an infinite loss. Five
+fresh seeds of each model at its rate then decide, by the same limit and test as the study `decision`.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from pipeline import studies
+from pipeline.config.params import Name, PositiveFloat, PositiveInt, Section, Seed, Seeds
+from pipeline.results.runs import tables_of
+from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.intervals import summary_of
+from pipeline.statistics.verdicts import Verdict
+from pipeline.studies import Request, Study, Tables
+from pipeline.studies.lab import Lab
+from pipeline.studies.paper import CLAIMS, decision
+
+CLAIM = "osa_matches_vit_at_own_rates"
+
+
+class Settings(Section):
+    """Each model is trained at every rate with `search_seed`, and then at its best rate with `seeds`."""
+
+    reading: Name  # a key of readings in pipeline/paper.yaml
+    models: Annotated[list[Name], Field(min_length=1)]
+    rates: Annotated[list[PositiveFloat], Field(min_length=1)]
+    last_rate: PositiveFloat  # tried where the highest of the rates is the best
+    held_out: PositiveInt  # training images by whose loss a search chooses
+    search_seed: Seed
+    seeds: Seeds
+    spreads: dict[Name, PositiveFloat]  # as in the study decision
+    differences: list[float]
+
+
+def request(model: str, rate: float, seed: int, **train: Any) -> Request:
+    return model, {"train": {"learning_rate": rate, "points_per_epoch": 1} | train}, seed
+
+
+def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | None]:
+    """The loss on held-out images at each rate that the search tries, infinite where training diverged, None where no
+    training has ended."""
+    losses = {rate: search_loss(settings, model, rate, lab) for rate in settings.rates}
+    if None not in losses.values() and best(losses) == max(settings.rates):
+        losses[settings.last_rate] = search_loss(settings, model, settings.last_rate, lab)
+    return losses
+
+
+def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
+    variant, overrides, seed = search_request(settings, model, rate)
+    run = lab.run(variant, overrides, seed)
+    if not run.is_current(lab.config(variant, overrides)):
+        return None
+    metrics = run.metrics()
+    return math.inf if metrics["diverged"] else metrics["test_loss"]  # the held-out images stand in for the test images
+
+
+def search_request(settings: Settings, model: str, rate: float) -> Request:
+    return request(model, rate, settings.search_seed, held_out=settings.held_out)
+
+
+def best(losses: dict[float, float]) -> float:
+    """The rate with the lowest loss."""
+    return min(losses, key=losses.__getitem__)
+
+
+def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
+    """The name and request of each training; of those at a model's own rate once its search has ended."""
+    for model in settings.models:
+        losses = searches(settings, model, lab)
+        for rate in losses:
+            yield f"{model}_search", search_request(settings, model, rate)
+        if None not in losses.values():
+            for seed in settings.seeds:
+                yield model, request(model, best(losses), seed)
+
+
+def trainings(settings: Settings, lab: Lab) -> list[Request]:
+    return [each for _, each in requests(settings, lab)]
+
+
+def read(settings: Settings, lab: Lab) -> Tables:
+    """The tables of all runs that there should be so far."""
+    return tables_of(
+        (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
+        for name, (variant, overrides, seed) in requests(settings, lab)
+    )
+
+
+def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
+    """The power of the comparison, and once all runs are there each model's rate, its losses by rate, and the verdict."""
+    claim, results, sizes = read_claims(CLAIMS)[CLAIM], Results(tables), [len(settings.seeds)] * 2
+    power = decision.powers(claim, settings.spreads, settings.differences, sizes)
+    summary = {"power": power, "rows": [], "verdict": None}
+    if verdict := decision.judge(claim, results):
+        for model in settings.models:
+            losses = searches(settings, model, lab)
+            rate = best(losses)
+            searched = [{"rate": each, "loss": loss} for each, loss in losses.items()]
+            row = {"variant": model, "rate": rate, "is_at_the_edge": rate in (min(losses), max(losses))}
+            summary["rows"].append(row | {"searched": searched, "accuracy": summary_of(results.accuracies(model))})
+        summary["verdict"] = verdict
+    return summary
+
+
+def verdict(lab: Lab) -> Verdict | None:
+    """The verdict for another study; None until all runs are there."""
+    settings = studies.settings("own_rate")
+    tables = read(settings, lab.of("own_rate", settings.reading))
+    return decision.judge(read_claims(CLAIMS)[CLAIM], Results(tables))
+
+
+STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

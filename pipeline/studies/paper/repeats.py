@@ -73,7 +73,7 @@ def committed(run: Run) -> Ended | None:
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None
-    return records.parse(run.folder / RECORD, RunRecord, "commit it as a training writes it", record), json.loads(metrics)
+    return records.parse(run.folder / RECORD, RunRecord, f"`{run.command}`", record), json.loads(metrics)
 
 
 def compared(pairs: Iterable[tuple[Run, Ended | None, Ended | None]]) -> pd.DataFrame:

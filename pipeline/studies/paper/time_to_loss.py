@@ -1,0 +1,71 @@
+"""Section 5's claims of OSA's speed in seconds: the ratio of the epochs to one train loss, times that of a step's seconds.
+
+An epoch has the same steps for every model, and pipeline/benchmarks has timed them on several machines. The claims are about
+epochs: seconds have no verdict.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import pandas as pd
+
+from pipeline.benchmarks.measurements import OURS, TRAINED, measured
+from pipeline.core import files
+from pipeline.statistics.claims import NOTHING, read_claims
+from pipeline.statistics.verdicts import Verdict
+from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
+from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper.benchmarks import short
+from pipeline.studies.paper.section_5 import baseline, results_of
+
+SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
+MODELS = ("osa_qr", "osa_ns", "osa_exact")
+
+
+def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
+    """For each baseline and each OSA model the ratio of epochs, the least limit that it keeps, and the ratio of seconds on
+    each machine, NaN where that has not timed both."""
+    claims, results, machines, rows = read_claims(CLAIMS), results_of(lab), step_seconds(), []
+    for claim, model in itertools.product((claims[name] for name in SPEED), MODELS):
+        second = baseline(claim)
+        epochs = claim.verdict(model, second, results, NOTHING)
+        if math.isfinite(epochs.estimate):
+            steps = [step.get(model, math.nan) / step.get(second, math.nan) for step in machines.values()]
+            seconds = [in_seconds(epochs, step) for step in steps]
+            rows.append({"models": [model, second], "epochs": epochs, "keeps": least_limit(epochs), "seconds": seconds})
+    return {"machines": [*machines], "rows": rows}
+
+
+def step_seconds() -> dict[str, Mapping[str, float]]:
+    """The seconds of a training step of each model, by machine: CPUs first, with trained weights if timed; GPUs, whose steps
+    are replays of CUDA graphs, with weights as initialised."""
+    machines: dict[str, Mapping[str, float]] = {}
+    for path in measured("step.csv"):
+        table = files.read_csv(path)
+        own = table[table["code"] == OURS]
+        trained = own[own["weights"] == TRAINED]
+        environment = files.read_json(path.with_suffix(".json"))["environment"]
+        machines[short(environment)] = seconds_of(own if trained.empty else trained)
+    for path in measured("gpu_step.csv"):
+        table = files.read_csv(path)
+        machines[short({"device_name": table["device"].iloc[0], "num_threads": None})] = seconds_of(table)
+    return machines
+
+
+def seconds_of(table: pd.DataFrame) -> dict[str, float]:
+    return table.set_index("model")["seconds"].to_dict()
+
+
+def in_seconds(epochs: Verdict, step: float) -> dict[str, float]:
+    """A ratio of epochs and its interval as ratios of seconds, given that of a step."""
+    return {"step": step, "estimate": step * epochs.estimate, "low": step * epochs.low, "high": step * epochs.high}
+
+
+def least_limit(verdict: Verdict) -> float:
+    """The least limit of two decimals above the ratio's bound: the test reproduces a claim from it on."""
+    return math.floor(100 * verdict.bound + 1) / 100 if math.isfinite(verdict.bound) else math.inf
+
+
+STUDY = Study(summarise=summarise)

@@ -1,8 +1,11 @@
 """The evaluate stage: a model's runs measured again from their weights: `python -m pipeline evaluate osa_qr`.
 
-Writes to paper_outputs/evaluations, for each run: loss, accuracy, per-class accuracy and confusion matrix on the full
-test set, and for each layer and head of orthogonal attention what the paper's theorems are about. Git keeps the file, so
-that a run need not be measured, nor its weights be there, where another one is added.
+Writes to paper_outputs/evaluations, for each run: loss, accuracy, calibration error, per-class accuracy, confusion matrix
+and mistakes on the full test set, and for each layer and head of orthogonal attention what the paper's theorems are about.
+Git keeps the file, so that a run need not be measured, nor its weights be there, where another one is added.
+
+The mistakes map the index of a test image to the class that the model takes it for. They tell its prediction of every
+image, as all others are right, in a tenth of the space.
 """
 
 import copy
@@ -26,6 +29,7 @@ from pipeline.training.loop import make_deterministic
 from pipeline.training.run import Run
 
 BATCH_SIZE = 500
+CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # test images over which the attention is measured
 TOLERANCE_IMAGES = 5  # difference of the accuracy from training's, as rounding may between batch sizes and devices
 
@@ -50,7 +54,8 @@ def evaluation(run: Run, config: RunConfig) -> dict:
         raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
     training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
     if record.status == "diverged":
-        return training | {"test_loss": None, "test_accuracy": None, "per_class": [], "confusion": [], "layers": []}
+        numbers = dict.fromkeys(("test_loss", "test_accuracy", "calibration_error"))
+        return training | numbers | {"per_class": [], "confusion": [], "mistakes": {}, "layers": []}
     return training | measure(run, config, run.metrics()["test_accuracy"])
 
 
@@ -61,28 +66,36 @@ def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     mnist = idx.load(folder, config.data.pixel_scaling, device)
     if mnist.sha256 != run.record().data_sha256:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
-    predictions, loss = predict(model.to(device), mnist.test_images, mnist.test_labels)
-    confusion = confusion_matrix(mnist.test_labels, predictions, config.model.num_classes)
+    logits, labels = predict(model.to(device), mnist.test_images).cpu(), mnist.test_labels.cpu()
+    predictions = logits.argmax(-1)
+    confusion = confusion_matrix(labels, predictions, config.model.num_classes)
     accuracy = confusion.trace() / confusion.sum()
     check_accuracy(run, accuracy, trained_accuracy, len(predictions))
     return {
-        "test_loss": rounded(loss),
+        "test_loss": rounded(F.cross_entropy(logits, labels).item()),
         "test_accuracy": rounded(accuracy),
+        "calibration_error": rounded(calibration_error(logits.softmax(-1), labels)),
         "per_class": rounded_table(per_class_accuracy(confusion)).to_dict("records"),
         "confusion": confusion.tolist(),
+        "mistakes": {str(image): int(predictions[image]) for image in (predictions != labels).nonzero()[:, 0].tolist()},
         "layers": rounded_table(layer_table(model, mnist.test_images[:ATTENTION_IMAGES])).to_dict("records"),
     }
 
 
 @torch.no_grad()
-def predict(model: torch.nn.Module, images: torch.Tensor | idx.Images, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The predicted class of every image, (n,), and the mean cross-entropy, summed in float64."""
-    predictions, loss = [], 0.0
-    for batch, target in zip(images.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True):
-        logits = model(batch)  # (batch, classes)
-        loss += F.cross_entropy(logits.double(), target, reduction="sum").item()
-        predictions.append(logits.argmax(-1))
-    return torch.cat(predictions), loss / len(images)
+def predict(model: torch.nn.Module, images: torch.Tensor | idx.Images) -> torch.Tensor:
+    """The logits of every image, (n, classes), in float64."""
+    return torch.cat([model(batch).double() for batch in images.split(BATCH_SIZE)])
+
+
+def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
+    """The expected calibration error of probabilities (n, classes): the mean of |accuracy − confidence| over equal bins of
+    confidence, the probability of the predicted class, each bin with its share of the images (Guo et al. 2017, Eq. 3)."""
+    confidence, predictions = probabilities.max(-1)
+    bins = (CALIBRATION_BINS * confidence).long().clamp(max=CALIBRATION_BINS - 1)
+    gaps = torch.zeros(CALIBRATION_BINS, dtype=confidence.dtype)
+    gaps.index_add_(0, bins, (predictions == labels).double() - confidence)
+    return gaps.abs().sum().item() / len(labels)
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:

@@ -24,10 +24,12 @@ FOLDER, METRICS = Path("paper_outputs/tables"), "test_accuracy"
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
 RUN = ["variant", "seed"]
 STATUSES = ("finished", "diverged", "missing")
-COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", "train_loss", "test_loss", "test_accuracy"]
+FINALS = ["train_loss", "test_loss", "test_accuracy", "calibration_error"]
+COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", *FINALS]
 MEASURED = {
     "per_class": ["class", "images", "accuracy"],
     "confusion": ["label", "prediction", "count"],
+    "mistakes": ["image", "prediction"],
     "layers": [
         *("layer", "head", "alpha", "error_max", "error_median", "exp_error_max", "exp_error_median", "norm_max"),
         *("norm_median", "size_max", "condition_median", "weight_kappa", "jacobian_kappa", "layer_kappa"),
@@ -99,21 +101,26 @@ def measured(runs: list[dict], name: str) -> pd.DataFrame:
     parts = []
     for run in runs:
         if run["status"] == "finished" and run[name]:
-            table = pd.DataFrame(run[name])
-            if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
-                label, prediction = np.indices(table.shape)
-                pairs = {"label": label.ravel(), "prediction": prediction.ravel(), "count": table.to_numpy().ravel()}
-                table = pd.DataFrame(pairs)
-            parts.append(table.assign(variant=run["variant"], seed=run["seed"]))
+            parts.append(as_table(name, run[name]).assign(variant=run["variant"], seed=run["seed"]))
     table = pd.concat(parts) if parts else pd.DataFrame()
     return table.reindex(columns=RUN + MEASURED[name])  # an earlier evaluation may have measured less
+
+
+def as_table(name: str, value: list | dict) -> pd.DataFrame:
+    """One of the tables of MEASURED from what evaluation.json has of it."""
+    if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
+        counts = np.array(value)
+        label, prediction = np.indices(counts.shape)
+        return pd.DataFrame({"label": label.ravel(), "prediction": prediction.ravel(), "count": counts.ravel()})
+    if name == "mistakes":
+        return pd.DataFrame({"image": [*map(int, value)], "prediction": [*value.values()]}).sort_values("image")
+    return pd.DataFrame(value)
 
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
     """One row for each run, with test loss and accuracy as evaluate measured them. A diverged run has no final losses."""
     table = pd.DataFrame(runs).reindex(columns=RUN + COLUMNS)
-    finals = ["train_loss", "test_loss", "test_accuracy"]
-    table[finals] = table[finals].astype(float).where(table["status"] == "finished")
+    table[FINALS] = table[FINALS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # whole even where a run has none
     return table.astype(whole)
 

@@ -79,7 +79,7 @@ class Lab:
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Output of the stage `tables`: runs, summary, curves, histories, layers, per_class, confusion."""
+        """Output of the stage `tables`: runs, summary, curves, histories, layers, per_class, confusion, mistakes."""
         return {path.stem: files.read_csv(path) for path in sorted(TABLES.glob("*.csv"))}
 
 

@@ -50,6 +50,8 @@ def test_it_holds_what_the_weights_say(project):
     assert found["test_loss"] == pytest.approx(loss.item(), rel=1e-5)
     counts = {(i, j): n for i, row in enumerate(found["confusion"]) for j, n in enumerate(row) if n}
     assert counts == Counter(zip(labels, predictions, strict=True))
+    wrong = {str(image): p for image, (p, label) in enumerate(zip(predictions, labels, strict=True)) if p != label}
+    assert found["mistakes"] == wrong and 0 < len(wrong) < len(labels)
     for row in found["per_class"]:
         hits = [p == row["class"] for p, label in zip(predictions, labels, strict=True) if label == row["class"]]
         assert row["images"] == len(hits)
@@ -63,6 +65,16 @@ def test_a_diverged_run_is_not_measured(tmp_path, monkeypatch):
     synthetic.write_project(tmp_path, two_models, seeds=[0], diverged={("osa_ns", 0)})
     found = evaluated("osa_ns", 0)
     assert (found["test_accuracy"], found["layers"], found["confusion"]) == (None, [], [])
+    assert (found["calibration_error"], found["mistakes"]) == (None, {})
+
+
+def test_the_calibration_error_by_hand():
+    """Four images in three bins: two of which one is right, one that is right, and a wrong one that is certain."""
+    confidence, labels = torch.tensor([0.62, 0.65, 0.9, 1.0], dtype=torch.float64), torch.tensor([0, 1, 0, 1])
+    probabilities = torch.stack([confidence, 1 - confidence], dim=1)
+    error = evaluate.calibration_error(probabilities, labels)
+    assert error == pytest.approx((2 * abs(0.635 - 0.5) + (1 - 0.9) + 1) / 4)
+    assert evaluate.calibration_error(torch.eye(3, dtype=torch.float64), torch.arange(3)) == 0
 
 
 def test_confusion_counts_by_hand():

@@ -45,10 +45,13 @@ def row(name: str, variant: str, seed: int | None = None) -> pd.Series:
 def test_tables_hold_what_evaluate_measured(project):
     measured = files.read_json(EVALUATIONS / "osa_ns/1/evaluation.json")
     of_run = row("runs", "osa_ns", 1)
-    assert (of_run["test_loss"], of_run["test_accuracy"]) == (measured["test_loss"], measured["test_accuracy"])
+    assert {name: of_run[name] for name in ("test_loss", "test_accuracy", "calibration_error")}.items() <= measured.items()
     own = {name: table(name).query("variant == 'osa_ns' and seed == 1") for name in tables.MEASURED}
     counts = own["confusion"].pivot(index="label", columns="prediction", values="count")
     assert counts.to_numpy().tolist() == measured["confusion"]
+    mistakes = own["mistakes"].set_index("image")["prediction"]
+    assert {str(image): prediction for image, prediction in mistakes.items()} == measured["mistakes"]
+    assert mistakes.index.is_monotonic_increasing and len(mistakes) > 0
     for name in ("per_class", "layers"):
         expected = pd.DataFrame(measured[name])[tables.MEASURED[name]].astype(float)
         pd.testing.assert_frame_equal(own[name][expected.columns].astype(float).reset_index(drop=True), expected)

@@ -13,6 +13,7 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95  # level of intervals that are shown
 LEAST_RUNS = 3  # behind a prediction interval
+UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom where no spread is known
 Samples = Sequence[Sequence[float]]
 Interval = tuple[float, float]
 
@@ -68,6 +69,11 @@ class Estimate:
         df = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
         return cls(value, math.sqrt(variance), df)
 
+    def interval(self, confidence: float = CONFIDENCE) -> Interval:
+        """The t-interval; (NaN, NaN) where no spread is known."""
+        half = quantile(confidence, self.df) * self.standard_error
+        return self.value - half, self.value + half
+
 
 def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool = False) -> Estimate:
     """Σ wᵢ · mean(sampleᵢ), such as a difference of two means for the weights (1, −1).
@@ -77,11 +83,11 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
     """
     sizes = [len(sample) for sample in samples]
     if 0 in sizes:
-        return Estimate(math.nan, math.nan, math.nan)
+        return Estimate(math.nan, *UNKNOWN)
     value = float(sum(weight * _mean(sample) for weight, sample in zip(weights, samples, strict=True)))
     squares = [_squares(sample) for sample in samples]
     if min(sizes) < (1 if equal_spread else 2) or not any(squares):
-        return Estimate(value, math.nan, math.nan)
+        return Estimate(value, *UNKNOWN)
     if equal_spread:
         parts = [weight**2 / size for weight, size in zip(weights, sizes, strict=True)]
         df = sum(sizes) - len(sizes)
@@ -92,9 +98,23 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
 
 def interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:
     """The t-interval of a `contrast`; (NaN, NaN) where no spread is known."""
-    estimate = contrast(samples, weights, **options)
-    half = quantile(confidence, estimate.df) * estimate.standard_error
-    return estimate.value - half, estimate.value + half
+    return contrast(samples, weights, **options).interval(confidence)
+
+
+def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
+    """A `contrast` of mean accuracies whose error is that of other runs on other images.
+
+    Every model sees the same images, which are a sample of their own: of the contrast on each image, over all runs. Welch's
+    standard error takes its variance with those of the runs; what a run does to an image alone counts in both. A bootstrap
+    over runs and images adds the same parts up, but of five runs it sees four fifths of the variance, and it has no t.
+
+    Args:
+        samples: of each model 1 where a run gets an image right, else 0, (runs, images); two runs or more.
+    """
+    on_images = sum(weight * sample.mean(axis=0) for weight, sample in zip(weights, samples, strict=True))  # (images,)
+    variances = [float(sample.mean(axis=1).var(ddof=1)) for sample in samples] + [float(on_images.var(ddof=1))]
+    value, sizes = float(on_images.mean()), [*map(len, samples), len(on_images)]
+    return Estimate.of_spreads(value, [*weights, 1.0], variances, sizes) if any(variances) else Estimate(value, *UNKNOWN)
 
 
 def one_more_run(values: Sequence[float]) -> Interval:

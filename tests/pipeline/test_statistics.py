@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import t, ttest_ind
 
-from pipeline.statistics.intervals import contrast, interval, one_more_run, summary_of
+from pipeline.statistics.intervals import contrast, contrast_over_images, interval, one_more_run, summary_of
 
 FIRST, SECOND = [96.1, 97.3, 95.0, 98.2], [90.0, 91.0, 90.2]
 
@@ -38,6 +38,37 @@ def test_a_contrast_of_three_means():
 def test_without_a_spread_there_is_an_estimate_and_no_interval(samples):
     assert math.isfinite(contrast(samples, (1, -1)).value)
     assert all(map(math.isnan, interval(samples, (1, -1))))
+
+
+def test_an_error_over_runs_and_images_adds_up_the_parts_of_both():
+    first = np.array([[1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0]])
+    second = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.0, 1.0]])
+    estimate = contrast_over_images([first, second], (1, -1))
+    parts = [np.var([0.75, 0.5], ddof=1) / 2, np.var([0.25, 0.75], ddof=1) / 2, np.var([0.0, 0.5, -0.5, 0.5], ddof=1) / 4]
+    assert estimate.value == pytest.approx(0.625 - 0.5)
+    assert estimate.standard_error == pytest.approx(math.sqrt(sum(parts)))
+    assert estimate.df == pytest.approx(sum(parts) ** 2 / (parts[0] ** 2 + parts[1] ** 2 + parts[2] ** 2 / 3))
+    assert all(map(math.isnan, contrast_over_images([np.ones((2, 3))] * 2, (1, -1)).interval()))
+
+
+@pytest.mark.parametrize("of_runs, of_images", [(1.0, 0.3), (0.3, 3.0), (1.0, 3.0)])
+def test_an_interval_over_runs_and_images_covers_the_truth(of_runs, of_images):
+    """Runs and images have normal effects, those of the images on each model, and each pair an effect of its own."""
+    rng, runs, images, experiments = np.random.default_rng(0), 5, 40, 1000
+    covered = {"both": 0, "runs": 0}
+    for _ in range(experiments):
+        samples = [
+            of_runs * rng.standard_normal((runs, 1))
+            + of_images * rng.standard_normal(images)
+            + 0.3 * rng.standard_normal((runs, images))
+            for _ in range(2)
+        ]
+        ends = {"both": contrast_over_images(samples, (1, -1)).interval(0.9)}
+        ends["runs"] = interval([sample.mean(axis=1) for sample in samples], (1, -1), 0.9)
+        for name, (low, high) in ends.items():
+            covered[name] += low < 0 < high
+    assert 0.88 < covered["both"] / experiments < 0.95
+    assert of_images < 1 or covered["runs"] / experiments < 0.86  # as it takes the images for all there are
 
 
 def test_one_more_run_is_expected_around_the_mean():

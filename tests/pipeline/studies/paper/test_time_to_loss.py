@@ -41,7 +41,7 @@ def trained(paper_lab, tmp_path, monkeypatch):
     }
     monkeypatch.chdir(tmp_path)
     others = [steps("initialised").assign(seconds=9.0), steps("trained", "straightforward").assign(seconds=9.0)]
-    write("a", "step.csv", pd.concat([*others, steps("trained")]), {"device_name": "A", "num_threads": 1})
+    write("a", "step.csv", pd.concat([steps("trained"), *others]), {"device_name": "A", "num_threads": 1})
     gpu = steps("")[["model", "seconds"]].assign(device="NVIDIA B", seconds=[1.0, 1.0, 1.0, 1.0, 1.0])
     write("b", "gpu_step.csv", gpu[gpu["model"] != "osa_ns"])
     return paper_lab

@@ -1,0 +1,80 @@
+"""Table 2's runs image by image: differences of means over seeds and images, test loss, calibration, and votes of all seeds.
+
+It measures nothing: the stage `evaluate` listed the images that each run gets wrong, and the stage `tables` gathered them.
+"""
+
+import numpy as np
+import pandas as pd
+
+from pipeline.statistics.claims import GUESS_ACCURACY, WEIGHTS, read_claims
+from pipeline.statistics.intervals import contrast_over_images, summary_of
+from pipeline.statistics.verdicts import BOTH
+from pipeline.studies import Study, Tables
+from pipeline.studies.lab import Lab
+from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper.section_5 import judge_all, results_of
+
+DIFFERENCE = (1, -1)
+LEAST_RUNS = 2  # behind an interval
+
+
+def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
+    """For each model the final loss, accuracy, calibration error, and the accuracy of a vote of its runs. For each
+    comparison of accuracies the difference of their means, with an interval over seeds and images."""
+    right, comparisons = right_by_model(lab.tables), {}
+    for name, rows in judge_all(read_claims(CLAIMS), results_of(lab), lab).items():
+        rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
+        comparisons[name] = {key: means(right, row["models"], row["kind"]) for key, row in rows.items()}
+    models = [variant for variant in lab.params.run.variants if variant in right]
+    return {"models": [model_row(lab.tables, model, right[model]) for model in models], "comparisons": comparisons}
+
+
+def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
+    """For each model 1 where a run gets a test image right and 0 where it does not, (runs, images). A run that diverged is
+    as good as a guess on each."""
+    if "mistakes" not in tables or tables["per_class"].empty:
+        return {}
+    of_runs = tables["per_class"].groupby(["variant", "seed"])["images"].sum()
+    wrong = tables["mistakes"].groupby(["variant", "seed"])["image"].apply(list).to_dict()
+    right: dict[str, list[np.ndarray]] = {}
+    for run in tables["runs"][tables["runs"]["status"] != "missing"].itertuples():
+        own = np.full(of_runs.max(), GUESS_ACCURACY / 100 if run.status == "diverged" else 1.0)
+        own[wrong.get((run.variant, run.seed), [])] = 0.0
+        right.setdefault(run.variant, []).append(own)
+    return {variant: np.array(each) for variant, each in right.items()}
+
+
+def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
+    """The contrast of mean accuracies that a claim is about, in points; None where a model has fewer than two runs."""
+    if min(len(right.get(model, [])) for model in models) < LEAST_RUNS:
+        return None
+    estimate = contrast_over_images([100 * right[model] for model in models], WEIGHTS.get(kind, DIFFERENCE))
+    low, high = estimate.interval(BOTH)
+    return {"estimate": estimate.value, "low": low, "high": high}
+
+
+def model_row(tables: Tables, variant: str, right: np.ndarray) -> dict:
+    runs, mistakes = (tables[name][tables[name]["variant"] == variant] for name in ("runs", "mistakes"))
+    runs = runs[runs["status"] == "finished"]
+    return {
+        "variant": variant,
+        "runs": len(runs),
+        "accuracy": summary_of(100 * runs["test_accuracy"].astype(float)),
+        "test_loss": summary_of(runs["test_loss"].astype(float)),
+        "calibration_error": summary_of(runs["calibration_error"].astype(float)),
+        "vote": 100 * vote(mistakes, len(runs), right.shape[1]) if len(runs) else None,
+    }
+
+
+def vote(mistakes: pd.DataFrame, runs: int, images: int) -> float:
+    """The accuracy of the class that most runs predict for an image. Where k classes tie, one of them is drawn: the right
+    one counts 1/k."""
+    votes = mistakes.groupby(["image", "prediction"]).size()  # for each wrong class of each image
+    most = votes.groupby("image").max()
+    leaders = (votes == votes.groupby("image").transform("max")).groupby("image").sum()
+    for_right = runs - votes.groupby("image").sum()
+    won = (for_right > most) + (for_right == most) / (1 + leaders)
+    return float(images - len(most) + won.sum()) / images
+
+
+STUDY = Study(summarise=summarise)

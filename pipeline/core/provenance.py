@@ -2,13 +2,13 @@
 
 import os
 import platform
-import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from pipeline.core import git
 from pipeline.core.files import ROOT
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
@@ -37,15 +37,19 @@ def machine(environment: dict) -> str:
 def describe_commit() -> dict:
     """The commit, and whether anything that could have changed a run's numbers differs from it. None without git, and where
     the folder lies in the repository of something else."""
-    if (top := _git("rev-parse", "--show-toplevel")) is None or Path(top).resolve() != ROOT:
+    top = git.ask("rev-parse", "--show-toplevel", folder=ROOT)
+    if top is None or Path(top).resolve() != ROOT:
         return {"git_commit": None, "git_dirty": None}
-    return {"git_commit": _git("rev-parse", "HEAD"), "git_dirty": bool(_git("status", "--porcelain", "--", *MAKES_NUMBERS))}
+    changed = git.ask("status", "--porcelain", "--", *MAKES_NUMBERS, folder=ROOT)
+    return {"git_commit": git.ask("rev-parse", "HEAD", folder=ROOT), "git_dirty": bool(changed)}
 
 
 def committed(path: Path) -> str | None:
     """A text file as the last commit has it; None where that has none, without git, and outside this repository."""
     path = path.resolve()
-    return _git("show", f"HEAD:./{path.relative_to(ROOT).as_posix()}") if path.is_relative_to(ROOT) else None
+    if not path.is_relative_to(ROOT):
+        return None
+    return git.ask("cat-file", "blob", f"HEAD:./{path.relative_to(ROOT).as_posix()}", folder=ROOT)
 
 
 def process_seconds() -> float:
@@ -79,17 +83,3 @@ def _cpu_name() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def without_git() -> dict[str, str]:
-    """The environment without what a shell may have set up for another repository, such as GIT_DIR."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-
-
-def _git(*arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", *arguments]  # a training must not get in the way of a commit
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=without_git(), capture_output=True, check=True)
-        return os.fsdecode(done.stdout).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pipeline.config import params
+from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
@@ -103,9 +104,7 @@ def said_of(trained: int) -> str:
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", OUTPUTS], capture_output=True, text=True, check=False
-    ).stdout
+    changed = git.ask("status", "--porcelain", "--", str(OUTPUTS))
     also = (
         ", but some results differ from the committed ones: `git status` lists them"
         if changed

@@ -16,7 +16,7 @@ import torch
 
 import osa.models
 from pipeline.config import params
-from pipeline.core import provenance
+from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import ROOT
 from pipeline.data import idx
@@ -33,14 +33,13 @@ def main() -> None:
     if not idx.folder("sample").exists():
         raise UserError("data/sample is missing: run `python -m pipeline fetch sample`.")
     with tempfile.TemporaryDirectory() as folder:
-        tree, git = Path(folder, "tree"), dict(cwd=ROOT, env=provenance.without_git(), capture_output=True)
-        if subprocess.run(["git", "worktree", "add", "--detach", tree, commit], **git).returncode:
-            raise UserError(f"{commit} is no commit of this repository: name one as `git log` lists it.")
+        tree = Path(folder, "tree")
+        git.run("worktree", "add", "--detach", str(tree), commit, folder=ROOT)
         try:
             (tree / "data").symlink_to(Path("data").resolve())
             here, there = digests(ROOT), digests(tree)
         finally:
-            subprocess.run(["git", "worktree", "remove", "--force", tree], **git)
+            git.run("worktree", "remove", "--force", str(tree), folder=ROOT)
     other = [name for name in here if name in there and here[name] != there[name]]
     compared = len(here.keys() & there.keys())
     print(f"{compared} models of {commit} compared after {STEPS} steps; with other bits: {', '.join(other) or 'none'}")

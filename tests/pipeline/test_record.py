@@ -81,6 +81,19 @@ def test_a_lock_of_dvc_makes_no_run_dirty_and_code_does(tmp_path, monkeypatch):
     assert provenance.describe_commit()["git_dirty"] is True
 
 
+def test_new_code_makes_a_run_dirty_whatever_git_status_shows_the_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    (tmp_path / "osa").mkdir()
+    (tmp_path / "osa/old.py").write_text("A = 1", encoding="utf-8")
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    settings = ["config", "status.showUntrackedFiles", "no"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "all"], settings):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    assert provenance.describe_commit()["git_dirty"] is False
+    (tmp_path / "osa/new.py").write_text("A = 2", encoding="utf-8")
+    assert provenance.describe_commit()["git_dirty"] is True
+
+
 def test_a_process_knows_for_how_long_it_has_run(monkeypatch):
     before = provenance.process_seconds()
     assert 0 < before <= provenance.process_seconds() < before + 60

@@ -74,6 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
             print("Nothing was restored.")
             return
     refuse_while_others_work()
+    if changes() != states:
+        raise UserError("nothing was restored, as files have changed since the list: give the command again.")
     staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]  # and edited again since
     restore(folder, affected, staged, moving, back)
     print(f"Restored. What was here is in {folder}/")

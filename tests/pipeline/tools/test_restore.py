@@ -272,6 +272,15 @@ def own_head(name: str) -> None:
     shutil.copy(".git/refs/heads/" + command("git", "branch", "--show-current").strip(), f".git/{name}")
 
 
+@pytest.mark.slow
+def test_a_file_that_comes_while_it_asks_is_not_overwritten(project, monkeypatch, capsys):
+    Path("params.yaml").unlink()
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr("builtins.input", lambda question: [files.write_text("params.yaml", "mine"), "y"][1])
+    assert "changed since" in refusal(capsys)
+    assert Path("params.yaml").read_text(encoding="utf-8") == "mine"
+
+
 IN_THE_WAY = {  # what, a word of the sentence, and what its reader does, where the sentence has no command for it
     "lock": (lambda: Path(".git/index.lock").touch(), "index.lock", "rm .git/index.lock"),
     "skip_worktree": (lambda: command("git", "update-index", "--skip-worktree", "params.yaml"), "params.yaml", None),

@@ -444,6 +444,8 @@ def parse_overrides(texts: list[str]) -> Overrides:
         section, dot, name = key.partition(".")
         if not (equals and dot and section and name):
             raise UserError(f"--set {text} is not of the form section.key=value, as in --set train.learning_rate=1e-3.")
+        if name in overrides.get(section, {}):
+            raise UserError(f"--set {text} sets {key} again: give each key once, for `try` as in --set {key}=1,2.")
         try:
             overrides.setdefault(section, {})[name] = YAML(typ="safe").load(value)
         except UNREADABLE:

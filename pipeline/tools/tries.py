@@ -85,7 +85,10 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
         UserError: a combination is impossible, the data are not there, or a training fails.
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
-    fan_out.digest(settings.data.source)  # before any process waits for it
+    for _, config in jobs:  # before any process waits for them
+        if config.data.source == params.FOLDER:
+            config.data.description()
+        fan_out.digest(config.data.source)
     with fan_out.single_instance(locks.TRY):
         left = fan_out.missing(jobs)
         try:

@@ -7,6 +7,7 @@ import pytest
 
 import osa.models
 from pipeline.config import params
+from pipeline.core.errors import UserError
 from pipeline.tools import fan_out, tries
 from pipeline.training.loop import COLUMNS
 from pipeline.training.run import Run
@@ -78,6 +79,21 @@ def test_its_data_are_looked_for_before_any_training(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         tries.main(["vit", "--set", "model.depth=1,2"])
     assert "`python -m pipeline fetch mnist`" in capsys.readouterr().err
+    write_data()
+    fan_out.digest.cache_clear()
+    for settings in (["data.source=kmnist"], ["data.source=mnist,kmnist"], ["data.source=folder", "data.path=mine"]):
+        with pytest.raises(SystemExit):
+            tries.main(["vit", *(part for each in settings for part in ("--set", each))])
+        assert f"fetch {'folder' if 'data.path=mine' in settings else 'kmnist'}`" in capsys.readouterr().err
+    Path("data/mnist").rename("data/kmnist")  # no run needs the other
+
+    def train_all(jobs, *_, **__):
+        raise UserError(f"{len(jobs)} trainings begin.")
+
+    monkeypatch.setattr(fan_out, "train_all", train_all)
+    with pytest.raises(SystemExit):
+        tries.main(["vit", "--set", "data.source=kmnist"])
+    assert "1 trainings begin" in capsys.readouterr().err
 
 
 @pytest.mark.slow

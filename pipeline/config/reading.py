@@ -7,6 +7,7 @@ import math
 import re
 import reprlib
 import textwrap
+import unicodedata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,8 +88,8 @@ def _sentence(error: dict, raw: Any) -> str:
     if kind == "value_error":
         message = str(error["ctx"]["error"])
         return f"{key}: {message}" if key else message
-    if kind in ("int_type", "float_type") and isinstance(value, str) and _is_number(value):
-        return f"{key}: {_short(value)} is read as text; write {value} without quotes"
+    if kind in ("int_type", "float_type") and isinstance(value, str) and (number := _as_number(value)):
+        return f"{key}: {_short(value)} is read as text; write {number} without quotes"
     message = error["msg"].removeprefix("Input ").removeprefix("String ")
     expectation = EXPECTATIONS[kind].format_map(error.get("ctx", {})) if kind in EXPECTATIONS else message
     found = "" if isinstance(value, dict) else ", but is empty" if value in (None, "") else f", not {_short(value)}"
@@ -120,8 +121,11 @@ def ended(sentence: str) -> str:
     return sentence if sentence.endswith("?") else f"{sentence}."
 
 
-def _is_number(text: str) -> bool:
+def _as_number(text: str) -> str | None:
+    """The text as YAML reads a number, in plain digits, which full-width ones are not. None if it is no number."""
+    plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
+        value = _parsed(plain)
+    except UNREADABLE:
+        return None
+    return plain.strip() if type(value) in (int, float) and math.isfinite(value) else None

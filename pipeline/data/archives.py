@@ -3,15 +3,18 @@
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from pipeline.core.errors import UserError
 
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # folders of systems and NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
+UNIX = (3, 19)  # systems of a zip's members, by its format: Unix and macOS, where a backslash is a letter
+Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
 Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read it; None for no plain file
 
 
@@ -22,7 +25,7 @@ def members(path: Path) -> Iterator[Member]:
         UserError: a member leads out of the archive, or the archive cannot be read.
     """
     for name, length, content in in_folder(path, path) if path.is_dir() else in_archive(path):
-        parts = PurePosixPath(name.replace("\\", "/")).parts
+        parts = PurePosixPath(name).parts
         if ".." in parts or "/" in parts[:1]:
             raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
         if not any(part.startswith(".") or part in UNSEEN for part in parts):
@@ -40,19 +43,41 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """The members of an archive, which is never unpacked."""
+    """The members of an archive, which is never unpacked: of those that share a name the last, as whoever unpacks it has."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                for entry in archive.infolist():
+                for name, entry in last_of_each((name_in_zip(entry), entry) for entry in archive.infolist()):
                     is_link = stat.S_ISLNK(entry.external_attr >> 16)  # the mode that Unix stores
                     if not entry.is_dir():
-                        yield entry.filename, entry.file_size, None if is_link else partial(archive.read, entry)
+                        yield name, entry.file_size, None if is_link else partial(archive.read, entry)
             return
         with tarfile.open(path) as archive:
-            for entry in archive:
+            for name, entry in last_of_each((entry.name, entry) for entry in archive):
                 if not entry.isdir():
-                    content = lambda: archive.extractfile(entry).read()  # noqa: B023, E731  called before the next entry
-                    yield entry.name, entry.size, content if entry.isfile() else None
+                    content = partial(read_member, archive, entry)
+                    yield name, entry.size, content if entry.isfile() else None
     except DAMAGES as error:
-        raise UserError(f"{path} cannot be read as a tar or zip archive ({error}): data.path needs a whole one.") from None
+        why = str(error).partition("\n")[0].rstrip(":")
+        raise UserError(
+            f"{path} cannot be read as a tar or zip archive ({why}): give data.path a whole one, or the folder packed in it."
+        ) from None
+
+
+def name_in_zip(entry: zipfile.ZipInfo) -> str:
+    """The name of a member: old programs for Windows write a backslash where the format has a slash."""
+    return entry.filename if entry.create_system in UNIX else entry.filename.replace("\\", "/")
+
+
+def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
+    return archive.extractfile(entry).read()
+
+
+def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
+    """The last entry of each name, in their order, in which a compressed archive is read fastest."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries:
+        path = PurePosixPath(name).as_posix()  # ./a and a are one file
+        found.pop(path, None)
+        found[path] = entry
+    return [*found.items()]

@@ -150,6 +150,11 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
         levels = 2 * levels / 255 - 1
     elif pixel_scaling == "standard":
         counts = _histogram(train_images)
+        if np.count_nonzero(counts) == 1:
+            raise UserError(
+                "all pixels of the training images are alike, and data.pixel_scaling: standard divides by their standard "
+                "deviation: write unit or half in params.yaml, or take other images."
+            )
         mean = counts @ levels / counts.sum()
         levels = (levels - mean) / math.sqrt(counts @ (levels - mean) ** 2 / counts.sum())
     else:

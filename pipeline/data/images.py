@@ -27,8 +27,10 @@ from pipeline.core.errors import UserError
 from pipeline.data import archives, idx
 
 SPLITS = {"train": "train", "test": "t10k"}  # split → name in the files
+WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # as some programs unpack a zip of Windows
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
+HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # brands of ISO/IEC 23008-12, four bytes into a file
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
 Decoded = tuple[str, int, int]  # its mode and size, and where its pixels begin in the spool
 
@@ -37,7 +39,7 @@ def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
     All images get one size: `data.resize`, or else the most common one; others are resized to it (bilinear). They are
-    grey if all of them are, else in colour. The classes, sorted by name, take turns, so that every stretch is balanced.
+    grey if all pixels are, else in colour. The classes, sorted by name, take turns, so that every stretch is balanced.
 
     Raises:
         UserError: what is at `data.path` cannot be read, is not laid out so, or holds an unusable image.
@@ -58,7 +60,7 @@ def convert(wanted: params.Data, out: Path) -> None:
         if others := len(images) - sizes[size]:
             print(f"{others} of {len(images)} images are resized to {size} x {size}.")
         if num_grey and mode == "RGB":
-            print(f"{num_grey} of {len(images)} images are grey and become colour images.")
+            print(f"{num_grey} of {len(images)} images are grey, and stored in colour as the others are.")
         (out / params.DESCRIPTION).unlink(missing_ok=True)  # it goes first and comes last
         digests = {split: write_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
@@ -102,6 +104,8 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
     for name, length, content in tqdm(archives.members(path), unit=" files", leave=False, disable=None):
         where, (first, *others) = f"{path}: {name}", name.split("/")
         root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a folder around
+        if first.startswith(WITH_BACKSLASH):
+            raise UserError(f"{where} has backslashes in place of folders: give data.path the zip that it came from.")
         if not parts or parts[0] not in SPLITS:
             continue
         roots.add(root)
@@ -150,7 +154,7 @@ def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
 
 
 def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
-    """An image as a viewer shows it, in mode L or RGB, and its size before `resize`.
+    """An image as a viewer shows it, in mode L if all its pixels are grey, else RGB, and its size before `resize`.
 
     A decoder may raise anything. All of it becomes a sentence that names the file.
     """
@@ -164,6 +168,8 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001
+        if content[4:].startswith(HEIC):
+            raise UserError(f"{where} is HEIC, which Pillow does not read: save it as JPEG or PNG.") from None
         reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
         raise UserError(f"{where} cannot be read as an image ({reason}): replace or remove it.") from None
 
@@ -188,7 +194,9 @@ def as_seen(image: Image.Image) -> Image.Image:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # else viewers ignore it
             image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
-    return image.convert(mode)
+    image = image.convert(mode)
+    red, *others = image.split()
+    return red if all(red.tobytes() == other.tobytes() for other in others) else image
 
 
 def resized(image: Image.Image, size: int) -> Image.Image:

@@ -192,12 +192,21 @@ class Training:
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:
-        """Trains on from the present progress to the last epoch or to divergence."""
+        """Trains on from the present progress to the last epoch or to divergence.
+
+        Raises:
+            UserError: the initial model has no finite loss.
+        """
         progress = self.progress
         if not progress.history:
             few = len(self.data.test_labels)  # as many training images as there are test images
             train = evaluate_split(self.model, self.data.train_images.first(few), self.data.train_labels[:few])
             self._add_point(0.0, train)
+            if progress.diverged:
+                raise UserError(
+                    f"the loss is {train[0]} before the first step, so that nothing can be learnt: write smaller values "
+                    "under init or model in params.yaml."
+                )
             observer.on_evaluation()
         while progress.epoch < self.config.train.epochs and not progress.diverged:
             self._run_epoch(observer)

@@ -287,6 +287,83 @@ def test_a_folder_needs_its_path(capsys):
     assert "no data.path" in sentence(capsys, "folder")
 
 
+def recoded(convert) -> None:
+    """All images as files that `convert` writes."""
+    for path in [*ROOT.rglob("*.png")]:
+        convert(Image.open(path), path)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda image, path: image.convert("RGB").save(path),
+        lambda image, path: image.convert("RGB").quantize(256).save(path),
+        lambda image, path: image.convert("P").save(path.with_suffix(".gif")) or path.unlink(),
+        lambda image, path: image.convert("RGBA").save(path),
+    ],
+    ids=["three equal channels", "palette", "GIF", "opaque"],
+)
+def test_pixels_decide_whether_images_are_grey(convert):
+    expected = stored().sha256
+    recoded(convert)
+    assert stored().sha256 == expected and params.load().data.images.channels == 1
+    save("train/dog/0.png", np.full((SIZE, SIZE, 3), (10, 10, 11), np.uint8))
+    (ROOT / "train/dog/0.gif").unlink(missing_ok=True)
+    assert stored().train_images.shape[1] == 3
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
+def test_of_members_with_one_name_the_last_counts_and_counts_once(kind, capsys):
+    expected = stored().sha256
+    first, path = b"is replaced further down", Path(f"archive.{kind}")
+    files = [(str(file.relative_to(ROOT)), file.read_bytes()) for file in ROOT.rglob("*.png")]
+    files = [(name, first) for name, _ in files] + [(f"./{name}", content) for name, content in files]
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in files:
+                archive.writestr(name, content)
+    else:
+        with tarfile.open(path, "w:gz" if kind.endswith("gz") else "w") as archive:
+            for name, content in files:
+                entry = tarfile.TarInfo(name)
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+    write_params(path=str(path))
+    capsys.readouterr()
+    assert stored().sha256 == expected
+    assert "resized" not in capsys.readouterr().out
+
+
+def test_a_backslash_is_a_letter_but_in_a_zip_of_windows(capsys):
+    expected = stored().sha256
+    (ROOT / "test/cat/0.png").rename(ROOT / r"test/cat/0\0.png")
+    assert stored().sha256 == expected
+    with zipfile.ZipFile("windows.zip", "w") as archive:
+        for file in ROOT.rglob("*.png"):
+            entry = zipfile.ZipInfo(str(file.relative_to(ROOT)).replace("0\\0", "0").replace("/", "\\"))
+            entry.create_system = 0
+            archive.writestr(entry, file.read_bytes())
+    write_params(path="windows.zip")
+    assert stored().sha256 == expected
+    (ROOT / "test/cat/1.png").rename(ROOT / r"test\cat\1.png")  # as some programs unpack it
+    write_params()
+    capsys.readouterr()
+    assert r"test\cat\1.png" in (text := sentence(capsys)) and "zip" in text
+
+
+def test_images_of_one_level_are_trained_on_or_refused_and_no_run_without_a_step_is_a_result(monkeypatch, capsys):
+    for path in ROOT.rglob("*.png"):
+        Image.new("L", (SIZE, SIZE), 77).save(path)
+    write_params(pixel_scaling="standard")
+    fetch.main(["folder"])
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, "vit", "0")
+    assert "data.pixel_scaling" in capsys.readouterr().err and Run("vit", 0).record() is None
+    write_params(pixel_scaling="unit")
+    run_main(monkeypatch, "vit", "0")
+    assert Run("vit", 0).record()["status"] == "finished"
+
+
 def write(name: str, content: bytes) -> None:
     (ROOT / name).write_bytes(content)
 
@@ -346,9 +423,12 @@ def animation() -> None:
         (lambda: os.mkfifo(ROOT / "train/cat/pipe"), ["train/cat/pipe", "device"]),
         (lambda: save("train/cat/more/9.png", np.zeros((12, 12), np.uint8)), ["train/cat/more/9.png", "move it up"]),
         (lambda: save("train/dog/0.png", np.zeros((12, 12, 4), np.uint8)), ["train/dog/0.png", "transparent"]),
+        (lambda: write("train/dog/0.heic", b"\0\0\0\x24ftypheic\0\0\0\0"), ["0.heic is HEIC", "JPEG or PNG"]),
         (animation, ["train/dog/0.gif", "2 pictures"]),
         (lambda: archive(cut=-900), ["images", "archive"]),
         (lambda: archive(cut=5000, kind="w"), ["images", "archive"]),
+        (lambda: shutil.rmtree(ROOT) or ROOT.write_bytes(b"7z\xbc\xaf\x27\x1c" + bytes(999)), ["tar or zip", "folder"]),
+        (lambda: shutil.rmtree(ROOT) or ROOT.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(999)), ["tar or zip", "folder"]),
         (lambda: archive(member="more/train/cat/0.png"), ["'more'"]),
     ],
 )

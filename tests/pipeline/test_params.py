@@ -100,6 +100,7 @@ MISTAKES = [  # path, value, words of the message besides the path
     ("train.epochs", ABSENT, ["missing"]),
     # types
     ("train.learning_rate", "1e-3", ["text", "without quotes"]),
+    ("train.epochs", "\uff13", ["write 3 without quotes"]),  # a full-width digit
     ("train.learning_rate", True, ["number"]),
     ("train.epochs", 1.5, ["whole number"]),
     ("train.epochs", None, ["whole number", "empty"]),
@@ -230,6 +231,7 @@ def test_overrides_on_the_command_line_are_read_and_written_back():
     expected = {"train": {"learning_rate": 0.001, "betas": [0.5, 0.9]}, "init": {"head": "zeros", "alpha_per_head": False}}
     assert params.parse_overrides(texts) == expected
     assert params.parse_overrides(params.as_options(expected)[1::2]) == expected
+    assert "train.betas" in refusal(params.parse_overrides, [*texts, "train.betas=[0.5, 0.8]"]), "one of them would be lost"
 
 
 def test_a_merge_replaces_leaves_and_keeps_their_neighbours():

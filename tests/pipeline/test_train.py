@@ -17,6 +17,7 @@ from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.training import loop
 from pipeline.training.loop import Observer, Training, build_model, evaluate_split
+from pipeline.training.run import Run
 from tests.osa.helpers import REPRESENTATIVES
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import (
@@ -25,6 +26,7 @@ from tests.pipeline.trainings import (
     config,
     finished,
     run_main,
+    trained,
     training,
     write_params,
 )
@@ -324,6 +326,13 @@ def test_an_observer_is_told_of_everything_and_changes_nothing():
     assert_same_state(watched.model, finished().model)
 
 
+def test_no_run_without_a_step_is_a_result():
+    write_params(init={"embedding_std": 1e38})
+    with pytest.raises(UserError, match="before the first step"):
+        trained("vit_noskip_nonorm")
+    assert Run("vit_noskip_nonorm", 0).record() is None and not Path(".checkpoints").exists()
+
+
 # mistakes
 
 
@@ -337,6 +346,7 @@ def test_an_observer_is_told_of_everything_and_changes_nothing():
         ({}, ["vit", "--set", "data.source=kmnist"], ["data/kmnist", "missing", "pipeline fetch kmnist"]),
         ({}, ["vit", "--study", "dept"], ["dept", "'depth'"]),
         ({}, ["osa_shaped", "--set", "model.depth=4"], ["GELU"]),
+        ({}, ["vit", "--set", "model.depth=1", "--set", "model.depth=2"], ["model.depth", "1,2"]),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_status_1(monkeypatch, capsys, changes, arguments, words):

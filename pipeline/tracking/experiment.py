@@ -46,6 +46,7 @@ class Experiment:
             present = client.get_experiment(client.create_experiment(name, store.artifacts(), tags))
         elif present.lifecycle_stage == "deleted":
             client.restore_experiment(present.experiment_id)
+        store.move_along(present.artifact_location)
         self.id = present.experiment_id
         for key, view in views().items():
             if present.tags.get(f"mlflow.sharedViewState.{key}") != view:

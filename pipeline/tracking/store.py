@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
@@ -23,6 +24,16 @@ ENVIRONMENT = {  # set before MLflow is imported, where the user has not set the
     "GIT_PYTHON_REFRESH": "quiet",
 }
 VARIABLE = "MLFLOW_TRACKING_URI"
+# Beginnings of the user's settings that hold where the store is a database. Others could move it, or the server's address.
+KEPT = (*ENVIRONMENT, VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
+KEPT += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how a database and artifacts are reached
+ARTIFACTS = "mlartifacts"
+LOCATIONS = {  # columns of MLflow's tables with addresses of artifacts
+    "experiments": ("artifact_location",),
+    "runs": ("artifact_uri",),
+    "logged_models": ("artifact_location",),
+    "model_versions": ("source", "storage_location"),
+}
 PATIENCE_SECONDS = 30  # with another process that writes
 
 
@@ -51,7 +62,40 @@ def artifacts() -> str | None:
     """The place of the artifacts: next to the database, as several clones may share it. A server has a place of its own."""
     if address().startswith("http"):
         return None
-    return ((database() or root() / "mlflow.db").resolve().parent / "mlartifacts").as_uri()
+    return ((database() or root() / "mlflow.db").resolve().parent / ARTIFACTS).as_uri()
+
+
+def make_settings_ours() -> None:
+    """Sets MLflow's environment. A server that the user named needs the user's settings; a database, and the server that
+    `make ui` starts for it, have but those that move neither."""
+    if not address().startswith("http"):
+        for name in [name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT)]:
+            del os.environ[name]
+    os.environ.update(ENVIRONMENT | os.environ)
+
+
+def move_along(old: str) -> None:
+    """Rewrites the addresses of artifacts in an SQLite store that was moved or copied with them, as with a clone, since it
+    had its artifacts at the address `old`."""
+    import sqlalchemy
+
+    new = artifacts()
+    if database() is None or old == new or not old.endswith(f"/{ARTIFACTS}"):
+        return
+    if _path(old).exists() and not _path(new).exists():
+        return  # the database alone was copied
+    engine, values = sqlalchemy.create_engine(address()), {"new": new, "old": old, "inside": f"{old}/", "length": len(old)}
+    with engine.begin() as connection:
+        for table, columns in LOCATIONS.items():
+            for name in columns:
+                has_moved = f"{name} = :old OR substr({name}, 1, :length + 1) = :inside"
+                update = f"UPDATE {table} SET {name} = :new || substr({name}, :length + 1) WHERE {has_moved}"
+                connection.execute(sqlalchemy.text(update), values)
+    engine.dispose()
+
+
+def _path(address: str) -> Path:
+    return Path(unquote(urlsplit(address).path))
 
 
 def connect() -> tuple[Any, FileLock]:
@@ -62,7 +106,7 @@ def connect() -> tuple[Any, FileLock]:
     """
     uri, path = address(), database()
     lock = FileLock(f"{path or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
-    os.environ.update(ENVIRONMENT | os.environ)
+    make_settings_ours()
     try:
         import mlflow
     except ImportError as error:

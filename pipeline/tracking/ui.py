@@ -22,8 +22,8 @@ def ui() -> None:
     server, site = None, without_password(store.address()).rstrip("/")
     try:
         if not site.startswith("http"):
-            port = os.environ.get("PORT") or "5000"
-            server, site = start_server(port), f"http://127.0.0.1:{port}"
+            server, port = start_server(os.environ.get("PORT") or "5000")
+            site = f"http://127.0.0.1:{port}"
         follow(server, site)
     except KeyboardInterrupt:
         pass
@@ -34,18 +34,21 @@ def ui() -> None:
             server.wait()
 
 
-def start_server(port: str) -> subprocess.Popen:
-    """Starts `mlflow server`. Raises UserError if the port cannot be used."""
+def start_server(port: str) -> tuple[subprocess.Popen, int]:
+    """Starts `mlflow server`. Returns its process and its port, of which 0 leaves the choice to the system.
+
+    Raises:
+        UserError: the port cannot be used.
+    """
     try:
-        socket.create_server(("127.0.0.1", int(port))).close()
+        with socket.create_server(("127.0.0.1", int(port))) as free:
+            number = free.getsockname()[1]
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"port {port} cannot be used ({error}): choose another, as in `PORT=5001 make ui`.") from None
-    command = ["-m", "pipeline.tracking.ui", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
+    command = ["-m", "pipeline.tracking.ui", "server", "--host", "127.0.0.1", "--port", str(number), "--workers", "1"]
     command += ["--no-serve-artifacts", "--default-artifact-root", store.artifacts()]
-    hidden = {"MLFLOW_BACKEND_STORE_URI": store.address()}  # from `ps`, as it may hold a password
-    environment = {**store.ENVIRONMENT, **os.environ, **hidden}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, *command], env=environment, start_new_session=True, **quiet)
+    return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet), number
 
 
 def follow(server: subprocess.Popen | None, site: str) -> None:
@@ -96,4 +99,5 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()  # no argument, which `ps` shows: it may hold a password
     cli()

@@ -597,20 +597,53 @@ def test_a_model_that_a_notebook_left_active_takes_no_metrics(folder, monkeypatc
     assert "move it away" in sync_again.stderr and "MLFLOW_TRACKING_URI" not in sync_again.stderr
 
 
-def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, monkeypatch):
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_artifacts_move_along_with_their_clone(folder, monkeypatch, how):
+    Run("vit", 0, [0.1, 0.5]).finish(), sync()
+    other = folder.with_name("another place é")
+    folder.rename(other) if how == "moved" else shutil.copytree(folder, other)
+    monkeypatch.chdir(other)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    Run("vit", 1, [0.1, 0.5]).finish(), sync()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for run in by_name(level="single").values():
+        assert "history.csv" in artifacts(run) and run.info.artifact_uri.startswith(store.artifacts())
+    contained = contents()
+    sync()
+    assert contents() == contained
+
+
+SETTINGS = {
+    "MLFLOW_STATIC_PREFIX": "/prefix",
+    "MLFLOW_HOST": "0.0.0.0",
+    "MLFLOW_PORT": "1",
+    "MLFLOW_UVICORN_OPTS": "--root-path /other",
+    "MLFLOW_SERVER_ALLOWED_HOSTS": "example.org",
+    "MLFLOW_ARTIFACTS_ONLY": "true",
+    "MLFLOW_BACKEND_STORE_URI": "sqlite:///other.db",
+    "MLFLOW_REGISTRY_STORE_URI": "sqlite:///other.db",
+    "MLFLOW_REGISTRY_URI": "sqlite:///other.db",
+    "MLFLOW_ENABLE_WORKSPACES": "true",
+    "MLFLOW_WORKSPACE": "other",
+    "UVICORN_ROOT_PATH": "/third",
+    "UVICORN_SSL_KEYFILE": "none.pem",
+    "PORT": "0",
+}
+
+
+def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database):
+    """Whatever the user's settings of MLflow are, and on a port that the system chooses."""
     Run("vit", 0, [0.1, 0.2]).finish()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        monkeypatch.setenv("PORT", str(port))
-        with pytest.raises(UserError, match="PORT="):
-            ui.start_server(str(port))
-    command = [sys.executable, "-m", "pipeline.tracking", "ui"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match="PORT="):
+        ui.start_server(str(server.getsockname()[1]))
+    command, streams = [sys.executable, "-m", "pipeline.tracking", "ui"], {"stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=subprocess.PIPE, **streams)
     with process.stdout:
         printed = [re.split(r"  +", process.stdout.readline().strip()) for _ in range(2)]
         assert [name for name, _ in printed] == ["Models", "Their curves"]
+        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/", printed[0][1])[1])
         site = f"http://127.0.0.1:{port}"
-        assert all(address.startswith(f"{site}/#/experiments/1/runs?") for _, address in printed)
+        assert port > 0 and all(address.startswith(f"{site}/#/experiments/1/runs?") for _, address in printed)
         until(lambda: set(by_name()) == {"ViT", "ViT, seed 0"} and "record.json" in artifacts(by_name()["ViT, seed 0"]))
         with urllib.request.urlopen(site) as answer:
             assert b"static-files/" in answer.read()
@@ -623,6 +656,7 @@ def test_the_ui_serves_on_this_machine_alone_follows_and_ends_whole(database, mo
         assert process.wait(600) == 0
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.1", port)) != 0  # nothing that it started is left
+    assert not Path("other.db").exists()
 
 
 @pytest.mark.parametrize("options", [[], ["--no-tracking"]])

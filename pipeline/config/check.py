@@ -1,4 +1,4 @@
-"""The check stage: params.yaml is what its schema allows, before any of it reaches a command line.
+"""The check stage: params.yaml is what its schema allows.
 
 Every other stage waits for it. Its output never changes, so that an edit of a parameter reruns what depends on that alone.
 """

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
@@ -461,6 +462,13 @@ def as_options(overrides: Overrides) -> list[str]:
 def leaves(overrides: Overrides) -> dict[str, Any]:
     """The values by their keys in params.yaml, such as train.learning_rate."""
     return {f"{section}.{key}": value for section, own in overrides.items() for key, value in own.items()}
+
+
+def without_stage(arguments: list[str]) -> list[str]:
+    """The arguments of a command. Where the first is the name of its stage, train@osa_qr-10, they are osa_qr and 10."""
+    first, *others = arguments or [""]
+    is_stage = re.fullmatch(r"(?:.*:)?(?:train|evaluate)@(.*)", first, re.DOTALL)
+    return [*is_stage[1].split("-"), *others] if is_stage else arguments
 
 
 def seed(text: str) -> int:

@@ -10,6 +10,7 @@ image, as all others are right, in a tenth of the space.
 
 import copy
 import math
+import sys
 
 import numpy as np
 import pandas as pd
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("evaluate", __doc__)
     parser.add_argument("variant", help="a name under variants in params.yaml")
     parser.add_argument("seeds", type=params.seed, nargs="*", metavar="seed", help="default: those of params.yaml")
-    chosen, settings = parser.parse_args(arguments), params.load()
+    chosen = parser.parse_args(params.without_stage(sys.argv[1:] if arguments is None else arguments))
+    settings = params.load()
     make_deterministic()
     config = params.resolve(settings, chosen.variant)
     for seed in chosen.seeds or settings.run.seeds:

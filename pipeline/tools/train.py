@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--study", help="as this study trains it: by its reading of the paper, among that study's runs")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
-    arguments, before = parser.parse_args(), provenance.process_seconds()
+    arguments, before = parser.parse_args(params.without_stage(sys.argv[1:])), provenance.process_seconds()
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (TRIES if overrides else TABLE_2)

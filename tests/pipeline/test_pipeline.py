@@ -113,7 +113,7 @@ class Dvc:
     def _run(self, executable: str, command: str, *, cwd: str, env: dict[str, str], **_) -> None:
         from dvc.stage.exceptions import StageCmdFailedError
 
-        python, option, module, *arguments = shlex.split(command)
+        python, option, module, *arguments = shlex.split(command.replace("$DVC_STAGE", env["DVC_STAGE"]))
         assert (python, option, module) == ("python", "-m", "pipeline")
         self.stages.append(" ".join(arguments))
         arguments += ["--no-tracking"] if arguments[0] == "train" else []
@@ -171,13 +171,13 @@ def commit() -> None:
 
 
 PLOTS = ("Figure 1, train loss", "Figure 1, test loss", "Runs by seed", "Confusion matrix", "paper_outputs/figure_1.png")
-MEASURED = {"evaluate vit", "tables", "report paper"}
+MEASURED = {"evaluate evaluate@vit", "tables", "report paper"}
 
 
 @pytest.mark.slow
 def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     stages = dvc("repro")
-    assert set(stages) == {"check", "fetch", "train vit 0", "study theorem_4_2"} | MEASURED
+    assert set(stages) == {"check", "fetch", "train train@vit-0", "study theorem_4_2"} | MEASURED
     assert stages[-1] == "report paper"
     changed = subprocess.check_output(["git", "status", "--porcelain", "-uall", RUN], text=True).split()[1::2]
     assert {Path(name).name for name in changed} == {"history.csv", "metrics.json", "record.json"}
@@ -200,7 +200,7 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     for image in re.findall(r'<img src="([^"]+)"', page):
         assert Path("dvc_plots", image).is_file(), image
 
-    assert "train vit 0" in dvc("repro", "--force", "train@vit-0")
+    assert "train train@vit-0" in dvc("repro", "--force", "train@vit-0")
     assert set(dvc("repro")) == {"tables", "report paper"}  # the weights have the same bits
     assert "trained again here" in Path("paper_outputs/report.md").read_text(encoding="utf-8")
     commit()
@@ -223,7 +223,7 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     subprocess.run(["git", "checkout", "--quiet", "params.yaml"], check=True)
 
     edit(Path("params.yaml"), lambda raw: raw["run"].update(variants=["vit", "osa_exact"]))
-    assert set(dvc("repro", "tables")) == {"check", "train osa_exact 0", "evaluate osa_exact", "tables"}
+    assert set(dvc("repro", "tables")) == {"check", "train train@osa_exact-0", "evaluate evaluate@osa_exact", "tables"}
     commit()
     before = results()
     retrained = {stage for name in ("vit", "osa_exact") for stage in (f"train {name} 0", f"evaluate {name}")}
@@ -286,7 +286,7 @@ def test_no_result_that_somebody_changed_reaches_a_page(dvc):
     assert dvc.stale() == set()
     for path in made:
         cut(path)
-    assert set(dvc("repro")) == {"train vit 0", "study theorem_4_2"} | MEASURED
+    assert set(dvc("repro")) == {"train train@vit-0", "study theorem_4_2"} | MEASURED
     assert Path(WEIGHTS).read_bytes() == first[WEIGHTS]
     assert Path("paper_outputs/table_2.csv").read_bytes() == first["paper_outputs/table_2.csv"]
 
@@ -335,3 +335,16 @@ def test_a_parameter_never_reaches_a_shell_unchecked(clone):
     assert done.returncode and "run.seeds.0" in done.stderr
     assert "pipeline check" in done.stdout and "pipeline fetch" not in done.stdout
     assert not Path("X").exists() and results() == before
+    for path in ("paper_outputs/check.txt", "paper_outputs/data/sample.txt"):  # as an earlier `dvc repro` left them
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+    names = ["vit; touch X #", "$(touch X)", "`touch X`"]
+
+    def rename(raw: dict) -> None:
+        raw["run"] |= {"seeds": [0], "variants": names}
+        raw["variants"] |= dict.fromkeys(names, raw["variants"]["vit"])
+
+    edit(Path("params.yaml"), rename)
+    done = subprocess.run(["dvc", "repro", "--single-item", "--keep-going", "train"], capture_output=True, text=True)
+    assert done.returncode and "params.yaml: run.variants.0" in done.stderr
+    assert not Path("X").exists()

@@ -203,6 +203,11 @@ def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
     files.write_bytes(folder / LABELS.format(split), as_idx(labels))
 
 
+def num_train_images(folder: str | Path) -> int:
+    """The number of one's own training images, of which it reads the header. Raises UserError if they are not stored."""
+    return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
+
+
 def _num_classes(folder: str | Path) -> int:
     path = Path(folder, params.DESCRIPTION)
     if not path.exists():

@@ -85,7 +85,7 @@ def settings(name: str) -> Section | None:
     path = reading.in_repository(f"pipeline/studies/{wing(name)}/params.yaml")
     section = reading.read(path).get(name)
     if section is None:
-        raise UserError(f"{path} has no section {name}: put it back as git has it.")
+        raise UserError(f"{path} has no section {name}: write the study's settings there, or put back those that git has.")
     return reading.validate(schema, section, f"{path}: {name}")
 
 

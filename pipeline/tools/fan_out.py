@@ -226,7 +226,7 @@ def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> It
     where none has ended."""
     known, left = [record for _, record in recorded()], {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    shown = 0.0  # epochs, which never fall
+    shown, news = 0.0, None  # epochs, which never fall; how far all were when the time was last forecast
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
@@ -235,7 +235,10 @@ def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> It
             standing = [progress(*job, known) for job in left.values()]
             shown = max(shown, epochs - sum(number for number, _ in standing))
             bar.n = len(jobs) - len(standing)
-            bar.set_postfix_str(f"{shown:.0f} of {epochs} epochs, {time_left([each for _, each in standing], at_a_time)}")
+            if (len(left), shown) != news:
+                news, seconds, told = (len(left), shown), [each for _, each in standing], time.monotonic()
+            forecast = time_left(seconds, at_a_time, time.monotonic() - told)
+            bar.set_postfix_str(f"{round(shown, 2):g} of {epochs} epochs, {forecast}")
             for run, made in zip(ended, known[len(known) - len(ended) :], strict=True):
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
@@ -268,11 +271,13 @@ def progress(run: Run, config: RunConfig, known: list[RunRecord]) -> tuple[float
     return config.train.epochs, times.estimate(run, config, known)
 
 
-def time_left(seconds: list[float | None], at_a_time: int) -> str:
-    """The time left for runs of these durations, with so many trainings side by side."""
+def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
+    """The time left for runs of these durations, with so many trainings side by side, `since` seconds after it was forecast.
+    A forecast that is past is withdrawn."""
     if None in seconds:
         return "time left unknown"
-    return f"{times.duration(max(sum(seconds) / max(1, at_a_time), *seconds, 0))} left"  # the longest may end last
+    left = max(sum(seconds) / max(1, at_a_time), *seconds, 0) - since  # the longest may end last
+    return f"{times.duration(left)} left" if left >= 0 else "time left unknown"
 
 
 # DVC

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dvc.repo import Repo
     from dvc.stage import Stage
 
+CHECK = "check"  # the stage
 SHOWN = 4  # names and reasons in a line
 
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.repo import Repo
 
     settings, records = params.load(), [record for _, record in recorded()]
+    params.load_paper()  # what the check stage reads is right, so that its output stays as it is
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -68,7 +70,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
-    """The stages that run, each with its reasons; those that may follow; and how many stages there are."""
+    """The stages that run, each with its reasons; those that may follow; and how many stages there are.
+
+    None follows the check stage, which has the same output whatever it reads, unless that is refused.
+    """
     import networkx
     from dvc.repo import lock_repo
 
@@ -80,7 +85,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
         name = stage.addressing
         if why := list(reasons(stage, status.get(name, []))):
             changed[name] = why
-        elif any(before.addressing in {*changed, *following} for before in graph.successors(stage)):
+        elif any(before.addressing in {*changed, *following} - {CHECK} for before in graph.successors(stage)):
             following.append(name)
     return changed, following, len(stages)
 

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from statistics import median
 
-from pipeline.config.params import RunConfig
+from pipeline.config.params import FOLDER, RunConfig
 from pipeline.config.records import RunRecord
 from pipeline.core import provenance
+from pipeline.core.errors import UserError
+from pipeline.data import idx
 from pipeline.training.run import Run
 
-TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 elsewhere
+TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 of other published data sets
 
 SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # other stages: by their study, or OTHER
 OTHER = 5
@@ -20,9 +22,22 @@ def of_stage(name: str) -> float:
     return SECONDS.get(study, SECONDS.get(group, OTHER))
 
 
-def relative_cost(config: RunConfig) -> float:
-    """A number in proportion to a training's time: images seen times blocks."""
-    return config.train.epochs * TRAIN_IMAGES.get(config.data.source, 60_000) * config.model.depth
+def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
+    """A number in proportion to a training's time: patches seen times blocks. None for own images that are not here.
+
+    Args:
+        data_sha256: the digest of the data, where they may be others than those that are here.
+    """
+    source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
+    try:
+        if source == FOLDER:
+            if data_sha256 not in (None, config.data.description().sha256):
+                return None
+            images = idx.num_train_images(idx.folder(source))
+        patches = (config.data.images.size // config.model.patch_size) ** 2
+    except UserError:
+        return None
+    return config.train.epochs * images * patches * config.model.depth
 
 
 def estimate(run: Run, config: RunConfig, records: Sequence[RunRecord]) -> float | None:
@@ -34,8 +49,10 @@ def estimate(run: Run, config: RunConfig, records: Sequence[RunRecord]) -> float
     records = [record for record in records if record.environment.device == here] or records
     of_variant = [record for record in records if record.variant == run.variant]
     of_name = [record for record in of_variant if (record.study, record.name) == (run.study, run.name)]
-    if alike := of_name or of_variant or records:
-        return median(record.seconds * planned / relative_cost(record.config) for record in alike)
+    for alike in (of_name, of_variant, records):
+        costs = [(record, relative_cost(record.config, record.data_sha256)) for record in alike]
+        if planned and (known := [record.seconds / cost for record, cost in costs if cost]):
+            return planned * median(known)
     return None
 
 

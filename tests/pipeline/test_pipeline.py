@@ -226,7 +226,7 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
     assert set(dvc("repro", "tables")) == {"check", "train train@osa_exact-0", "evaluate evaluate@osa_exact", "tables"}
     commit()
     before = results()
-    retrained = {stage for name in ("vit", "osa_exact") for stage in (f"train {name} 0", f"evaluate {name}")}
+    retrained = {stage for name in ("vit", "osa_exact") for stage in (f"train train@{name}-0", f"evaluate evaluate@{name}")}
     assert set(dvc("exp", "run", "tables", "--set-param", "train.epochs=2")) == {"check", "tables"} | retrained
     assert json.loads((RUN / "record.json").read_text(encoding="utf-8"))["config"]["train"]["epochs"] == 2
     subprocess.run([sys.executable, "-m", "pipeline", "restore", "--yes"], check=True)

@@ -15,6 +15,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -290,6 +291,24 @@ def test_who_else_works_here_is_named(monkeypatch, capsys):
     assert "waiting" in capsys.readouterr().err and next(answers, None) is None
 
 
+def test_the_time_of_own_images_is_that_of_their_number_once_they_are_stored(monkeypatch):
+    made = synthetic.record(params.resolve(params.load(), "vit"), Run("vit", 1), seconds=600.0)
+    write_params(run=BOTH, data={"source": "folder", "path": "mine"})
+    config = params.resolve(params.load(), "vit")
+    assert times.estimate(Run("vit", 0), config, [made]) is None, "nobody knows how many there are"
+    Path("data/folder").mkdir(parents=True)
+    np.save("data/folder/train-labels.npy", np.zeros(600, np.uint8))
+    described = {"path": "mine", "resize": None, "sha256": "0" * 64, "classes": ["a"], "channels": 1, "size": 56}
+    files.write_json("data/folder/images.json", described)
+    assert times.estimate(Run("vit", 0), config, [made]) == pytest.approx(600 * 600 / 60_000 * 4), (
+        "of four times the patches"
+    )
+    before = made.model_copy(update={"config": config, "data_sha256": "1" * 64, "seconds": 1e9})
+    assert times.estimate(Run("vit", 0), config, [before, made]) == pytest.approx(24), "of other images that lay there"
+    now = before.model_copy(update={"data_sha256": "0" * 64, "seconds": 30.0})
+    assert times.estimate(Run("vit", 0), config, [now]) == pytest.approx(30)
+
+
 def test_time_left_is_scaled_by_epochs_and_depth():
     config = params.resolve(params.load(), "vit")
     made = synthetic.record(config, Run("vit", 1), seconds=600.0)
@@ -310,6 +329,8 @@ def test_time_left_is_scaled_by_epochs_and_depth():
     assert times.spent(whole, tracking=17.0).endswith("tracking 17 s)")
     assert fan_out.time_left([3600.0, 3600.0, 3600.0], 2) == "1 h 30 min left"
     assert fan_out.time_left([3000.0, 60.0], 2) == "50 min left", "as the longest does"
+    assert fan_out.time_left([3000.0, 60.0], 2, since=600) == "40 min left"
+    assert "unknown" in fan_out.time_left([3000.0, 60.0], 2, since=3001), "a forecast that is past"
     assert fan_out.time_left([], 0) == "0 s left" and "unknown" in fan_out.time_left([None, 1.0], 2)
 
 
@@ -330,11 +351,36 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
     def train():
         records.write(scratch, made)
         yield []
-        assert "0/2 trainings, 1 of 6 epochs, time left unknown [" in shown.getvalue()
+        assert "0/2 trainings, 0.75 of 6 epochs, time left unknown [" in shown.getvalue()
         yield [trained("osa_exact")]
 
     list(fan_out.follow(jobs, train(), 2))
-    assert "1/2 trainings, 4 of 6 epochs, 36 s left [" in shown.getvalue()
+    assert "1/2 trainings, 3.75 of 6 epochs, 36 s left [" in shown.getvalue()
+
+
+def test_a_forecast_falls_until_it_is_withdrawn_and_a_point_makes_another(monkeypatch):
+    write_params(run=BOTH | {"variants": ["vit"]}, train={"epochs": 1, "points_per_epoch": 4})
+    ((run, config),) = jobs = fan_out.list_jobs(params.load())
+    scratch, now, shown = run.scratch.with_name(f"{run.seed}-0123456789ab"), [0.0], io.StringIO()
+    made = synthetic.record(config, run, status="running", timestamps=[0], seconds=60.0)
+    monkeypatch.setattr(fan_out, "recorded", lambda: [(None, made)])
+    monkeypatch.setattr(fan_out.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", shown)
+
+    def last() -> str:
+        return shown.getvalue().rpartition("trainings, ")[2].rpartition(" [")[0]
+
+    def train():
+        for at, expected in ((20.0, "40 s left"), (61.0, "time left unknown")):
+            now[0] = at
+            yield []
+            assert last() == f"0 of 1 epochs, {expected}"
+        records.write(scratch, made.model_copy(update={"timestamps": [0, 70_000], "seconds": 70.0}))
+        now[0] = 72.0
+        yield []
+        assert last() == "0.25 of 1 epochs, 4 min left"
+
+    list(fan_out.follow(jobs, train(), 1))
 
 
 @pytest.mark.slow

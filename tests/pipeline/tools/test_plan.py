@@ -23,10 +23,12 @@ GRAPH = """
 stages:
   fetch: {cmd: mkdir -p paper_outputs/data && echo 1 > paper_outputs/data/mnist.txt, deps: [code],
           outs: [paper_outputs/data/mnist.txt: {cache: false}]}
+  check: {cmd: mkdir -p paper_outputs && echo 1 > paper_outputs/check.txt, deps: [pipeline/paper.yaml],
+          outs: [paper_outputs/check.txt: {cache: false}]}
   train:
     matrix: {variant: [vit], seed: [0]}
     cmd: "true"
-    deps: [paper_outputs/data/mnist.txt]
+    deps: [paper_outputs/check.txt, paper_outputs/data/mnist.txt]
     params: [train, model]
     outs:
       - paper_outputs/weights/table_2/${item.variant}/${item.seed}.safetensors
@@ -48,7 +50,7 @@ def made(tmp_path_factory):
         Path("dvc.yaml").write_text(GRAPH, encoding="utf-8")
         Path("code").write_text("A = 1", encoding="utf-8")
         files.write_text(".dvc/config", "[core]\n    no_scm = true\n    analytics = false\n")
-        for command in ("repro --quiet fetch", "commit --force train@vit-0", "repro --quiet"):
+        for command in ("repro --quiet fetch check", "commit --force train@vit-0", "repro --quiet"):
             subprocess.run([sys.executable, "-m", "dvc", *command.split()], check=True)
         shutil.rmtree("data"), shutil.rmtree("paper_outputs/weights"), shutil.rmtree(".dvc/cache")
     return folder
@@ -66,7 +68,7 @@ def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
     text = capsys.readouterr().out
     assert "up to date" in text and "train (" not in text
     assert "fetch: mnist is not here, and comes from its mirrors, 12 MB; about 10 s\n" in text.splitlines(keepends=True)[0]
-    assert "\n1 stage will run, 2 are up to date.\n" in text
+    assert "\n1 stage will run, 3 are up to date.\n" in text
     assert "weights of 1 recorded run" in text and "1 h 0 min" in text
 
 
@@ -89,7 +91,21 @@ def test_what_follows_has_its_time_too(project, capsys):
     first, second, last, _ = capsys.readouterr().out.splitlines()
     assert first == "fetch: code is modified; about 10 s"
     assert second.startswith("If these come out differently: train (vit-0), tables; about 1 h 0 min")
-    assert last == "1 stage will run, up to 2 more may follow, 0 are up to date."
+    assert last == "1 stage will run, up to 2 more may follow, 1 are up to date."
+
+
+def test_a_check_that_is_passed_is_followed_by_nothing(project, capsys):
+    Path("data/mnist").mkdir(parents=True)
+    with Path("pipeline/paper.yaml").open("a", encoding="utf-8") as paper:
+        paper.write("# a note\n")
+    plan.main([])
+    first, last, _ = capsys.readouterr().out.splitlines()
+    assert first == "check: pipeline/paper.yaml is modified; about 3 s"
+    assert last == "1 stage will run, 3 are up to date."
+    Path("pipeline/paper.yaml").write_text("title: [", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        plan.main([])
+    assert "pipeline/paper.yaml is not valid YAML" in capsys.readouterr().err
 
 
 def test_it_imports_nothing_that_draws_or_tracks():

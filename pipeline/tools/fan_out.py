@@ -29,6 +29,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from pipeline.training.run import TABLE_2, Run, matches
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to another machine, with the data
 RETRIES = 3  # on other nodes, where one dies
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # messages of Ray
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
 OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
@@ -422,14 +424,21 @@ def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterat
 # on a cluster
 
 
-def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
-    """Trains on the nodes of a Ray cluster, on a share of a GPU each where it has GPUs. Yields the runs whose files have
-    come, now and then none."""
+def import_ray() -> ModuleType:
+    """Ray, without telemetry and without the pages that it prints when a node dies. Raises UserError if it is absent."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", OF_DEAD_NODES)
     try:
         import ray
     except ImportError:
         raise UserError("--cluster needs Ray: install it with `pip install -r requirements-cluster.txt`.") from None
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    return ray
+
+
+def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
+    """Trains on the nodes of a Ray cluster, on a share of a GPU each where it has GPUs. Yields the runs whose files have
+    come, now and then none."""
+    ray = import_ray()
     try:
         ray.init(address=address, log_to_driver=False)
     except ConnectionError:
@@ -442,8 +451,17 @@ def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list
         bundle = ray.put(shipment({config.data.source for _, config in jobs}))
         tasks = {work.remote(bundle, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in jobs}
 
+        gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
         def ended(waiting: list) -> list:
             ray.wait(waiting, timeout=show_every())  # for the first
+            for node in ray.nodes():
+                if not node["Alive"] and node["NodeID"] not in gone:
+                    gone.add(node["NodeID"])
+                    lost = (
+                        f"warning: the node {node['NodeManagerAddress']} is gone: what it trained begins again on another."
+                    )
+                    tqdm.write(lost, file=sys.stderr)
             return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
 
         yield from as_they_end(tasks, ended, lambda run, task: receive(run, ray.get(task)))

@@ -386,10 +386,12 @@ def test_a_forecast_falls_until_it_is_withdrawn_and_a_point_makes_another(monkey
 @pytest.mark.slow
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_a_cluster_loses_a_node_and_no_run(monkeypatch, gpus):
+def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
     """Runs of all kinds, on nodes with a pretended GPU each or without."""
-    pytest.importorskip("ray", reason="needs requirements-cluster.txt")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        fan_out.import_ray()
+    except UserError:
+        pytest.skip("needs requirements-cluster.txt")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves next to other tests
     from ray.cluster_utils import Cluster
 
@@ -407,12 +409,42 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, gpus):
                 node = None
     finally:
         cluster.shutdown()
+    assert "state-dump" not in "".join(capfd.readouterr())
     assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 5
     assert fan_out.missing(jobs) == [] and watched_run()[0].files["watched"].exists()
     assert Run("vit", 1).record().commits == [provenance.describe_commit()["git_commit"]]
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("paper_outputs/runs"), shutil.rmtree("paper_outputs/weights")
     assert outputs(trained("osa_exact", 1)) == there
+
+
+def test_a_node_that_dies_is_named_once(monkeypatch, capsys):
+    nodes = [{"NodeID": str(i), "Alive": i > 0, "NodeManagerAddress": f"10.0.0.{i}"} for i in range(3)]
+    looks = [True, False, False]  # whether node 2 is alive
+
+    def wait(waiting, timeout, num_returns=1):
+        if timeout:
+            nodes[2]["Alive"] = looks.pop(0)
+        return [] if looks else waiting, []
+
+    ray = types.SimpleNamespace(
+        init=lambda **_: None,
+        shutdown=lambda: None,
+        cloudpickle=types.SimpleNamespace(register_pickle_by_value=lambda module: None),
+        cluster_resources=dict,
+        remote=lambda **_: lambda function: types.SimpleNamespace(remote=lambda bundle, arguments, paths: arguments[3]),
+        put=lambda bundle: bundle,
+        nodes=lambda: nodes,
+        wait=wait,
+        get=lambda task: {},
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(fan_out, "receive", lambda run, contents: None)
+    came = [run for runs in fan_out.on_cluster(missing(), "auto") for run in runs]
+    assert len(came) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if "is gone" in line] == [
+        "warning: the node 10.0.0.2 is gone: what it trained begins again on another."
+    ]
 
 
 def test_a_cluster_needs_ray(monkeypatch):

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.repo import Repo
 
     settings, records = params.load(), [record for _, record in recorded()]
-    params.load_paper()  # what the check stage reads is right, so that its output stays as it is
+    params.load_paper()  # with params.yaml what the check stage checks
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     """The stages that run, each with its reasons; those that may follow; and how many stages there are.
 
-    None follows the check stage, which has the same output whatever it reads, unless that is refused.
+    None follows the check stage: its output is the same for all parameters that it does not refuse.
     """
     import networkx
     from dvc.repo import lock_repo

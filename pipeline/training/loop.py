@@ -204,7 +204,7 @@ class Training:
             self._add_point(0.0, train)
             if progress.diverged:
                 raise UserError(
-                    f"the loss is {train[0]} before the first step, so that nothing can be learnt: write smaller values "
+                    "the loss is not finite before the first step, so that nothing can be learnt: write smaller values "
                     "under init or model in params.yaml."
                 )
             observer.on_evaluation()

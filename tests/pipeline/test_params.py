@@ -346,3 +346,18 @@ def test_anything_on_the_command_line_is_taken_or_refused_in_one_sentence(key, e
     text, settings = f"{key}{equals}{value}", params.load(ROOT / "params.yaml")
     message = refusal(lambda: params.resolve(settings, "vit", params.parse_overrides([text])))
     assert "\n" not in message.replace(text, "").replace(value, "")
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["train@osa_qr-10", "--no-tracking"], ["osa_qr", "10", "--no-tracking"]),
+        (["quickstart/dvc.yaml:train@vit-0"], ["vit", "0"]),
+        (["evaluate@vit_noskip"], ["vit_noskip"]),
+        (["vit", "0", "--set", "data.path=train@b-1"], ["vit", "0", "--set", "data.path=train@b-1"]),
+        (["train@--set-x; touch X\n"], ["", "", "set", "x; touch X\n"]),  # of which none is an option
+        ([], []),
+    ],
+)
+def test_the_name_of_a_stage_stands_for_its_arguments(arguments, expected):
+    assert params.without_stage(arguments) == expected

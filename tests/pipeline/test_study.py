@@ -53,7 +53,7 @@ def test_an_unknown_study_and_a_missing_section_are_named(tmp_path, monkeypatch)
         studies.get("theorem_4_3")
     monkeypatch.chdir(tmp_path)
     files.write_text("pipeline/studies/paper/params.yaml", "theorem_4_1: {}\n")
-    with pytest.raises(UserError, match=r"paper/params\.yaml has no section theorem_4_2"):
+    with pytest.raises(UserError, match=r"paper/params\.yaml has no section theorem_4_2: write"):
         studies.settings("theorem_4_2")
 
 

@@ -1,17 +1,20 @@
-"""Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost."""
+"""Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost.
 
-import warnings
+A name is imported when it is first used, so that who reads `osa.MODELS` or `osa.NUMERICS` alone does not wait for torch.
+"""
+
+import importlib
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from osa import compiled  # noqa: F401, which registers itself
-from osa.functional import orthogonal_attention, orthogonal_attention_matrix
-from osa.models import MODELS, ModelConfig, build_vit, create_model
-from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
-from osa.pretrained import load_pretrained, save_pretrained
-from osa.varlen import orthogonal_attention_varlen
-from osa.vit import VisionTransformer
+if TYPE_CHECKING:
+    from osa.functional import orthogonal_attention, orthogonal_attention_matrix
+    from osa.models import build_vit, create_model
+    from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
+    from osa.options import MODELS, ModelConfig
+    from osa.pretrained import load_pretrained, save_pretrained
+    from osa.varlen import orthogonal_attention_varlen
+    from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
 NUMERICS = 2  # raised by an edit that changes the numbers of a training: runs of another one are trained again
@@ -34,8 +37,27 @@ __all__ = [
     "save_pretrained",
 ]
 
-if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
-    try:
-        from osa import kernels  # noqa: F401
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        warnings.warn(f"osa.kernels is not used: {type(error).__name__}: {error}", stacklevel=2)
+_MODULES = {
+    "functional": ("orthogonal_attention", "orthogonal_attention_matrix"),
+    "models": ("build_vit", "create_model"),
+    "modules": ("MLP", "Block", "OrthogonalSelfAttention", "SoftmaxSelfAttention"),
+    "options": ("MODELS", "ModelConfig"),
+    "pretrained": ("load_pretrained", "save_pretrained"),
+    "varlen": ("orthogonal_attention_varlen",),
+    "vit": ("VisionTransformer",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of `__all__`, or a module of this package, at its first use (PEP 562)."""
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"osa.{module}"), name)
+            return value
+    if not name.startswith("_") and find_spec(f"osa.{name}"):
+        return importlib.import_module(f"osa.{name}")
+    raise AttributeError(f"module 'osa' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

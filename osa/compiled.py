@@ -5,7 +5,9 @@ compiled step of osa_exact, of 128 images on one core, takes 2.8 s by these rout
 """
 
 import itertools
+import warnings
 import weakref
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -100,3 +102,9 @@ def _(query, key, value, scale, *others):
 
 _operator.register_autograd(_backward, setup_context=_save)
 linalg.KERNELS.setdefault("attend", []).append((fits, attend))
+
+if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
+    try:
+        from osa import kernels  # noqa: F401
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        warnings.warn(f"osa.kernels is not used: {type(error).__name__}: {error}", stacklevel=2)

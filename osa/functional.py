@@ -6,14 +6,12 @@ Read from the top: the equations, the plain code of the equations, the checks of
 import math
 from collections.abc import Callable
 from functools import partial, reduce
-from numbers import Integral, Real
-from typing import Literal, TypedDict, get_args
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from osa.linalg import (
-    EPSILON,
     IMBALANCE,
     Scale,
     apply_j,
@@ -38,23 +36,11 @@ from osa.linalg import (
     without_autocast,
 )
 from osa.masking import check_neutral, check_tensors, repeated, without_padding
+from osa.options import EPSILON, ITERATIONS, Method, check_method
 from osa.runtime import constant_to_a_trace
-
-Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
-METHODS = get_args(Method)
-
-
-class MethodOptions(TypedDict):
-    """A method and its own options, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
-
-    method: Method
-    num_iterations: int | None
-    epsilon: float
-
 
 SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
 WIDE, LOST = 2.0**-10, 2.0**-3  # eps · scale · ‖M‖_F² above which iterations go on in float64, and above which in no type
-ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D; enough for singular values of 10⁻³
 
 
 def orthogonal_attention(
@@ -197,19 +183,6 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     small = scale * (query @ key.mT - key @ query.mT)  # [S] = BᵀSB, (..., r, r)
     identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
-
-
-def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
-    """Raises ValueError where the method is unknown, or does not iterate and is given a number of iterations."""
-    if method not in METHODS:
-        raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-    if num_iterations is not None and method not in ITERATIONS:
-        names = " and ".join(ITERATIONS)
-        raise ValueError(f"num_iterations belongs to {names}, not to {method}: leave it out")
-    if num_iterations is not None and not (isinstance(num_iterations, Integral) and num_iterations >= 1):
-        raise ValueError(f"num_iterations must be a whole number of 1 or more, not {num_iterations!r}")
-    if not (isinstance(epsilon, Real) and 0 <= epsilon < math.inf):
-        raise ValueError(f"epsilon must be a finite number of 0 or more, not {epsilon!r}")
 
 
 @constant_to_a_trace  # a trace that asks torch directly gets False
@@ -497,3 +470,6 @@ def _times_j(x: Tensor) -> Tensor:
     """X J."""
     query, key = x.chunk(2, dim=-1)
     return torch.cat([-key, query], dim=-1)
+
+
+from osa import compiled  # noqa: E402, F401  takes the place of `plain_attention`, which it calls, and registers itself

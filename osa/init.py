@@ -1,13 +1,13 @@
 """Initialisation: the Stiefel manifold (Algorithm 1), orthogonal attention (Section 4) and the ViT baseline (Appendix D)."""
 
 import math
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import torch
 from torch import Generator, Tensor, nn
 
-QueryKey = Literal["zero_query", "zero_key", "small"]
-ValueOut = Literal["orthogonal", "gaussian"]
+from osa.options import QueryKey, ValueOut
+
 LECUN = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
 QUERY_KEY, VALUE_OUT = get_args(QueryKey), get_args(ValueOut)  # options of signal-preserving attention
 SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from osa.functional import Method, MethodOptions, check_method, orthogonal_attention
-from osa.linalg import EPSILON
+from osa.functional import orthogonal_attention
 from osa.masking import repeated
+from osa.options import EPSILON, Method, MethodOptions, check_method
 
 SAVED = "orthogonal_attention"  # key of a transformers configuration, for the settings of the attention
 

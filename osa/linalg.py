@@ -12,11 +12,11 @@ from functools import wraps
 import torch
 from torch import Tensor
 
+from osa.options import EPSILON as EPSILON
 from osa.runtime import has_values, is_eager
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # function → (test of arguments, kernel)
-EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
 
 POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
     (8.28721201814563, -23.595886519098837, 17.300387312530933),

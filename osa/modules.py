@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from osa.functional import Method, MethodOptions, check_method, orthogonal_attention
+from osa.functional import orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
-from osa.linalg import EPSILON
+from osa.options import EPSILON, NORM_EPS, Method, MethodOptions, check_method
 from osa.runtime import has_hooks
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
-NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 
 class SelfAttention(nn.Module):

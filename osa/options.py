@@ -1,13 +1,22 @@
-"""The options of models as type checkers read them: the words that one can be, and the keywords of `create_model`.
+"""The options of models, their words and bounds, and the models by name. Nothing here needs torch: a schema reads it.
 
-`ModelConfig` of osa/models.py says what each does and what its bounds are; a test holds the two against each other.
+`ModelConfig` lists every option once. `Options` says the same as the keywords of `create_model`, for type checkers; a test
+holds the two against each other.
 """
 
-from typing import Literal, TypedDict
+import dataclasses
+import difflib
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
-from osa.deep.shaped import Kernel
-from osa.functional import Method
-from osa.init import QueryKey, ValueOut
+Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
+METHODS = get_args(Method)
+ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D; enough for singular values of 10⁻³
+EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
+NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
 AttentionStart = Literal["section_4", "xavier", "ji"]
@@ -15,6 +24,178 @@ MLPStart = Literal["suo", "xavier", "shaped", "isometric"]
 ActivationKind = Literal["gelu", "gelu_tanh", "dks_gelu"]
 LinearStart = Literal["xavier", "torch", "lecun"]
 HeadStart = Literal["xavier", "torch", "lecun", "zeros"]
+Kernel = Literal["uniform", "exponential"]
+QueryKey = Literal["zero_query", "zero_key", "small"]
+ValueOut = Literal["orthogonal", "gaussian"]
+
+
+# The options
+
+
+def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
+    """An option with its bounds (`above`, `least`, `below`) and the attentions that alone have it (`attention`)."""
+    return field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Parts of a model, and the initialisations that fit them. An attention's own option that is None has its default."""
+
+    attention: AttentionKind
+    """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
+    skip: bool
+    norm: bool
+    mlp_init: MLPStart
+    """"suo" (Section 4.4), "xavier" (Appendix D), "shaped", which is SUO with a second layer that makes good what the
+    activation takes from the mean square, or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
+    method: Method | None = _option(None, attention=("orthogonal",))
+    """This and the next two as for `orthogonal_attention`."""
+    num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
+    epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
+    alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
+    """Initial α times depth, instead of `alpha`: see `alpha_of_depth`."""
+    kernel: Kernel | None = _option(None, attention=("signal_preserving",))
+    """This and the next, which signal-preserving attention needs, and three more as for `signal_preserving_attention`."""
+    kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))
+    causal: bool | None = _option(None, attention=("signal_preserving",))
+    cls_index: int | None = _option(None, least=0, attention=("signal_preserving",))
+    repeated: float | None = _option(None, least=0, below=1, attention=("signal_preserving",))
+    query_key_init: QueryKey | None = _option(None, attention=("signal_preserving",))
+    """This and the next as for `init_signal_preserving_attention_`."""
+    value_out_init: ValueOut | None = _option(None, attention=("signal_preserving",))
+    attention_init: AttentionStart | None = _option(None, attention=("orthogonal", "softmax"))
+    """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
+    Xavier for softmax, as in the paper."""
+    joint_value_output: bool = False
+    """W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and those by "ji", are so
+    in any case."""
+    activation: ActivationKind = "gelu"
+    """Activation of the MLPs: "gelu", its approximation "gelu_tanh", or "dks_gelu", which is shaped for the depth and needs
+    5 blocks or more."""
+    normalise_tokens: bool = False
+    """Divide each token by its root mean square before the first block."""
+    normalised_skip: float | None = _option(None, above=0)
+    """L (1 − α²) for skips α x + √(1 − α²) f(x), below L. None: x + f(x)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Start of the weights, for any architecture: an option that concerns another architecture is idle."""
+
+    alpha: float = 0.1
+    """Initial α of orthogonal attention."""
+    embedding_std: float = _option(0.02, above=0)
+    """σ of positions and [cls]."""
+    alpha_per_head: bool = True
+    """Whether every head of orthogonal attention has its own α, or a layer one."""
+    xavier_fused_qkv: bool = False
+    """Draw query, key and value by Xavier as one matrix."""
+    suo_transposed: bool = False
+    """SUO of the weights read as [in, out]."""
+    patch_embedding: LinearStart = "xavier"
+    """"xavier", "torch" (PyTorch's default) or "lecun" (Flax's)."""
+    head: HeadStart = "xavier"
+    """One of these or "zeros"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a model, Appendix D's by default: see `VisionTransformer`."""
+
+    image_size: int = _option(28, least=1)
+    in_channels: int = _option(1, least=1)
+    patch_size: int = _option(4, least=1)
+    num_classes: int = _option(10, least=0)
+    """0: no head, the model returns the features of [cls]."""
+    embed_dim: int = _option(64, least=1)
+    depth: int = _option(6, least=1)
+    num_heads: int = _option(4, least=1)
+    """h, 2 or more for orthogonal attention."""
+    mlp_ratio: float = _option(4.0, above=0)
+    norm_eps: float = _option(NORM_EPS, above=0)
+    """ε of LayerNorm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Sizes, Start, Architecture):
+    """Every option of a model. The defaults are the paper's.
+
+    Raises:
+        ValueError: an option has an impossible value, or belongs to another attention.
+
+    Example:
+        >>> ModelConfig(**MODELS["osa_iso"], depth=72).embed_dim
+        64
+    """
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):
+            _check(option.name, getattr(self, option.name), TYPES[option.name], option.metadata)
+        check_own(dataclasses.asdict(self))
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
+        if self.attention == "orthogonal" and self.num_heads == 1:
+            raise ValueError("num_heads 1 gives 2 d_v > embed_dim; orthogonal attention needs 2 or more heads (Section 4.2)")
+        if self.image_size % self.patch_size:
+            raise ValueError(f"patch_size {self.patch_size} must divide image_size {self.image_size}")
+        if int(self.embed_dim * self.mlp_ratio) < 1:
+            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit: raise it, 2/embed_dim does")
+        if self.normalised_skip is not None and not (self.skip and self.normalised_skip < self.depth):
+            raise ValueError(f"normalised_skip {self.normalised_skip} must be below the depth {self.depth}, and needs skip")
+        if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):
+            raise ValueError("signal_preserving attention needs kernel and kernel_last")
+        if self.method:
+            check_method(self.method, self.num_iterations)
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """The named options that are not None."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches and [cls]."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    @property
+    def shortcut(self) -> float | None:
+        """α of skips α x + √(1 − α²) f(x)."""
+        return None if self.normalised_skip is None else math.sqrt(1 - self.normalised_skip / self.depth)
+
+
+OPTIONS = {option.name: option for option in dataclasses.fields(ModelConfig)}
+TYPES = get_type_hints(ModelConfig)
+
+
+def check_own(options: dict[str, Any]) -> None:
+    """Raises ValueError if an option is given that belongs to another attention."""
+    for name, value in options.items():
+        owners = OPTIONS[name].metadata.get("attention") if name in OPTIONS else None
+        if value is not None and owners and (attention := options["attention"]) not in owners:
+            raise ValueError(
+                f"{name} belongs to {' or '.join(owners)} attention; leave it out, or None, for {attention} attention"
+            )
+
+
+def _check(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
+    kinds = get_args(kind)
+    if type(None) in kinds:
+        if value is None:
+            return
+        kind = kinds[0]
+    if choices := get_args(kind):
+        if value not in choices:
+            raise ValueError(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}")
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+    else:
+        number, word = (numbers.Integral, "a whole number") if kind is int else (numbers.Real, "a finite number")
+        limits = {"least": -math.inf, "above": -math.inf, "below": math.inf, **bounds}
+        fits = isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+        if not (fits and value >= limits["least"] and limits["above"] < value < limits["below"]):
+            words = {"least": "{} or more", "above": "above {}", "below": "below {}"}
+            said = [word, *(form.format(bounds[bound]) for bound, form in words.items() if bound in bounds)]
+            raise ValueError(f"{name} must be {', '.join(said)}, not {value!r}")
 
 
 class Options(TypedDict, total=False):
@@ -56,3 +237,98 @@ class Options(TypedDict, total=False):
     num_heads: int
     mlp_ratio: float
     norm_eps: float
+
+
+class MethodOptions(TypedDict):
+    """A method and its own options, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
+
+    method: Method
+    num_iterations: int | None
+    epsilon: float
+
+
+def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
+    """Raises ValueError where the method is unknown, or does not iterate and is given a number of iterations."""
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if num_iterations is not None and method not in ITERATIONS:
+        names = " and ".join(ITERATIONS)
+        raise ValueError(f"num_iterations belongs to {names}, not to {method}: leave it out")
+    if num_iterations is not None and not (isinstance(num_iterations, numbers.Integral) and num_iterations >= 1):
+        raise ValueError(f"num_iterations must be a whole number of 1 or more, not {num_iterations!r}")
+    if not (isinstance(epsilon, numbers.Real) and 0 <= epsilon < math.inf):
+        raise ValueError(f"epsilon must be a finite number of 0 or more, not {epsilon!r}")
+
+
+# The models
+
+_OSA: Options = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
+_VIT: Options = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
+# He et al. 2023 (H.1): q = 1 from the tokens on, an activation that keeps it, V and O orthogonal
+_SHAPED: Options = {"skip": False, "norm": False, "mlp_init": "shaped", "joint_value_output": True, "normalise_tokens": True}
+_DKS: Options = _SHAPED | {"activation": "dks_gelu"}
+_ISO: Options = {"mlp_init": "isometric"}
+_SKIP: Options = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
+_UNIFORM: Options = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
+_EXPONENTIAL: Options = {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.05, "repeated": 0.04}
+
+MODELS: dict[str, Options] = {
+    "osa_qr": _OSA | {"method": "qr"},
+    "osa_ns": _OSA | {"method": "newton_schulz", "num_iterations": 6, "epsilon": EPSILON},
+    "vit": _VIT,
+    "vit_noskip": _VIT | {"skip": False},
+    "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
+    # Not in the paper: the function of osa_qr without a basis, and with the gradient through QR
+    "osa_exact": _OSA | {"method": "exact"},
+    "osa_qr_literal": _OSA | {"method": "qr_literal"},
+    # The Cayley transform of S in place of its exponential
+    "osa_cayley": _OSA | {"method": "cayley"},
+    # For depth: OSA with the best α L of a grid (paper_outputs/studies/rates), and softmax in the same frame
+    "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
+    "softmax_shaped": _DKS | {"attention": "softmax"},
+    "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
+    # Attention of He et al. 2023
+    "vskipinit": _DKS | {"attention": "value_skipinit"},
+    "uspa": _DKS | _UNIFORM,
+    "espa": _DKS | _EXPONENTIAL,
+    "uspa_causal": _DKS | _UNIFORM | {"causal": True},
+    "espa_causal": _DKS | _EXPONENTIAL | {"causal": True},
+    "espa_skip": _SKIP | {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.6},
+    "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
+    "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
+}
+# Both layers of an MLP drawn from one frame, which 72 blocks need at this width
+MODELS |= {
+    "osa_iso": MODELS["osa_shaped"] | _ISO,
+    "softmax_iso": MODELS["softmax_shaped"] | _ISO,
+    "espa_iso": MODELS["espa"] | _ISO,
+    "uspa_iso": MODELS["uspa"] | _ISO,
+    "vskipinit_iso": MODELS["vskipinit"] | _ISO,
+}
+# Attention or initialisation? Softmax that starts by Section 4 alone, and OSA that starts by Xavier
+MODELS |= {
+    "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
+    "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
+}
+# Initialisation of Ji et al. 2025, who keep LayerNorm
+_JI: Options = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
+MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError if there is no such model in `MODELS`."""
+    if name not in MODELS:
+        raise ValueError(f"model {name!r} is unknown; {did_you_mean(name, MODELS)}")
+
+
+def model_name(config: ModelConfig) -> str | None:
+    """Name in `MODELS` that a configuration is of, whatever its sizes and start: the most specific one, or None."""
+    options = dataclasses.asdict(config)
+    names = [name for name, own in MODELS.items() if own.items() <= options.items()]
+    return max(names, key=lambda name: len(MODELS[name]), default=None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names as a question, or all of them to choose from."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from osa.models import MODELS, ModelConfig, build_vit, check_model, create_model, model_name
+from osa.models import build_vit, create_model
+from osa.options import MODELS, ModelConfig, check_model, model_name
 from osa.vit import VisionTransformer, unwrapped
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"

@@ -5,9 +5,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from osa.functional import Method, MethodOptions, orthogonal_attention
-from osa.linalg import EPSILON, Scale
+from osa.functional import orthogonal_attention
+from osa.linalg import Scale
 from osa.masking import check_tensors
+from osa.options import EPSILON, Method, MethodOptions
 
 
 def orthogonal_attention_varlen(

@@ -13,7 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from osa.init import init_xavier_mlp_, truncated_normal_, xavier_linear_
-from osa.modules import MLP, NORM_EPS, Block
+from osa.modules import MLP, Block
+from osa.options import NORM_EPS
 from osa.runtime import uncompiled
 
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # outputs of blocks: patches, or patches and [cls]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import osa
-from osa.functional import METHODS
+from osa.options import METHODS
 from pipeline.core.files import ROOT
 
 pytestmark = pytest.mark.slow

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
+from osa.constrained.names import RETRACTION, HeadConstraint, Map, WholeConstraint
 from osa.functional import orthogonal_attention
 from osa.linalg import flat, full_precision, in_own_types, phi1_times, without_autocast
 from osa.vit import blocks_of
@@ -205,7 +206,7 @@ def _upper(gram: Tensor) -> Tensor:
     return upper
 
 
-MAPS: dict[str, Callable[..., Tensor]] = {
+MAPS: dict[Map, Callable[..., Tensor]] = {
     "givens": givens,
     "exponential": exponential,
     "cayley": cayley,
@@ -331,7 +332,6 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
 
 # Constraints on the weights of a model
 
-RETRACTION = "retraction"
 Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that, stacked, have orthonormal rows
 
 
@@ -357,7 +357,7 @@ class Constraint:
         return (weight.mT if part == "out" else weight).unflatten(0, (attention.num_heads, -1))  # (num_heads, d_v, d)
 
 
-CONSTRAINTS = {
+CONSTRAINTS: dict[HeadConstraint | WholeConstraint, Constraint] = {
     "value_out": Constraint((("value",), ("out",))),  # W^V and W^Oᵀ in V_{d_v}(R^d), as Section 4.1 draws them
     "query_key": Constraint((("query", "key"),)),  # [W^Q, W^K] in V_{2d_v}(R^d), as Section 4.2 draws it
     "attention": Constraint((("value",), ("out",), ("query", "key"))),

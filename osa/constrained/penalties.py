@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from osa.constrained.names import Penalty
 from osa.init import Attention, TwoLayers
 from osa.modules import Block, SelfAttention
 from osa.vit import blocks_of
@@ -94,7 +95,7 @@ AM: Term = lambda block, x: attention_penalty(attention_matrix(block.attention, 
 LA: Term = lambda block, x: projection_penalty(block.attention)  # noqa: E731
 LF: Term = lambda block, x: mlp_penalty(block.mlp)  # noqa: E731
 
-PENALTIES: dict[str, tuple[Term, ...]] = {
+PENALTIES: dict[Penalty, tuple[Term, ...]] = {
     "VAR-I": (AM,),  # Section 3
     "VAR-II": (AM, LA),
     "VAR-III": (AM, LA, LF),

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from osa.init import init_signal_preserving_attention_, init_value_skipinit_attention_
 from osa.modules import Device, Dtype, SelfAttention, first_rows
+from osa.options import Kernel
 
-Kernel = Literal["uniform", "exponential"]
 KERNELS = get_args(Kernel)
 FASTEST = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
 FLOOR = 1e-15  # least entry: positive, but below what an eigendecomposition tells from 0

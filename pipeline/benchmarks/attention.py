@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from osa.functional import ITERATIONS, METHODS, orthogonal_attention
+from osa.functional import orthogonal_attention
+from osa.options import ITERATIONS, METHODS
 from pipeline.benchmarks import cost, measurements, straightforward
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import DECAY, NORM, SEED, Inputs, exponential_dense

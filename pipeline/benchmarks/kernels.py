@@ -31,8 +31,8 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from osa.functional import ITERATIONS
 from osa.kernels import heads, launch, operators, sequences
+from osa.options import ITERATIONS
 from pipeline.core import files
 from pipeline.core.errors import command_parser, entry_point
 from pipeline.core.files import ROOT

@@ -19,11 +19,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model,
 from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 
-import osa.models
-from osa.constrained.orthogonal import CONSTRAINTS, MAPS, RETRACTION
-from osa.constrained.penalties import PENALTIES
-from osa.functional import ITERATIONS, METHODS
-from osa.models import TYPES, Architecture, ModelConfig, Sizes, Start, check_own
+from osa.constrained.names import RETRACTION, HeadConstraint, Map, Penalty, WholeConstraint
+from osa.options import ITERATIONS, METHODS, MODELS, TYPES, Architecture, ModelConfig, Sizes, Start, check_own
 from pipeline.config.reading import UNREADABLE, ended, hint, in_repository, read, validate
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT, read_json
@@ -223,10 +220,10 @@ class Train(Section):
 class Variant(options(Architecture)):
     """One model. Only the keys that do not apply to every attention, or not to the paper's models, may be left out."""
 
-    penalty: Literal[*PENALTIES] | None = None
+    penalty: Penalty | None = None
     penalty_weight: NonNegativeFloat | None = None
-    keep: Literal[*CONSTRAINTS] | None = None
-    keep_by: Literal[RETRACTION, *MAPS] | None = None
+    keep: HeadConstraint | WholeConstraint | None = None
+    keep_by: Literal[RETRACTION] | Map | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
 
     @model_validator(mode="after")
@@ -234,7 +231,7 @@ class Variant(options(Architecture)):
         for key, other in (("penalty", "penalty_weight"), ("keep", "keep_by")):
             if (getattr(self, key) is None) != (getattr(self, other) is None):
                 raise ValueError(f"{key} and {other} go together; write both or none")
-        if self.keep and self.keep_by != RETRACTION and CONSTRAINTS[self.keep].per_head:
+        if self.keep in get_args(HeadConstraint) and self.keep_by != RETRACTION:
             raise ValueError(f"keep_by {self.keep_by} is for whole matrices; write retraction to keep {self.keep}")
         return self
 
@@ -365,7 +362,7 @@ def load(path: str | Path = "params.yaml") -> Params:
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
         if name not in written["variants"]:  # where DVC looks for the block of each stage
-            block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in osa.models.MODELS[name].items())
+            block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # a model of the library that has no block is checked where it is used
         resolve(params, name)
@@ -377,7 +374,7 @@ def with_library(raw: Any) -> Any:
     if not isinstance(raw, dict):
         return raw  # the schema refuses it
     raw = {"labels": {}} | raw
-    library = {"variants": osa.models.MODELS, "labels": _labels()}
+    library = {"variants": MODELS, "labels": _labels()}
     return raw | {key: known | raw[key] for key, known in library.items() if isinstance(raw.get(key), dict)}
 
 
@@ -411,11 +408,11 @@ def resolve_recipe(
     Raises:
         UserError: there is no such model or no such reading, or an override is unknown or impossible.
     """
-    if name not in osa.models.MODELS:
-        raise UserError(ended(f"osa.MODELS has no {name}{hint(name, osa.models.MODELS)}"))
+    if name not in MODELS:
+        raise UserError(ended(f"osa.MODELS has no {name}{hint(name, MODELS)}"))
     if reading not in paper.readings:
         raise UserError(ended(f"pipeline/paper.yaml has no readings.{reading}{hint(reading, paper.readings)}"))
-    return _configure(paper.readings[reading], params.data, name, Variant(**osa.models.MODELS[name]), overrides)
+    return _configure(paper.readings[reading], params.data, name, Variant(**MODELS[name]), overrides)
 
 
 def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overrides: Overrides | None) -> RunConfig:

@@ -8,8 +8,9 @@ import torch
 import osa
 from osa import compiled, functional
 from osa.constrained.orthogonal import MAPS
-from osa.functional import METHODS, orthogonal_attention
+from osa.functional import orthogonal_attention
 from osa.linalg import newton_schulz_gram, phi1_times
+from osa.options import METHODS
 from tests.osa.helpers import draw, with_gradients
 
 pytestmark = [

@@ -8,7 +8,8 @@ import torch
 
 import osa
 from osa import orthogonal_attention
-from osa.functional import METHODS, orthogonal_attention_matrix
+from osa.functional import orthogonal_attention_matrix
+from osa.options import METHODS
 from tests.osa.helpers import draw, relative_error
 
 QUERY, KEY, VALUE = (x.detach() for x in draw(11, 4, dtype=torch.float32))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import osa
 from osa import orthogonal_attention
 from osa.deep.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
-from osa.functional import METHODS
+from osa.options import METHODS
 from tests.osa.helpers import draw, relative_error
 
 TOKENS, LEFT, WIDTH = 17, 11, 4

@@ -3,12 +3,13 @@
 from typing import get_args, get_type_hints
 
 from osa import models, options
-from osa.functional import METHODS, MethodOptions
+from osa.constrained import names, orthogonal, penalties
 from osa.modules import OrthogonalSelfAttention
+from osa.options import METHODS, MethodOptions
 
 
 def test_the_keywords_are_the_options():
-    assert get_type_hints(options.Options) == models.TYPES
+    assert get_type_hints(options.Options) == options.TYPES
     assert list(options.Options.__annotations__) == list(models.OPTIONS)
     words = {
         options.AttentionKind: models.ATTENTION,
@@ -17,7 +18,12 @@ def test_the_keywords_are_the_options():
         options.ActivationKind: models.ACTIVATION,
         options.LinearStart: models.PATCH_EMBEDDING_INIT,
         options.HeadStart: models.HEAD_INIT,
+        names.Map: orthogonal.MAPS,
+        names.Penalty: penalties.PENALTIES,
     }
     assert all(get_args(kind) == tuple(known) for kind, known in words.items())
     assert get_args(get_type_hints(MethodOptions)["method"]) == METHODS
+    per_head = {name for name, constraint in orthogonal.CONSTRAINTS.items() if constraint.per_head}
+    assert per_head == {*get_args(names.HeadConstraint)}
+    assert orthogonal.CONSTRAINTS.keys() - per_head == {*get_args(names.WholeConstraint)}
     assert get_type_hints(MethodOptions).keys() == OrthogonalSelfAttention(12, 3).options.keys()

@@ -6,7 +6,7 @@ import torch
 
 import osa
 from osa import orthogonal_attention, orthogonal_attention_varlen
-from osa.functional import METHODS
+from osa.options import METHODS
 from tests.osa.helpers import DEGENERATE, relative_error
 
 LENGTHS, HEADS, WIDTH, VALUE_WIDTH = (11, 1, 0, 17, 2), 3, 3, 7  # one is empty, and two have fewer tokens than 2d

@@ -1,0 +1,41 @@
+"""In a new process a name of the package is imported at its first use, and kernels are registered before the first call."""
+
+import subprocess
+import sys
+
+import pytest
+
+import osa
+from pipeline.core.files import ROOT
+
+USES = {
+    "names": """
+import sys, osa
+assert set(osa.__all__) <= set(dir(osa)) and osa.ModelConfig(**osa.MODELS["vit"]).depth == 6 and osa.NUMERICS
+assert not hasattr(osa, "creat_model") and "torch" not in sys.modules
+""",
+    "star": "import osa\nfrom osa import *\nassert set(osa.__all__) <= globals().keys() and osa.linalg.KERNELS['attend']",
+    "eager": "from osa import orthogonal_attention, linalg\nassert linalg.KERNELS['attend']",
+    "layer": "import osa.modules, osa.linalg\nassert osa.linalg.KERNELS['attend']",
+    "compile": """
+import torch, osa
+def backend(graph, _):
+    assert "osa.attend_by_value" in graph.code, graph.code
+    return graph
+x = torch.ones(1, 1, 5, 2)
+torch.compile(lambda x: osa.orthogonal_attention(x, 2 * x, x), backend=backend, fullgraph=True)(x)
+""",
+    "library": "import torch, osa.functional\ntorch.ops.osa.attend_by_value.default",
+    "compiled first": "import osa.compiled, osa.linalg\nassert osa.linalg.KERNELS['attend'] and osa.create_model",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", USES)
+def test_a_new_process_has_what_it_uses(use):
+    subprocess.run([sys.executable, "-c", USES[use]], cwd=ROOT, check=True)
+
+
+def test_every_name_has_its_module():
+    named = {name for names in osa._MODULES.values() for name in names}
+    assert named | {"NUMERICS"} == set(osa.__all__) and all(hasattr(osa, name) for name in named)

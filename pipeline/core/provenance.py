@@ -1,21 +1,27 @@
 """Provenance of numbers: the machine, its versions, and the commit of the code."""
 
+from __future__ import annotations
+
 import os
 import platform
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from pipeline.core import git
 from pipeline.core.files import ROOT
+
+if TYPE_CHECKING:
+    import torch  # slow to import, and who reads records needs none
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
 
 
 def describe_environment(device: torch.device) -> dict:
     """Device, threads, platform and versions, as records keep them."""
+    import torch
+
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -68,12 +74,18 @@ def now() -> str:
 
 def default_device() -> torch.device:
     """CUDA if there is a device, else the CPU."""
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: torch.device) -> str:
     """The name of the GPU or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    if device.type != "cuda":
+        return _cpu_name()
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def _cpu_name() -> str:

@@ -5,6 +5,8 @@ IDX (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") is a 
 magic number 0x0800 + (number of dimensions) and then each dimension, followed by the unsigned bytes in C order.
 """
 
+from __future__ import annotations
+
 import gzip
 import hashlib
 import math
@@ -13,13 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from pipeline.config import params
 from pipeline.core import files
 from pipeline.core.errors import UserError
+
+if TYPE_CHECKING:
+    import torch  # slow to import, and who fetches or compares data needs none
 
 IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # names for the splits train and t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
@@ -44,11 +49,11 @@ class Images:
         chosen = self.pixels[which]
         return self.levels.index_select(0, chosen.flatten().int()).view(chosen.shape)
 
-    def first(self, count: int) -> "Images":
+    def first(self, count: int) -> Images:
         """The first images, or all if there are fewer."""
         return replace(self, pixels=self.pixels[:count])
 
-    def only(self, which: torch.Tensor) -> "Images":
+    def only(self, which: torch.Tensor) -> Images:
         """The images at these indices."""
         return replace(self, pixels=self.pixels[which])
 
@@ -76,12 +81,14 @@ class Data:
     test_labels: torch.Tensor
     sha256: str
 
-    def hold_out(self, which: torch.Tensor) -> "Data":
+    def hold_out(self, which: torch.Tensor) -> Data:
         """The same data with these training images in place of the test images, and the others to train on.
 
         Args:
             which: indices of training images, int64.
         """
+        import torch
+
         is_kept = torch.ones(len(self.train_labels), dtype=torch.bool).index_fill(0, which, False)
         kept, held_out = (each.nonzero()[:, 0].to(self.train_labels.device) for each in (is_kept, ~is_kept))
         return replace(
@@ -107,6 +114,8 @@ def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.de
     Raises:
         UserError: a file is missing or corrupted, the scaling is unknown, or a GPU has too little memory.
     """
+    import torch
+
     arrays = _read(folder)
     train_images, train_labels, test_images, test_labels = arrays
     levels = torch.from_numpy(_scaled_levels(pixel_scaling, train_images)).to(device)
@@ -122,6 +131,8 @@ def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.de
 
 
 def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None:
+    import torch
+
     if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
         raise UserError(
             f"the images of {folder} take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: write a smaller "

@@ -12,7 +12,7 @@ from pipeline.config.params import SHARED, Params, RunConfig, as_yaml
 from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.training.loop import COLUMNS
+from pipeline.training import COLUMNS
 from pipeline.training.run import FOLDER, Run
 
 if TYPE_CHECKING:

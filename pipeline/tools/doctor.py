@@ -92,9 +92,9 @@ def data() -> Iterator[Line]:
 
 def runs() -> Iterator[Line]:
     from pipeline.config import params
-    from pipeline.tools import fan_out
+    from pipeline.tools.jobs import table_2_jobs
 
-    jobs = fan_out.table_2_jobs(params.load())
+    jobs = table_2_jobs(params.load())
     weights = sum(run.weights.exists() for run, _ in jobs)
     remedy = "`git checkout paper_outputs/weights` where git has them, or `make reproduce`" if weights < len(jobs) else ""
     yield "weights", f"{weights} of {len(jobs)} runs of Table 2 have theirs", remedy, False

@@ -11,9 +11,6 @@ that ended since the last time, and at the beginning of those that came to be wi
 
 import argparse
 import contextlib
-import fnmatch
-import functools
-import io
 import itertools
 import json
 import os
@@ -23,38 +20,36 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from pipeline import studies, tracking
+from pipeline import tracking
 from pipeline.config import params, records
 from pipeline.config.params import Params, RunConfig
 from pipeline.config.records import RECORD, RunRecord
-from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.data import idx
 from pipeline.results.runs import recorded
-from pipeline.studies.lab import Lab
-from pipeline.tools import gpus, locks, times
+from pipeline.tools import cluster, gpus, locks, times
+from pipeline.tools.jobs import (
+    OF_TABLE_2,
+    PROCESSES,
+    Job,
+    command,
+    execute,
+    is_trained,
+    list_jobs,
+    missing,
+    table_2_jobs,
+)
 from pipeline.training.run import TABLE_2, Run, matches
 
-SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to another machine, with the data
-RETRIES = 3  # on other nodes, where one dies
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # messages of Ray
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
-OF_TABLE_2 = (f"{TABLE_2}/*",)
-Job = tuple[Run, RunConfig]
-PROCESSES: set[subprocess.Popen] = set()  # trainings under way
 
 
 @entry_point
@@ -124,11 +119,11 @@ def single_instance(lock: Path) -> Iterator[None]:
 
 
 def train_all(
-    jobs: list[Job], at_a_time: int | None, no_tracking: bool, cluster: str | None = None, per_gpu: int | None = None
+    jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int | None = None
 ) -> Iterator[list[Run]]:
     """Trains on a cluster or here. Yields the runs that have ended since the last time, which MLflow then shows."""
-    if cluster:
-        finished, at_a_time = on_cluster(jobs, cluster, per_gpu or 1), len(jobs)
+    if address:
+        finished, at_a_time = on_cluster(jobs, address, per_gpu or 1), len(jobs)
     else:
         at_a_time = at_a_time or at_once(jobs, per_gpu)
         finished = here(jobs, at_a_time)
@@ -141,6 +136,8 @@ def train_all(
 def at_once(jobs: list[Job], per_gpu: int | None) -> int:
     """Returns the number of trainings at a time on this machine: one a core, or one a GPU, or as many as fit under MPS.
     Where MPS does not run, a line says how to start it and what that saves."""
+    import torch  # slow, and mostly nothing is left to train
+
     count = torch.cuda.device_count()
     if not count:
         return len(os.sched_getaffinity(0))
@@ -150,8 +147,8 @@ def at_once(jobs: list[Job], per_gpu: int | None) -> int:
     if gpus.has_mps():
         return count * fit
     if fit > 1 and len(jobs) > count and gpus.can_start_mps():
-        known = [record for _, record in recorded()]
-        seconds = [times.estimate(*job, known) for job in jobs]
+        estimates = times.Estimates(record for _, record in recorded())
+        seconds = [estimates.of(*job) for job in jobs]
         left = [time_left(seconds, at_a_time).removesuffix(" left") for at_a_time in (count, count * fit)]
         print(
             f"One training leaves most of a GPU idle: `{gpus.CONTROL} -d` starts NVIDIA's MPS, under which {fit} share one "
@@ -161,90 +158,31 @@ def at_once(jobs: list[Job], per_gpu: int | None) -> int:
     return count
 
 
-# Choice of runs
-
-
-def missing(jobs: list[Job]) -> list[Job]:
-    return [job for job in jobs if not is_trained(*job)]
-
-
-def is_trained(run: Run, config: RunConfig) -> bool:
-    """Tells whether a run is current, data included, and has the weights where Table 2 evaluates them."""
-    if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
-        return False
-    return run.record().data_sha256 == digest(config.data.source)
-
-
-def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """The runs of Table 2 and of studies that match these patterns, in the patterns' order.
-
-    Raises:
-        UserError: a pattern matches none.
-    """
-    parts = [pattern.partition("/")[0] for pattern in patterns]
-    jobs = table_2_jobs(settings)
-    for name in studies.names():
-        if any(fnmatch.fnmatchcase(name, part) for part in parts):
-            jobs += jobs_of(name, settings)
-    selected: dict[str, Job] = {}
-    for pattern in patterns:
-        matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}
-        if not matching:
-            raise UserError(f"--only {pattern} matches no run: give STUDY/NAME/SEED, where * stands for anything.")
-        selected |= matching
-    return list(selected.values())
-
-
-def table_2_jobs(settings: Params) -> list[Job]:
-    jobs = []
-    for name in settings.run.variants:
-        config = params.resolve(settings, name)
-        jobs += [(Run(name, seed), config) for seed in settings.run.seeds]
-    return jobs
-
-
-def jobs_of(study: str, settings: Params) -> list[Job]:
-    """The runs that a study compares, which are none for most."""
-    if (trainings := studies.get(study).trainings) is None:
-        return []
-    lab = Lab(study, settings, params.load_paper(), studies.reading_of(study))
-    return [
-        (lab.run(variant, overrides, seed), lab.config(variant, overrides))
-        for variant, overrides, seed in trainings(studies.settings(study), lab)
-    ]
-
-
-@functools.cache
-def digest(source: str) -> str:
-    """The digest of a data set, read once."""
-    return idx.digest(idx.folder(source))
-
-
 # progress
 
 
 def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
     """Passes on the runs that have ended, with a line for each. Shows how far all are and how long the rest takes, also
     where none has ended."""
-    known, left = [record for _, record in recorded()], {str(run): (run, config) for run, config in jobs}
+    estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     shown, news = 0.0, None  # epochs, which never fall; how far all were when the time was last forecast
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
                 del left[str(run)]
-                known.append(run.record())
-            standing = [progress(*job, known) for job in left.values()]
+                estimates.add(run.record())
+            standing = [progress(*job, estimates) for job in left.values()]
             shown = max(shown, epochs - sum(number for number, _ in standing))
             bar.n = len(jobs) - len(standing)
             if (len(left), shown) != news:
                 news, seconds, told = (len(left), shown), [each for _, each in standing], time.monotonic()
             forecast = time_left(seconds, at_a_time, time.monotonic() - told)
             bar.set_postfix_str(f"{round(shown, 2):g} of {epochs} epochs, {forecast}")
-            for run, made in zip(ended, known[len(known) - len(ended) :], strict=True):
+            for run in ended:
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                tqdm.write(f"{run}: {result} after {times.spent(made)}; {bar.postfix}", file=sys.stderr)
+                tqdm.write(f"{run}: {result} after {times.spent(run.record())}; {bar.postfix}", file=sys.stderr)
             if ended:
                 yield ended
 
@@ -254,11 +192,11 @@ def show_every() -> float:
     return SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
 
 
-def progress(run: Run, config: RunConfig, known: list[RunRecord]) -> tuple[float, float | None]:
+def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
     """The epochs that a run still has to do, and the seconds that they will take.
 
     Where it trains on this machine, by its own pace, in which a pause before it was resumed does not count; else by the
-    known records of others.
+    records of others.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # it has ended since
@@ -270,7 +208,7 @@ def progress(run: Run, config: RunConfig, known: list[RunRecord]) -> tuple[float
     with contextlib.suppress(UserError):
         if is_trained(run, config):  # it has ended, and its process is about to
             return 0, 0
-    return config.train.epochs, times.estimate(run, config, known)
+    return config.train.epochs, estimates.of(run, config)
 
 
 def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
@@ -283,11 +221,6 @@ def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> 
 
 
 # DVC
-
-
-def target(run: Run) -> str:
-    """The name of a run of Table 2 in DVC."""
-    return f"train@{run.variant}-{run.seed}"
 
 
 def has_dvc() -> bool:
@@ -307,7 +240,7 @@ def take_over(settings: Params, no_tracking: bool) -> None:
     if done.returncode:
         raise UserError("`dvc status train` failed: do what it says.")
     changed = json.loads(done.stdout)
-    runs = [job[0] for job in table_2_jobs(settings) if target(job[0]) in changed and is_trained(*job)]
+    runs = [job[0] for job in table_2_jobs(settings) if job[0].stage in changed and is_trained(*job)]
     if not runs:
         return
     print(f"Telling DVC of runs that it does not know: {', '.join(map(str, runs))}", file=sys.stderr)
@@ -322,7 +255,7 @@ def commit(runs: list[Run]) -> list[str]:
 
     Returns what DVC did not take.
     """
-    targets = [target(run) for run in runs if run.study == TABLE_2]
+    targets = [run.stage for run in runs if run.study == TABLE_2]
     if not (targets and has_dvc()):
         return []
     while others := locks.dvc_processes():
@@ -335,35 +268,10 @@ def commit(runs: list[Run]) -> list[str]:
 # here
 
 
-def command(run: Run) -> list[str]:
-    """Arguments for Python that train a run."""
-    study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
-    return ["-m", "pipeline", "train", run.variant, str(run.seed), *study]
-
-
-def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Runs Python with one thread in a folder that has code, parameters and data, and passes its warnings on.
-
-    Raises:
-        RuntimeError: it fails.
-    """
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
-    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
-    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=settings, **streams) as process:
-        PROCESSES.add(process)
-        lines = process.communicate()[1].strip().splitlines()
-        PROCESSES.discard(process)
-    warnings = [line for line in lines if line.startswith("warning: ")]
-    for line in warnings:
-        tqdm.write(line, file=sys.stderr)
-    if process.returncode:
-        others = [line for line in lines if line not in warnings] or [f"exit status {process.returncode}"]
-        is_killed = process.returncode < 0
-        raise RuntimeError(f"ended by {signal.Signals(-process.returncode).name}" if is_killed else others[-1])
-
-
 def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
     """Trains side by side on this machine, and yields the runs that have ended, now and then none. Interrupted, ends all."""
+    import torch
+
     count, free = torch.cuda.device_count(), queue.SimpleQueue()
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     for i in range(at_a_time):
@@ -398,6 +306,12 @@ def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
             raise
 
 
+def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
+    """Trains on a cluster, and yields the runs whose files have come, now and then none."""
+    with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
+        yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)
+
+
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
     """Yields the runs whose tasks `wait` gives, which have ended, once `take` has taken their results. They may be none.
 
@@ -419,90 +333,6 @@ def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterat
         yield ended
     if failures:
         raise failures[0]
-
-
-# on a cluster
-
-
-def import_ray() -> ModuleType:
-    """Ray, without telemetry and without the pages that it prints when a node dies. Raises UserError if it is absent."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", OF_DEAD_NODES)
-    try:
-        import ray
-    except ImportError:
-        raise UserError("--cluster needs Ray: install it with `pip install -r requirements-cluster.txt`.") from None
-    return ray
-
-
-def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
-    """Trains on the nodes of a Ray cluster, on a share of a GPU each where it has GPUs. Yields the runs whose files have
-    come, now and then none."""
-    ray = import_ray()
-    try:
-        ray.init(address=address, log_to_driver=False)
-    except ConnectionError:
-        raise UserError(f"there is no Ray cluster at {address}: start one with `ray start --head`.") from None
-    try:
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the nodes have no copy of this repository
-        share = 1 / per_gpu if ray.cluster_resources().get("GPU") else 0
-        options = dict(num_cpus=1, num_gpus=share, max_retries=RETRIES, scheduling_strategy="SPREAD")
-        work = ray.remote(**options)(execute_shipped)
-        bundle = ray.put(shipment({config.data.source for _, config in jobs}))
-        tasks = {work.remote(bundle, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in jobs}
-
-        gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
-
-        def ended(waiting: list) -> list:
-            ray.wait(waiting, timeout=show_every())  # for the first
-            for node in ray.nodes():
-                if not node["Alive"] and node["NodeID"] not in gone:
-                    gone.add(node["NodeID"])
-                    lost = (
-                        f"warning: the node {node['NodeManagerAddress']} is gone: what it trained begins again on another."
-                    )
-                    tqdm.write(lost, file=sys.stderr)
-            return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
-
-        yield from as_they_end(tasks, ended, lambda run, task: receive(run, ray.get(task)))
-    finally:
-        ray.shutdown()
-
-
-def files_of(run: Run) -> list[Path]:
-    """Files that a training may leave, its record last."""
-    return [*run.files.values(), run.folder / RECORD]
-
-
-def receive(run: Run, contents: dict[Path, bytes]) -> None:
-    """Puts the files of a run in their places, its record last, with the commit that only this machine knows."""
-    *others, record_path = files_of(run)
-    for path in others:
-        if path in contents:
-            files.write_bytes(path, contents[path])
-    record = records.parse(record_path, RunRecord, f"run `{run.command}`", contents[record_path].decode())
-    commit = provenance.describe_commit()
-    known = {"commits": [commit["git_commit"]] * len(record.commits), "dirty": commit["git_dirty"]}
-    records.write(run.folder, record.model_copy(update=known))
-
-
-def shipment(sources: set[str]) -> bytes:
-    """An archive of what a training needs."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
-        for name in (*SHIPPED, *map(idx.folder, sources)):
-            for path in sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)]:
-                if path.is_file() and "__pycache__" not in path.parts:
-                    opened.write(path)
-    return archive.getvalue()
-
-
-def execute_shipped(bundle: bytes, arguments: list[str], paths: list[Path]) -> dict[Path, bytes]:
-    """`execute` in a folder of its own on whatever machine this is; the content of these paths that are there then."""
-    with tempfile.TemporaryDirectory() as folder:
-        zipfile.ZipFile(io.BytesIO(bundle)).extractall(folder)
-        execute(arguments, Path(folder), {"PYTHONPATH": folder})
-        return {path: Path(folder, path).read_bytes() for path in paths if Path(folder, path).exists()}
 
 
 if __name__ == "__main__":

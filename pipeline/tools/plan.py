@@ -14,7 +14,8 @@ from pipeline.config import params
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.data import fetch, idx
 from pipeline.results.runs import recorded
-from pipeline.tools import fan_out, locks, times
+from pipeline.tools import jobs, locks, times
+from pipeline.tools.jobs import Job
 
 if TYPE_CHECKING:
     from dvc.repo import Repo
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.lock import LockError
     from dvc.repo import Repo
 
-    settings, records = params.load(), [record for _, record in recorded()]
+    settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
     params.load_paper()  # with params.yaml what the check stage checks
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
@@ -46,26 +47,26 @@ def main(arguments: list[str] | None = None) -> None:
         size = fetch.MEGABYTES.get(source)
         origin = f"comes from its mirrors, {size} MB" if size else "is made from what is on this machine"
         changed.setdefault("fetch", []).append(f"{source} is not here, and {origin}")
+        following = [name for name in following if name != "fetch"]
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
     for group, stages in grouped(changed).items():
         why = {}  # each reason once, in order
         for stage in stages:
             why |= dict.fromkeys(changed[stage])
-        print(f"{label(group, stages)}: {shortened(list(why), '; ')}{cost(stages, settings, records)}")
+        print(f"{label(group, stages)}: {shortened(list(why), '; ')}{cost(stages, settings, estimates)}")
     if following:
         names = [label(group, stages) for group, stages in grouped(following).items()]
-        print(f"If these come out differently: {', '.join(names)}{cost(following, settings, records)}")
+        print(f"If these come out differently: {', '.join(names)}{cost(following, settings, estimates)}")
     others = count - len(changed) - len(following)
     more = f"up to {len(following)} more may follow, " if following else ""
     print(f"{counted(len(changed))} will run, {more}{others} are up to date.")
-    jobs = [(run, config) for run, config in fan_out.table_2_jobs(settings) if not run.weights.exists()]
-    jobs = [(run, config) for run, config in jobs if run.is_current(config)]
-    jobs = [job for job in jobs if f"train@{job[0].variant}-{job[0].seed}" not in changed]
-    if jobs:
+    absent = [(run, config) for run, config in jobs.table_2_jobs(settings) if not run.weights.exists()]
+    absent = [(run, config) for run, config in absent if run.stage not in changed and run.is_current(config)]
+    if absent:
         print(
-            f"The weights of {len(jobs)} recorded runs are not here: `git checkout paper_outputs/weights` brings those that "
-            f"git has, and `make reproduce` trains the others again{total(jobs, records)}."
+            f"The weights of {len(absent)} recorded runs are not here: `git checkout paper_outputs/weights` brings those "
+            f"that git has, and `make reproduce` trains the others again{total(absent, estimates)}."
         )
 
 
@@ -141,16 +142,16 @@ def counted(number: int) -> str:
     return "1 stage" if number == 1 else f"{number} stages"
 
 
-def cost(stages: list[str], settings: params.Params, records: list[dict]) -> str:
+def cost(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
     """The time that these stages take, trainings by the records."""
-    jobs = {f"train@{run.variant}-{run.seed}": (run, config) for run, config in fan_out.table_2_jobs(settings)}
-    others = sum(times.of_stage(stage) for stage in stages if stage not in jobs)
-    return total([jobs[stage] for stage in stages if stage in jobs], records, others)
+    trainings = {run.stage: (run, config) for run, config in jobs.table_2_jobs(settings)}
+    others = sum(times.of_stage(stage) for stage in stages if stage not in trainings)
+    return total([trainings[stage] for stage in stages if stage in trainings], estimates, others)
 
 
-def total(jobs: list[fan_out.Job], records: list[dict], others: float = 0) -> str:
+def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
     """The time that these trainings take one after another, with `others` seconds more."""
-    seconds = [times.estimate(run, config, records) for run, config in jobs]
+    seconds = [estimates.of(*job) for job in trainings]
     if None in seconds:
         return "; of unknown length"
     whole = sum(seconds) + others

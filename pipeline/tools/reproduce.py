@@ -17,6 +17,7 @@ from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
+from pipeline.tools.jobs import missing, table_2_jobs
 
 LOCK, README, OUTPUTS = Path("dvc.lock"), Path("README.md"), Path("paper_outputs")
 BEGUN, PASSED = re.compile(r"Running stage '(.+)':"), re.compile(r"Stage '(.+)' (didn't change|is cached)")
@@ -47,7 +48,7 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     repro("fetch")
     fan_out.take_over(settings, "--no-tracking" in options)
-    left = fan_out.missing(fan_out.table_2_jobs(settings))
+    left = missing(table_2_jobs(settings))
     if left:
         fan_out.main([*options])
     repro()
@@ -115,8 +116,8 @@ def said_of(trained: int) -> str:
 
 def how_to_train(settings: params.Params) -> str:
     """The command that trains one model again, and its time by the records."""
-    (run, config), *_ = fan_out.table_2_jobs(settings)
-    seconds = times.estimate(run, config, [record for _, record in recorded()])
+    (run, config), *_ = table_2_jobs(settings)
+    seconds = times.Estimates(record for _, record in recorded()).of(run, config)
     time = f" (about {times.duration(seconds)})" if seconds else ""
     return f"To train {settings.label(run.variant)} anew{time}: `. .venv/bin/activate`, then `{run.command}`."
 

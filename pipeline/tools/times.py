@@ -1,7 +1,11 @@
 """Estimates how long a training takes, by the records of earlier ones, and a stage, as measured once on one thread."""
 
-from collections.abc import Sequence
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import cached_property
 from statistics import median
+from typing import Any
 
 from pipeline.config.params import FOLDER, RunConfig
 from pipeline.config.records import RunRecord
@@ -40,20 +44,50 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
     return config.train.epochs * images * patches * config.model.depth
 
 
-def estimate(run: Run, config: RunConfig, records: Sequence[RunRecord]) -> float | None:
-    """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any.
+class Estimates:
+    """Estimates how long trainings take, by the records of earlier ones, which are read when the first is asked for."""
 
-    Records of the kind of device that is here, a CPU or a GPU, come before all others.
-    """
-    planned, here = relative_cost(config), provenance.default_device().type
-    records = [record for record in records if record.environment.device == here] or records
-    of_variant = [record for record in records if record.variant == run.variant]
-    of_name = [record for record in of_variant if (record.study, record.name) == (run.study, run.name)]
-    for alike in (of_name, of_variant, records):
-        costs = [(record, relative_cost(record.config, record.data_sha256)) for record in alike]
-        if planned and (known := [record.seconds / cost for record, cost in costs if cost]):
-            return planned * median(known)
-    return None
+    def __init__(self, known: Iterable[RunRecord]) -> None:
+        self._known = known
+
+    @cached_property
+    def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
+        """Seconds by `relative_cost`, ascending, of the records of one device, or of all (None), that share a key."""
+        paces = defaultdict(list)
+        for record in self._known:
+            _note(record, paces)
+        return paces
+
+    def add(self, record: RunRecord) -> None:
+        """Takes the record of a training that has ended since."""
+        _note(record, self._paces)
+
+    def of(self, run: Run, config: RunConfig) -> float | None:
+        """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any.
+
+        Records of the kind of device that is here, a CPU or a GPU, come before all others.
+        """
+        if (cost := relative_cost(config)) is None:
+            return None
+        here = provenance.default_device().type
+        device = here if (here, None) in self._paces else None
+        for key in _keys(run):
+            if (device, key) in self._paces:
+                return cost * median(self._paces[device, key])
+        return None
+
+
+def _keys(run: Run | RunRecord) -> tuple:
+    """What a run shares with others, from the nearest to all: study and name, the variant, nothing."""
+    return (run.study, run.name), run.variant, None
+
+
+def _note(record: RunRecord, paces: dict[tuple[str | None, Any], list[float]]) -> None:
+    if (cost := relative_cost(record.config, record.data_sha256)) is None:
+        return
+    for device in (record.environment.device, None):
+        for key in _keys(record):
+            insort(paces[device, key], record.seconds / cost)
 
 
 def spent(record: RunRecord, **others: float) -> str:

@@ -14,8 +14,7 @@ from pipeline.config import params
 from pipeline.core import provenance
 from pipeline.core.errors import command_parser, entry_point
 from pipeline.tools import times
-from pipeline.training.loop import make_deterministic
-from pipeline.training.run import TABLE_2, TRIES, Run, train
+from pipeline.training.run import TABLE_2, TRIES, Run
 
 
 @entry_point
@@ -27,7 +26,12 @@ def main() -> None:
     parser.add_argument("--study", help="as this study trains it: by its reading of the paper, among that study's runs")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
-    arguments, before = parser.parse_args(params.without_stage(sys.argv[1:])), provenance.process_seconds()
+    arguments = parser.parse_args(params.without_stage(sys.argv[1:]))
+
+    from pipeline.training.loop import make_deterministic  # torch takes seconds, for which `--help` need not wait
+    from pipeline.training.recorder import train
+
+    before = provenance.process_seconds()
     make_deterministic()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (TRIES if overrides else TABLE_2)

@@ -20,6 +20,7 @@ from pipeline.statistics.claims import GUESS_ACCURACY
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import BOTH, CONTRADICTED, REPRODUCED, judge
 from pipeline.tools import fan_out, locks
+from pipeline.tools.jobs import Job, digest, missing
 from pipeline.training.run import TRIES, Run
 
 HEADS = ["Model", "Table 2", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
@@ -65,7 +66,7 @@ def seeds(text: str) -> list[int]:
     return [params.seed(each) for each in text.split(",")]
 
 
-def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[fan_out.Job]:
+def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[Job]:
     """A run for each combination of model, values and seed. Raises UserError if one of them is impossible."""
     axes = []
     for option in options:
@@ -88,9 +89,9 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     for _, config in jobs:  # before any process waits for them
         if config.data.source == params.FOLDER:
             config.data.description()
-        fan_out.digest(config.data.source)
+        digest(config.data.source)
     with fan_out.single_instance(locks.TRY):
-        left = fan_out.missing(jobs)
+        left = missing(jobs)
         try:
             list(fan_out.train_all(left, chosen.jobs, chosen.no_tracking, per_gpu=chosen.per_gpu))
         finally:

@@ -23,9 +23,9 @@ from osa.constrained.penalties import with_penalty
 from pipeline.config.params import RunConfig, Train
 from pipeline.core.errors import UserError
 from pipeline.data import idx
+from pipeline.training import COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
-COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 PERTURBATION = 1e-6  # relative, some ten times float32's rounding
 EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: few enough to stay in a CPU's cache, many for few launches
 

@@ -1,4 +1,4 @@
-"""A run and its files, and how a training comes to leave them.
+"""A run and its files.
 
     paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json; of a study that watches its models
                                                   watched.csv; git keeps them
@@ -12,50 +12,29 @@ which git does not keep. record.json says which run it is and has the digest of 
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import io
-import math
-import pickle
 import shlex
-import shutil
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import safetensors.torch
-import torch
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from osa import NUMERICS
 from pipeline.config import params, records
-from pipeline.config.params import FOLDER as OWN_IMAGES
 from pipeline.config.params import Overrides, RunConfig
-from pipeline.config.records import RECORD, Environment, RunRecord
-from pipeline.core import files, provenance
+from pipeline.config.records import RECORD, RunRecord
+from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.training.loop import COLUMNS, Observer, Progress, Training, build_model
+from pipeline.training import COLUMNS
 
 if TYPE_CHECKING:
-    import pandas as pd  # slow to import, and no training needs it
+    import pandas as pd  # slow to import, as torch is, and a list of runs needs neither
+    import torch
 
 TABLE_2, TRIES = "table_2", "tries"
 CURVES = COLUMNS[2:]
 FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
-FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
 # Records of these numbers stay current. Between 1 and 2 "exact" began to balance other heads, which changes last digits, and
 # "newton_schulz" to iterate in float64 at norms that only a failing start reaches.
 EARLIER_NUMERICS = (1,)
-DIGEST_BYTES = hashlib.sha256().digest_size
-PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, before its last resumption too
-# raised by torch.load
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
-
-Watch = Callable[[Training], list[dict[str, float]]]
 
 
 @dataclass(frozen=True)
@@ -114,13 +93,18 @@ class Run:
         return Path(".checkpoints") / self.study / self.name / str(self.seed)
 
     @property
+    def stage(self) -> str:
+        """The name of a run of Table 2 in DVC."""
+        return f"train@{self.variant}-{self.seed}"
+
+    @property
     def command(self) -> str:
         """The command that trains it."""
         if self.study == TRIES:
             options = params.as_options(self.overrides)
             return f"python -m pipeline train {shlex.join([self.variant, str(self.seed), *options])}"
         if self.study == TABLE_2:
-            return f"dvc repro -f train@{self.variant}-{self.seed}"
+            return f"dvc repro -f {self.stage}"
         return f"python -m pipeline fan_out --only '{self}'"
 
     def record(self) -> RunRecord | None:
@@ -163,6 +147,10 @@ class Run:
             raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.")
         if self.record() is None:
             raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
+        import safetensors.torch
+
+        from pipeline.training.loop import build_model
+
         model = build_model(config, self.seed)
         try:
             model.load_state_dict(safetensors.torch.load_file(self.weights))
@@ -174,246 +162,3 @@ class Run:
 def matches(record: RunRecord, config: RunConfig) -> bool:
     """True if a record has this configuration and a current number of `osa.NUMERICS`."""
     return record.config == config and record.numerics in (*EARLIER_NUMERICS, NUMERICS)
-
-
-def train(
-    run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False, seconds_before: float = 0.0
-) -> RunRecord:
-    """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device.
-
-    Args:
-        watch: gives rows of numbers of its own at every point of the curves, which become watched.csv.
-        eager: on CUDA, without a graph.
-        seconds_before: for which the process has been importing.
-
-    Returns:
-        The record, as it was written: another training of the same run may be replacing it.
-    """
-    begun = time.perf_counter()
-    training = Training(config, run.seed, provenance.default_device())
-    if config.data.source == OWN_IMAGES and config.data.description().sha256 != training.data.sha256:
-        raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
-    training.with_graph &= not eager
-    recorder = Recorder(run, training, watch)
-    recorder.restore()
-    recorder.times.phases["start"] += seconds_before + time.perf_counter() - begun
-    with recorder.bar:
-        training.run(recorder)
-    record = recorder.write_outputs()
-    recorder.clear()
-    return record
-
-
-@dataclass
-class Times:
-    """When a run was what, how long, and what was seen of it; no number of its results depends on it."""
-
-    started_at: str = field(default_factory=provenance.now)
-    timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
-    seconds: float = 0.0
-    training_seconds: float = 0.0  # without the evaluations
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # the start is not among `seconds`
-    images: int = 0
-    commits: list[str | None] = field(default_factory=list)  # one for each process
-    dirty: bool | None = None  # whether one of these processes had uncommitted changes
-    watched: list[dict[str, float]] = field(default_factory=list)
-
-
-def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """Names what a checkpoint belongs to: configuration, seed, data, `osa.NUMERICS`, device, threads and torch's version."""
-    machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
-    return files.digest([config, seed, data_sha256, NUMERICS, *machine])
-
-
-class Recorder(Observer):
-    """Writes the files of one training: curves, record and a checkpoint at every point, its outputs at the end.
-
-    Whoever looks at the scratch folder sees the run grow.
-    """
-
-    def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
-        self.run, self.training, self.watch = run, training, watch
-        self.environment = Environment(**provenance.describe_environment(training.device))
-        config = training.config.model_dump()
-        self.run_key = run_key(config, run.seed, training.data.sha256, training.device)
-        self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
-        self.times, self.bar = Times(), None
-        self._begin()
-        self._add_commit()
-
-    def _add_commit(self) -> None:
-        """Notes the commit of this process beside that of earlier ones, which an interrupted training had."""
-        commit = provenance.describe_commit()
-        self.times.commits.append(commit["git_commit"])
-        self.times.dirty = self.times.dirty or commit["git_dirty"]
-
-    def restore(self) -> None:
-        """Takes the training up where its checkpoint left it.
-
-        Raises:
-            UserError: the checkpoint cannot be read, or holds other bytes than were written.
-        """
-        path = self.scratch / "checkpoint.pt"
-        if path.exists():
-            try:
-                self.times = restore_checkpoint(path, self.training)
-            except UNREADABLE:
-                raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
-            self._add_commit()
-        self._begin()
-        self.bar = tqdm(
-            total=self.training.sampler.images_per_epoch * self.training.config.train.epochs,
-            initial=self.times.images,
-            desc=f"{self.run.name} seed {self.run.seed}",
-            unit="image",
-            unit_scale=True,
-            mininterval=0.5 if sys.stderr.isatty() else 30,
-        )
-
-    def _begin(self) -> None:
-        self._start, self._before = time.perf_counter(), self.times.seconds
-        self._interval_start = self._last = self._start
-        self._has_stepped = False
-
-    def _spent_on(self, phase: str) -> None:
-        """Counts the time since the last call as this phase's."""
-        now = time.perf_counter()
-        self.times.phases[phase] += now - self._last
-        self._last = now
-
-    def on_step(self, num_images: int) -> None:
-        if not self._has_stepped and self.training.device.type == "cuda":  # kernels are compiled and a graph is recorded
-            torch.cuda.synchronize()
-            self._spent_on("compiling")
-        self._has_stepped = True
-        self.times.images += num_images
-        self.bar.update(num_images)
-
-    def on_interval(self) -> None:
-        self._spent_on("steps")
-        self.times.training_seconds += time.perf_counter() - self._interval_start
-
-    def on_evaluation(self) -> None:
-        self.times.timestamps.append(time.time_ns() // 1_000_000)
-        row = self.training.progress.history[-1]
-        if self.watch and not self.training.progress.diverged:
-            for seen in self.watch(self.training):  # as Python's own numbers: torch.load with weights_only refuses NumPy's
-                own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
-                self.times.watched.append({"epoch": row["epoch"]} | own)
-        self._spent_on("evaluation")
-        self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
-        files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
-        self._clock()
-        records.write(self.scratch, self.description("running"))
-        save_checkpoint(self.scratch / "checkpoint.pt", self.training, self.times)
-        self._spent_on("writing")
-        self._interval_start = time.perf_counter()
-
-    def _clock(self) -> None:
-        self.times.seconds = self._before + time.perf_counter() - self._start
-
-    def metrics(self) -> dict:
-        """The last point, whatever the best one was."""
-        progress = self.training.progress
-        last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
-        return last | {
-            "steps": progress.step,
-            "num_parameters": sum(parameter.numel() for parameter in self.training.model.parameters()),
-            "diverged": progress.diverged,
-            "diverged_at_step": progress.step if progress.diverged else None,
-        }
-
-    def description(self, status: str, **digests: Any) -> RunRecord:
-        """Describes the run, its machine and its times: all that may differ between two runs with the same numbers."""
-        times = self.times
-        return RunRecord(
-            folder=records.place(self.run.folder),
-            run_key=self.run_key,
-            study=self.run.study,
-            variant=self.run.variant,
-            overrides=self.run.overrides,
-            seed=self.run.seed,
-            status=status,
-            config=self.training.config,
-            data_sha256=self.training.data.sha256,
-            numerics=NUMERICS,
-            environment=self.environment,
-            commits=times.commits,
-            dirty=times.dirty,
-            started_at=times.started_at,
-            finished_at=None if status == "running" else provenance.now(),
-            seconds=times.seconds,
-            phases={phase: round(seconds, 3) for phase, seconds in times.phases.items()},
-            images_per_second=times.images / times.training_seconds if times.training_seconds else None,
-            timestamps=times.timestamps,
-            **digests,
-        )
-
-    def write_outputs(self) -> RunRecord:
-        """Writes weights, history, metrics and record, each whole, and returns the record.
-
-        Without a record they are no run: it goes first and comes last, with the digests of the others.
-        """
-        self._clock()
-        paths, progress = self.run.files, self.training.progress
-        (self.run.folder / RECORD).unlink(missing_ok=True)
-        state = {name: tensor.cpu().contiguous() for name, tensor in self.training.model.state_dict().items()}
-        files.write_bytes(paths["weights"], safetensors.torch.save(state))
-        files.write_text(paths["history"], history_csv(progress.history))
-        files.write_json(paths["metrics"], self.metrics())
-        if self.watch:
-            import pandas as pd
-
-            seen = pd.DataFrame(self.times.watched or {"epoch": []})  # a run that diverged at step 0 has none
-            files.write_csv(paths["watched"], seen)
-        else:
-            paths["watched"].unlink(missing_ok=True)
-        status, own = "diverged" if progress.diverged else "finished", records.digests(self.run.folder)
-        self._spent_on("writing")
-        record = self.description(status, files=own, weights=files.sha256(paths["weights"]))
-        records.write(self.run.folder, record)
-        return record
-
-    def clear(self) -> None:
-        """Removes the scratch folder, and what interrupted trainings of this run with other settings have left."""
-        for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
-            if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def save_checkpoint(path: Path, training: Training, times: Times) -> None:
-    """Writes model, optimisers, progress and times, behind the SHA-256 of their bytes: torch.load checks none."""
-    state = {
-        "model": training.model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in training.optimizers],
-        "progress": asdict(training.progress),
-        "times": asdict(times),
-    }
-    buffer = io.BytesIO()  # torch.save writes a file's own name into it; through memory the bytes depend on the state alone
-    torch.save(state, buffer)
-    content = buffer.getvalue()
-    files.write_bytes(path, hashlib.sha256(content).digest() + content)
-
-
-def restore_checkpoint(path: Path, training: Training) -> Times:
-    """Puts a training where `save_checkpoint` found it, and returns its times."""
-    written = path.read_bytes()
-    digest, content = written[:DIGEST_BYTES], written[DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() != digest:
-        raise ValueError("not the bytes that were written")
-    state = torch.load(io.BytesIO(content), map_location=training.device, weights_only=True)
-    training.model.load_state_dict(state["model"])
-    for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    training.progress = Progress(**state["progress"])
-    return Times(**state["times"])
-
-
-def history_csv(history: list[dict[str, float]]) -> str:
-    """The points below one another; a number that is not finite is an empty field."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in history:
-        writer.writerow([row[name] if math.isfinite(row[name]) else "" for name in COLUMNS])
-    return text.getvalue()

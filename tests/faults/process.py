@@ -15,7 +15,7 @@ from unittest import mock
 
 from pipeline.core.files import ROOT
 from pipeline.tools import train
-from pipeline.training import run as recorder
+from pipeline.training import recorder
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist

@@ -16,8 +16,10 @@ from pipeline.config.records import RECORD, SHA256, Environment, RunRecord
 from pipeline.core import files
 from pipeline.data import idx
 from pipeline.results import evaluate, tables
-from pipeline.training.loop import COLUMNS, build_model, evaluate_split
-from pipeline.training.run import Run, history_csv
+from pipeline.training import COLUMNS
+from pipeline.training.loop import build_model, evaluate_split
+from pipeline.training.recorder import history_csv
+from pipeline.training.run import Run
 from tests.pipeline.mnist_files import write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +97,7 @@ def write_ended(
     records.write(path, record(config, run, **ending | changes))
 
 
-def rewrite(folder: Path, **changes) -> None:
+def rewrite(folder: Path, /, **changes) -> None:
     """Changes keys of a record, which still vouches for itself."""
     content = files.read_json(folder / RECORD)
     content = {key: value for key, value in (content | changes).items() if key != SHA256}

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.training import cuda_graph
 from pipeline.training.loop import Observer, Training
-from pipeline.training.run import history_csv
+from pipeline.training.recorder import history_csv
 from tests.pipeline.trainings import CPU, config, write_params
 
 CUDA = torch.cuda.is_available()

@@ -19,7 +19,7 @@ from PIL import ExifTags, Image, ImageCms
 from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.data import fetch, idx, images
-from pipeline.tools import fan_out
+from pipeline.tools import jobs
 from pipeline.training.loop import build_model
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
@@ -179,8 +179,8 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     first = stored().sha256
     run_main(monkeypatch, "vit", "0")
     run = Run("vit", 0)
-    fan_out.digest.cache_clear()
-    assert fan_out.is_trained(run, config("vit"))
+    jobs.digest.cache_clear()
+    assert jobs.is_trained(run, config("vit"))
     before = {path: path.read_bytes() for path in Path("data/folder").iterdir()}
     assert stored().sha256 == first
     assert {path: path.read_bytes() for path in Path("data/folder").iterdir()} == before
@@ -192,8 +192,8 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     assert stored().sha256 == first
     save("train/cat/0.png", pixels("train/cat/0.png") ^ 1)
     assert stored().sha256 != first
-    fan_out.digest.cache_clear()
-    assert not fan_out.is_trained(run, config("vit"))
+    jobs.digest.cache_clear()
+    assert not jobs.is_trained(run, config("vit"))
 
 
 def test_an_image_is_stored_as_a_viewer_shows_it():

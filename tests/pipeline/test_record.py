@@ -6,13 +6,14 @@ import time
 import torch
 
 from pipeline.core import provenance
-from pipeline.training import run as runs
-from pipeline.training.run import Recorder, Run
+from pipeline.training import recorder
+from pipeline.training.recorder import Recorder
+from pipeline.training.run import Run
 from tests.pipeline.synthetic import ROOT
 from tests.pipeline.trainings import CPU, training, write_data, write_params
 
 CHANGES = (
-    (runs, "NUMERICS", runs.NUMERICS + 1),
+    (recorder, "NUMERICS", recorder.NUMERICS + 1),
     (torch, "__version__", "1.0"),
     (torch, "get_num_threads", lambda: 7),
 )
@@ -44,7 +45,7 @@ def test_the_key_of_a_run_knows_the_devices_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     monkeypatch.setattr(provenance, "_cpu_name", lambda: next(names))
     names, devices = iter(("NVIDIA H100", "NVIDIA A100", "Intel", "AMD")), (torch.device("cuda"), CPU)
-    assert len({runs.run_key({}, 0, "data", device) for device in devices for _ in range(2)}) == 4
+    assert len({recorder.run_key({}, 0, "data", device) for device in devices for _ in range(2)}) == 4
 
 
 def test_the_environment_tells_where_a_run_was_made(tmp_path, monkeypatch):

@@ -24,10 +24,10 @@ from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.studies import comparison
-from pipeline.training import loop
-from pipeline.training import run as recorder
+from pipeline.training import loop, recorder
 from pipeline.training.loop import build_model, evaluate_split
-from pipeline.training.run import Recorder, Run
+from pipeline.training.recorder import Recorder
+from pipeline.training.run import TRIES, Run
 from tests.faults.process import Training
 from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
@@ -119,7 +119,7 @@ def test_a_try_lies_apart_where_git_does_not_see_it(monkeypatch):
     assert (found["config"]["train"]["learning_rate"], found["config"]["init"]["head"]) == (0.001, "zeros")
     assert found["config"]["train"]["epochs"] == SHORT["epochs"]
     assert outputs(Run("vit", 0)) == expected
-    for path in (folder / "record.json", Run("vit", 0, recorder.TRIES).weights):
+    for path in (folder / "record.json", Run("vit", 0, TRIES).weights):
         assert subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT).returncode == 0
 
 
@@ -155,7 +155,7 @@ def test_a_run_is_recorded_until_something_changes_that_can_change_its_numbers(m
     assert run.is_current(today)
     assert not run.is_current(params.resolve(params.load(), "vit", {"train": {"eps": 1e-7}}))
     with monkeypatch.context() as patch:
-        patch.setattr(recorder, "NUMERICS", osa.NUMERICS + 1)
+        patch.setattr("pipeline.training.run.NUMERICS", osa.NUMERICS + 1)
         assert not run.is_current(today)
     (run.folder / "metrics.json").unlink()
     assert not run.is_current(today)
@@ -215,7 +215,7 @@ def test_a_training_ends_well_while_another_of_the_same_run_replaces_its_record(
 
 
 def test_a_try_s_command_is_one_that_its_options_understand():
-    run = Run("vit", 0, recorder.TRIES, {"init": {"alpha": None, "head": "zeros"}, "train": {"eps": 1e16}})
+    run = Run("vit", 0, TRIES, {"init": {"alpha": None, "head": "zeros"}, "train": {"eps": 1e16}})
     *name, variant, number = shlex.split(run.command)[:6]
     assert (*name, variant, number) == ("python", "-m", "pipeline", "train", "vit", "0")
     assert params.parse_overrides(shlex.split(run.command)[7::2]) == run.overrides

@@ -15,7 +15,7 @@ from pipeline.report.page import to_json
 from pipeline.results.runs import run_row
 from pipeline.studies import check, comparison, study
 from pipeline.studies.lab import Lab
-from pipeline.training.run import train
+from pipeline.training.recorder import train
 from tests.pipeline.trainings import config
 
 NAN = float("nan")

@@ -29,8 +29,8 @@ from pipeline.tools import train
 from pipeline.tracking import experiment, store, trainings, ui
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views
+from pipeline.training import COLUMNS, recorder
 from pipeline.training import run as runs
-from pipeline.training.loop import COLUMNS
 from tests.pipeline import synthetic
 
 PAPER = params.load_paper()
@@ -102,7 +102,7 @@ class Run:
 
     def train(self, count, delay=0):
         """The first `count` points, as a training under way leaves them; `delay` as if some were measured again later."""
-        files.write_text(self.scratch / "history.csv", runs.history_csv(self.curve[:count]))
+        files.write_text(self.scratch / "history.csv", recorder.history_csv(self.curve[:count]))
         under_way = {"status": "running", "finished_at": None} | self.head(count, delay)
         records.write(self.scratch, synthetic.record(self.config, self.run, **under_way))
         return self

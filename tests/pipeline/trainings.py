@@ -10,7 +10,7 @@ import torch
 
 from pipeline.config import params
 from pipeline.tools import train
-from pipeline.training import run as recorder
+from pipeline.training import loop, recorder
 from pipeline.training.loop import Observer, Training
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
@@ -68,5 +68,5 @@ def read_history(content: bytes) -> list[dict]:
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """`python -m pipeline train` in this process, whose settings of torch are left alone."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments, "--no-tracking"])
-    monkeypatch.setattr(train, "make_deterministic", lambda: None)
+    monkeypatch.setattr(loop, "make_deterministic", lambda: None)
     train.main()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -23,7 +24,7 @@ from osa import NUMERICS
 from pipeline.config import params, records
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
-from pipeline.tools import fan_out, locks, times
+from pipeline.tools import cluster, fan_out, locks, times
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.trainings import SHORT, SMALL, outputs, run_main, trained, write_data, write_params
@@ -36,7 +37,7 @@ def project(tmp_path, monkeypatch):
     """Small models of two kinds, and no study."""
     shutil.copy(synthetic.ROOT / "dvc.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: [])
+    monkeypatch.setattr("pipeline.studies.names", lambda wing=None: [])
     write_params(run=BOTH)
     write_data()
     return tmp_path
@@ -65,8 +66,8 @@ def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
         "depth": [(Run("vit", seed, "depth"), None) for seed in (0, 1)],
         "left_open": [(Run("vit", 0, "left_open", {"train": {"betas": [0.9, 0.95]}}), None)],
     }
-    monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: ["depth", "left_open", "penalties"])
-    monkeypatch.setattr(fan_out, "jobs_of", lambda study, _: by_study[study])  # penalties is not imported
+    monkeypatch.setattr("pipeline.studies.names", lambda wing=None: ["depth", "left_open", "penalties"])
+    monkeypatch.setattr("pipeline.tools.jobs.jobs_of", lambda study, _: by_study[study])  # penalties is not imported
     selected = fan_out.list_jobs(params.load(), ["depth/*/1", "depth/*", "table_2/vit/0"])
     assert [str(run) for run, _ in selected] == ["depth/vit/1", "depth/vit/0", "table_2/vit/0"]
     assert {run.study for run, _ in fan_out.list_jobs(params.load())} == {"table_2"}, "where none is named"
@@ -229,7 +230,7 @@ def test_dvc_and_mlflow_hear_at_once_of_all_runs_that_ended_and_of_those_trained
 
 
 def test_what_dvc_does_not_take_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(fan_out, "commit", lambda runs: list(map(fan_out.target, runs)))
+    monkeypatch.setattr(fan_out, "commit", lambda runs: [run.stage for run in runs])
     monkeypatch.setattr(fan_out, "here", lambda jobs, _: (yield [trained(run.variant) for run, _ in jobs]))
     with pytest.raises(SystemExit):
         fan_out.main(["--no-tracking"])
@@ -254,16 +255,21 @@ def test_printed_commands_train_what_is_missing(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("code")
-def test_a_shipped_run_brings_back_all_its_files():
+def test_a_shipped_run_brings_back_all_its_files(project, monkeypatch):
     """One of Table 2, and one of a study that watches its models, as a cluster trains them."""
     jobs = [(Run("vit", 0), params.resolve(params.load(), "vit")), watched_run()]
-    bundle = fan_out.shipment({"mnist"})
+    monkeypatch.setattr(tempfile, "tempdir", str(project / "node"))
+    Path("node").mkdir()
+    digest = cluster.ship({"mnist"}, Path("shipped.zip"))
+    pages = np.fromfile("shipped.zip", np.uint8)
     for run, config in jobs:
-        contents = fan_out.execute_shipped(bundle, [*fan_out.command(run), "--no-tracking"], fan_out.files_of(run))
+        contents = cluster.execute_shipped(pages, digest, [*fan_out.command(run), "--no-tracking"], cluster.files_of(run))
         assert not run.folder.exists()
-        fan_out.receive(run, contents)
+        cluster.receive(run, contents)
         assert fan_out.is_trained(run, config) and run.weights.exists()
         assert run.files["watched"].exists() == (run.study == "penalties")
+        pages = pages[:0]  # the second finds what the first has unpacked
+    assert {path.name for path in Path("node").iterdir()} == {f"osa-{digest}", f"osa-{digest}.lock"}
 
 
 def test_who_else_works_here_is_named(monkeypatch, capsys):
@@ -313,15 +319,16 @@ def test_time_left_is_scaled_by_epochs_and_depth():
     config = params.resolve(params.load(), "vit")
     made = synthetic.record(config, Run("vit", 1), seconds=600.0)
     shorter = params.resolve(params.load(), "vit", {"train": {"epochs": 1}, "model": {"depth": 1}})
-    assert times.estimate(Run("vit", 0), config, [made]) == 600 and times.estimate(Run("vit", 0), config, []) is None
-    assert times.estimate(Run("vit", 0), shorter, [made]) == pytest.approx(600 / 4)
+    run, estimate = Run("vit", 0), lambda known, run, config=config: times.Estimates(known).of(run, config)
+    assert estimate([made], run) == pytest.approx(600) and estimate([], run) is None
+    assert estimate([made], run, config=shorter) == pytest.approx(600 / 4)
     other = made.model_copy(update={"variant": "osa_qr", "seconds": 60.0})
-    assert times.estimate(Run("vit", 0), config, [other, made]) == 600 and times.estimate(Run("x", 0), config, [other]) == 60
+    assert estimate([other, made], run) == pytest.approx(600) and estimate([other], Run("x", 0)) == pytest.approx(60)
     device = "cpu" if made.environment.device == "cuda" else "cuda"
     elsewhere = {"seconds": 60.0, "environment": made.environment.model_copy(update={"device": device})}
     elsewhere = made.model_copy(update=elsewhere)
-    assert times.estimate(Run("vit", 0), config, [elsewhere, elsewhere, made]) == 600
-    assert times.estimate(Run("vit", 0), config, [elsewhere]) == 60, "better than none"
+    assert estimate([elsewhere, elsewhere, made], run) == pytest.approx(600)
+    assert estimate([elsewhere], run) == pytest.approx(60), "better than none"
     assert times.spent(made.model_copy(update={"seconds": 720.0})) == "12 min", "where phases were not measured"
     phases = {"start": 4.2, "compiling": 0.0, "steps": 600.0, "evaluation": 115.0, "writing": 5.0}
     whole = made.model_copy(update={"seconds": 720.0, "phases": phases})
@@ -341,10 +348,10 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
     points = {"status": "running", "timestamps": [0, 2000, 6000, 906_000]}
     made = synthetic.record(config, run, **points, seconds=12.0)  # without the seconds for which it was killed
     records.write(scratch, made)
-    assert fan_out.progress(run, config, []) == (2.25, 36.0)  # 9 of 12 points are left, 4 s each
+    assert fan_out.progress(run, config, times.Estimates([])) == (2.25, 36.0)  # 9 of 12 points are left, 4 s each
     for change in ({"timestamps": [0]}, {"numerics": NUMERICS + 1}):
         records.write(scratch, made.model_copy(update=change))
-        assert fan_out.progress(run, config, []) == (3, None)
+        assert fan_out.progress(run, config, times.Estimates([])) == (3, None)
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
 
@@ -389,7 +396,7 @@ def test_a_forecast_falls_until_it_is_withdrawn_and_a_point_makes_another(monkey
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
     """Runs of all kinds, on nodes with a pretended GPU each or without."""
     try:
-        fan_out.import_ray()
+        cluster.import_ray()
     except UserError:
         pytest.skip("needs requirements-cluster.txt")
     monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves next to other tests
@@ -398,17 +405,17 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
     write_params(run=BOTH | {"seeds": [0, 1]})
     # an address of this machine; Ray replaces 127.0.0.1 by an outer one
     options = {"num_cpus": 1, "num_gpus": gpus, "node_ip_address": "127.0.0.2"}
-    cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
+    nodes = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
     try:
-        node = cluster.add_node(**options)
+        node = nodes.add_node(**options)
         jobs, came = [*missing(), watched_run()], []
-        for runs in fan_out.on_cluster(jobs, cluster.address):
+        for runs in fan_out.on_cluster(jobs, nodes.address):
             came += runs
             if node and came:
-                cluster.remove_node(node, allow_graceful=False)  # in the middle of a training
+                nodes.remove_node(node, allow_graceful=False)  # in the middle of a training
                 node = None
     finally:
-        cluster.shutdown()
+        nodes.shutdown()
     assert "state-dump" not in "".join(capfd.readouterr())
     assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 5
     assert fan_out.missing(jobs) == [] and watched_run()[0].files["watched"].exists()

@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import params, reading
 from pipeline.core import files
 from pipeline.core.files import ROOT
-from pipeline.tools import fan_out, locks, plan
+from pipeline.tools import locks, plan
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.trainings import trained, write_data, write_params
@@ -60,7 +60,7 @@ def made(tmp_path_factory):
 def project(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fan_out.studies, "names", lambda wing=None: [])
+    monkeypatch.setattr("pipeline.studies.names", lambda wing=None: [])
 
 
 def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):

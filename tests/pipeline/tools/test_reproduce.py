@@ -67,16 +67,16 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     monkeypatch.setattr(reproduce, "repro", lambda *options: None)
     monkeypatch.setattr(subprocess, "run", lambda command, run=subprocess.run, **options: run(["true"], **options))
     monkeypatch.setattr(fan_out, "take_over", lambda settings, no_tracking: None)
-    monkeypatch.setattr(fan_out, "is_trained", lambda run, config: True)
+    monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: True)
     monkeypatch.setattr(fan_out, "main", lambda arguments: trained.append(arguments))
-    monkeypatch.setattr(reproduce.times, "estimate", lambda *_: 1500.0)
+    monkeypatch.setattr(reproduce.times.Estimates, "of", lambda *_: 1500.0)
     trained = []
     reproduce.main(["--jobs", "3"])
     text = capsys.readouterr().out
     assert "\n| a | b |\n| 1 | 2 |\n\n" in text and "| c |" not in text and "report.html" in text and "figure_1.svg" in text
     assert "Nothing was trained: results are as committed." in text
     assert text.endswith("OSA (QR) anew (about 25 min): `. .venv/bin/activate`, then `dvc repro -f train@osa_qr-5`.\n")
-    monkeypatch.setattr(fan_out, "is_trained", lambda run, config: run.variant == "vit")
+    monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: run.variant == "vit")
     reproduce.main(["--jobs", "3"])
     assert trained == [["--jobs=3"]] and "1 run was trained" in capsys.readouterr().out
 

@@ -8,8 +8,8 @@ import pytest
 import osa.models
 from pipeline.config import params
 from pipeline.core.errors import UserError
-from pipeline.tools import fan_out, tries
-from pipeline.training.loop import COLUMNS
+from pipeline.tools import fan_out, jobs, tries
+from pipeline.training import COLUMNS
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
@@ -59,8 +59,8 @@ def rows(text):
 
 def test_tried_beside_table_2(monkeypatch, capsys):
     write(TRIED, rate=1e-3, study="tries")
-    monkeypatch.setattr(fan_out, "digest", lambda source: "")
-    monkeypatch.setattr(fan_out, "missing", lambda jobs: [])
+    monkeypatch.setattr(tries, "digest", lambda source: "")
+    monkeypatch.setattr(tries, "missing", lambda jobs: [])
     tries.main([*TRIED, "--seeds", "0,1,2"])
     text = capsys.readouterr().out
     shown = rows(text)
@@ -75,12 +75,12 @@ def test_tried_beside_table_2(monkeypatch, capsys):
 
 def test_its_data_are_looked_for_before_any_training(monkeypatch, capsys):
     monkeypatch.setattr(fan_out, "train_all", lambda *_: pytest.fail("a training began"))
-    fan_out.digest.cache_clear()
+    jobs.digest.cache_clear()
     with pytest.raises(SystemExit):
         tries.main(["vit", "--set", "model.depth=1,2"])
     assert "`python -m pipeline fetch mnist`" in capsys.readouterr().err
     write_data()
-    fan_out.digest.cache_clear()
+    jobs.digest.cache_clear()
     for settings in (["data.source=kmnist"], ["data.source=mnist,kmnist"], ["data.source=folder", "data.path=mine"]):
         with pytest.raises(SystemExit):
             tries.main(["vit", *(part for each in settings for part in ("--set", each))])
@@ -99,7 +99,7 @@ def test_its_data_are_looked_for_before_any_training(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(monkeypatch, capsys):
     write_data()
-    fan_out.digest.cache_clear()
+    jobs.digest.cache_clear()
     trainings = []
 
     def here(jobs, at_a_time):

@@ -9,7 +9,7 @@ from pipeline.core.files import ROOT
 from pipeline.statistics.claims import read_claims
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED
 from pipeline.studies.paper import CLAIMS, decision, own_rate, section_5
-from pipeline.training.loop import COLUMNS
+from pipeline.training import COLUMNS
 from tests.pipeline import synthetic
 
 FEW = own_rate.Settings(

@@ -6,7 +6,7 @@ from pipeline import studies
 from pipeline.report import page
 from pipeline.statistics.verdicts import LEVEL
 from pipeline.studies.paper import optimisers
-from pipeline.training.loop import COLUMNS
+from pipeline.training import COLUMNS
 from tests.pipeline import synthetic
 
 SETTINGS = optimisers.Settings(

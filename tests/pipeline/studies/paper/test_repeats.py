@@ -11,7 +11,7 @@ from pipeline.core.files import ROOT
 from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import harder_data, repeats, stability
-from pipeline.training.loop import COLUMNS
+from pipeline.training import COLUMNS
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs

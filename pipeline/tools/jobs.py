@@ -1,0 +1,110 @@
+"""The runs that there should be, of Table 2 and of the studies, whether one is there, and the process that trains one."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from pipeline import studies
+from pipeline.config import params
+from pipeline.config.params import Params, RunConfig
+from pipeline.core.errors import UserError
+from pipeline.data import idx
+from pipeline.training.run import TABLE_2, Run
+
+OF_TABLE_2 = (f"{TABLE_2}/*",)
+Job = tuple[Run, RunConfig]
+PROCESSES: set[subprocess.Popen] = set()  # trainings under way
+
+
+def missing(jobs: list[Job]) -> list[Job]:
+    return [job for job in jobs if not is_trained(*job)]
+
+
+def is_trained(run: Run, config: RunConfig) -> bool:
+    """Tells whether a run is current, data included, and has the weights where Table 2 evaluates them."""
+    if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
+        return False
+    return run.record().data_sha256 == digest(config.data.source)
+
+
+def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
+    """The runs of Table 2 and of studies that match these patterns, in the patterns' order.
+
+    Raises:
+        UserError: a pattern matches none.
+    """
+    parts = [pattern.partition("/")[0] for pattern in patterns]
+    jobs = table_2_jobs(settings)
+    for name in studies.names():
+        if any(fnmatch.fnmatchcase(name, part) for part in parts):
+            jobs += jobs_of(name, settings)
+    selected: dict[str, Job] = {}
+    for pattern in patterns:
+        matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}
+        if not matching:
+            raise UserError(f"--only {pattern} matches no run: give STUDY/NAME/SEED, where * stands for anything.")
+        selected |= matching
+    return list(selected.values())
+
+
+def table_2_jobs(settings: Params) -> list[Job]:
+    jobs = []
+    for name in settings.run.variants:
+        config = params.resolve(settings, name)
+        jobs += [(Run(name, seed), config) for seed in settings.run.seeds]
+    return jobs
+
+
+def jobs_of(study: str, settings: Params) -> list[Job]:
+    """The runs that a study compares, which are none for most."""
+    if (trainings := studies.get(study).trainings) is None:
+        return []
+    from pipeline.studies.lab import Lab  # which imports torch
+
+    lab = Lab(study, settings, params.load_paper(), studies.reading_of(study))
+    return [
+        (lab.run(variant, overrides, seed), lab.config(variant, overrides))
+        for variant, overrides, seed in trainings(studies.settings(study), lab)
+    ]
+
+
+@functools.cache
+def digest(source: str) -> str:
+    """The digest of a data set, read once."""
+    return idx.digest(idx.folder(source))
+
+
+def command(run: Run) -> list[str]:
+    """Arguments for Python that train a run."""
+    study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
+    return ["-m", "pipeline", "train", run.variant, str(run.seed), *study]
+
+
+def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """Runs Python with one thread in a folder that has code, parameters and data, and passes its warnings on.
+
+    Raises:
+        RuntimeError: it fails.
+    """
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
+    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
+    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=settings, **streams) as process:
+        PROCESSES.add(process)
+        lines = process.communicate()[1].strip().splitlines()
+        PROCESSES.discard(process)
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    for line in warnings:
+        tqdm.write(line, file=sys.stderr)
+    if process.returncode:
+        others = [line for line in lines if line not in warnings] or [f"exit status {process.returncode}"]
+        is_killed = process.returncode < 0
+        raise RuntimeError(f"ended by {signal.Signals(-process.returncode).name}" if is_killed else others[-1])

@@ -390,6 +390,16 @@ def test_a_forecast_falls_until_it_is_withdrawn_and_a_point_makes_another(monkey
     list(fan_out.follow(jobs, train(), 1))
 
 
+def test_a_record_is_looked_at_once_however_many_trainings_wait(monkeypatch):
+    (run, config), *_ = jobs = fan_out.list_jobs(params.load())
+    made, seen = [synthetic.record(config, Run("vit", seed), seconds=60.0) for seed in range(3)], []
+    relative_cost = times.relative_cost
+    monkeypatch.setattr(times, "relative_cost", lambda config: seen.append(config) or relative_cost(config))
+    monkeypatch.setattr(fan_out, "recorded", lambda: [(run, record) for record in made])
+    list(fan_out.follow(jobs, iter([[], [], []]), 1))
+    assert [sum(config is record.config for config in seen) for record in made] == [1, 1, 1] and len(seen) > 3
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -425,33 +435,15 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
     assert outputs(trained("osa_exact", 1)) == there
 
 
-def test_a_node_that_dies_is_named_once(monkeypatch, capsys):
+def test_a_node_that_dies_is_named_once(capsys):
     nodes = [{"NodeID": str(i), "Alive": i > 0, "NodeManagerAddress": f"10.0.0.{i}"} for i in range(3)]
-    looks = [True, False, False]  # whether node 2 is alive
-
-    def wait(waiting, timeout, num_returns=1):
-        if timeout:
-            nodes[2]["Alive"] = looks.pop(0)
-        return [] if looks else waiting, []
-
-    ray = types.SimpleNamespace(
-        init=lambda **_: None,
-        shutdown=lambda: None,
-        cloudpickle=types.SimpleNamespace(register_pickle_by_value=lambda module: None),
-        cluster_resources=dict,
-        remote=lambda **_: lambda function: types.SimpleNamespace(remote=lambda bundle, arguments, paths: arguments[3]),
-        put=lambda bundle: bundle,
-        nodes=lambda: nodes,
-        wait=wait,
-        get=lambda task: {},
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(fan_out, "receive", lambda run, contents: None)
-    came = [run for runs in fan_out.on_cluster(missing(), "auto") for run in runs]
-    assert len(came) == 2
-    assert [line for line in capsys.readouterr().err.splitlines() if "is gone" in line] == [
-        "warning: the node 10.0.0.2 is gone: what it trained begins again on another."
-    ]
+    known = {"0"}  # which was dead before
+    cluster.name_lost_nodes(nodes, known)
+    nodes[2]["Alive"] = False
+    for _ in range(2):
+        cluster.name_lost_nodes(nodes, known)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["warning: the node 10.0.0.2 is gone: what it trained begins again on another."]
 
 
 def test_a_cluster_needs_ray(monkeypatch):

@@ -221,12 +221,18 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
         whole = seconds(work)
         yield {"work": name, "part": "all", "how": "replay", "seconds": whole}
         yield {"work": name, "part": "all", "how": "eager", "seconds": seconds(work, replayed=False)}
+    shares = []
     for part, alone in launches_of(work) if with_launches else ():
-        share = seconds(alone)
-        whole -= share
-        yield {"work": "both", "part": part, "how": "replay", "seconds": share}
+        shares.append(seconds(alone))
+        yield {"work": "both", "part": part, "how": "replay", "seconds": shares[-1]}
     if with_launches:
-        yield {"work": "both", "part": "rest", "how": "replay", "seconds": whole}
+        yield {"work": "both", "part": "rest", "how": "replay", "seconds": rest(whole, shares)}
+
+
+def rest(whole: float, shares: list[float]) -> float | None:
+    """The time between the launches of a call; None where the launches, each timed by itself, add up to more than the call."""
+    left = whole - sum(shares)
+    return left if left >= 0 else None
 
 
 def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) -> tuple:

@@ -37,6 +37,15 @@ def rehearse(*arguments):
     return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
+def test_no_time_is_negative():
+    from pipeline.benchmarks.gpu import rest
+
+    assert rest(3.0, [1.0, 1.5]) == 0.5 and rest(3.0, [2.0, 1.5]) is None
+    for path in (ROOT / "paper_outputs/benchmarks").glob("*/gpu_*.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            assert all(float(row["seconds"]) >= 0 for row in csv.DictReader(file) if row["seconds"]), path
+
+
 @pytest.mark.slow
 def test_a_rehearsal_leaves_one_archive_with_its_tables(tmp_path):
     done = rehearse("--rehearse", "--into", tmp_path / "gpu")

@@ -230,7 +230,7 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """The time between the launches of a call; None where the launches, each timed by itself, add up to more than the call."""
+    """The time between the launches of a call; None where the launches, timed alone, add up to more than the call."""
     left = whole - sum(shares)
     return left if left >= 0 else None
 

@@ -8,12 +8,14 @@ The words stand in templates/, one for each section. Their numbers come from wha
 are written to paper_outputs/numbers. There is no clock and no chance in here: the same files give the same bytes.
 """
 
+import base64
 import functools
 import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,9 @@ def write(name: str, only: str | None = None) -> None:
         files.write_csv(TABLE_2, table_2.as_csv(context["table_2"], lab))
         shown = ("table_2", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
-        figure_1 = figures.figure_1(lab.tables["histories"], lab.params)
-        files.write_bytes(FOLDER / "figure_1.png", figures.png(figure_1))
-        write_figure(figure_1, FOLDER / "figure_1.svg", name, ["paper_outputs/tables/histories.csv", *commits])
+        figure_1 = partial(figures.figure_1, lab.tables["histories"], lab.params)
+        sources = ["paper_outputs/tables/histories.csv", *commits]
+        write_figure(FOLDER / "figure_1.svg", name, sources, lab, figure_1, png=True)
     write_page(name, context, lab)
 
 
@@ -120,10 +122,25 @@ def common(lab: Lab) -> dict[str, Any]:
     return page.to_json(content)
 
 
-def write_figure(figure: Figure, path: Path, of_page: str, sources: list[str]) -> None:
-    """Writes a figure for wide screens and, in a folder of its own, for narrow ones."""
-    files.write_text(path, figures.svg(figure, sources))
-    files.write_text(NARROW / of_page / path.name, figures.svg(figures.stack(figure), sources))
+def write_figure(
+    path: Path, of_page: str, sources: list[str], lab: Lab, draw: Callable[[], Figure | None], *, png: bool = False
+) -> None:
+    """Writes a figure for wide screens and, in a folder of its own, for narrow ones, and on request as PNG; nothing where
+    `draw` gives no figure. A figure that was last drawn from the same inputs is not drawn again."""
+
+    def files_of() -> dict[str, str]:
+        if (figure := draw()) is None:
+            return {}
+        image = {"png": base64.b64encode(figures.png(figure)).decode()} if png else {}
+        return image | {"wide": figures.svg(figure, sources), "narrow": figures.svg(figures.stack(figure), sources)}
+
+    made_of = files.digest([sources, lab.once("inputs of figures", figures.inputs)])
+    drawn = figures.kept(f"{of_page}/{path.stem}", made_of, files_of)
+    if drawn:
+        files.write_text(path, drawn["wide"])
+        files.write_text(NARROW / of_page / path.name, drawn["narrow"])
+    if "png" in drawn:
+        files.write_bytes(path.with_suffix(".png"), base64.b64decode(drawn["png"]))
 
 
 def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
@@ -135,13 +152,12 @@ def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str
             return {}
         tables |= study.read_tables(name)
     if one.read:
-        tables |= one.read(settings, lab)
+        tables |= lab.once(f"runs of {name}", lambda: one.read(settings, lab))
     sources = sources_of(name) or [*TABLE_2_TABLES, *commits]
     for figure, draw in one.figures.items():
+        path, drawing = FIGURES / of_page / f"{figure}.svg", partial(draw, settings, tables, lab)
         with matplotlib.rc_context(STYLE):
-            drawing = draw(settings, tables, lab)
-        if drawing is not None:
-            write_figure(drawing, FIGURES / of_page / f"{figure}.svg", of_page, sources)
+            write_figure(path, of_page, sources, lab, drawing)
     return page.to_json(one.summarise(settings, tables, lab))
 
 

@@ -1,9 +1,13 @@
 """Figure 1, and figures as files and as parts of a page, for wide and for narrow screens."""
 
+import contextlib
 import io
 import itertools
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
 
 import matplotlib
 import pandas as pd
@@ -12,11 +16,15 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from pipeline.config.looks import STYLE, look_of, on_page
 from pipeline.config.params import Params
+from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
 # After a letter that is moved, an invisible one moves back; baseline-shift would, but not every browser knows it.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
+KEPT = Path(".checkpoints/figures")  # figures as they were last drawn
+RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of what was measured
+LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
 NARROW = 3.6, 2.8  # inches: the width of a figure on a phone, and the most that a panel has of its height
 UNSEEN = re.compile(  # parts of matplotlib's files that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
@@ -78,6 +86,33 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
     return re.sub(r"(?<=>)[^<>]+(?=</text>)", lambda found: scripted(found[0], UP, DOWN), text)
+
+
+def kept(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """The files of a figure as they were last drawn, or what `draw` gives now if `made_of` is another digest.
+
+    Args:
+        place: names the figure in `KEPT`.
+        made_of: a digest of all that the figure depends on.
+    """
+    path = KEPT / f"{place}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if (found["made_of"], found["sha256"]) == (made_of, files.digest(found["files"])):
+            return found["files"]
+    drawn = draw()
+    files.write_json(path, {"made_of": made_of, "sha256": files.digest(drawn), "files": drawn})
+    return drawn
+
+
+def inputs() -> str:
+    """A digest of all that figures depend on: code with its style, parameters, the versions of libraries, tables, and the
+    records and numbers of runs and measurements, whose records have the digests of their tables."""
+    paths = [Path("params.yaml"), *sorted(Path("paper_outputs/tables").glob("*.csv"))]
+    paths += [each for folder in ("osa", "pipeline") for each in sorted((files.ROOT / folder).rglob("*.[py]*"))]
+    paths += [each for folder in RESULTS for each in sorted(Path("paper_outputs", folder).rglob("*.json"))]
+    digests = {str(path): files.sha256(path) for path in paths if path.suffix in (".py", ".yaml", ".csv", ".json")}
+    return files.digest([digests, {name: version(name) for name in LIBRARIES}])
 
 
 def png(figure: Figure) -> bytes:

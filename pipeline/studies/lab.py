@@ -6,10 +6,10 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor
@@ -35,12 +35,19 @@ class Lab:
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST) -> None:
         self.study, self.params, self.paper, self.reading = study, settings, paper, reading
+        self._made: dict[str, Any] = {}  # shared with the labs of other studies
 
     def of(self, study: str, reading: str) -> Lab:
         """The lab of another study, with the same tables and images."""
         other = copy.copy(self)
         other.study, other.reading = study, reading
         return other
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Returns what `make` gave when this lab, or a lab of another study, first asked for this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def label(self, variant: str) -> str:
         """The label of a variant."""

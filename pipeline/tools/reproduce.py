@@ -15,6 +15,7 @@ from tqdm import tqdm
 from pipeline.config import params
 from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.data import idx
 from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
 from pipeline.tools.jobs import missing, table_2_jobs
@@ -33,7 +34,10 @@ def main(arguments: list[str] | None = None) -> None:
     trained = bring_up_to_date(
         settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
     )
-    subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True)
+    # The stages have just run, so that the report need not ask DVC once more.
+    subprocess.run(
+        [sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=os.environ | {"DVC_STAGE": "readme"}
+    )
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
     ]
@@ -46,7 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
 def bring_up_to_date(settings: params.Params, *options: str) -> int:
     """Makes data, runs and all that follows from them current. Returns how many runs were trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    repro("fetch")
+    if settings.data.source == params.FOLDER or not idx.folder(settings.data.source).exists():
+        repro("fetch")  # before anything is trained; data that are there are those of their name
     fan_out.take_over(settings, "--no-tracking" in options)
     left = missing(table_2_jobs(settings))
     if left:

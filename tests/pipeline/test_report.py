@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import osa
 from pipeline import studies
@@ -23,6 +24,7 @@ from pipeline.report import figures, page
 from pipeline.report.page import TEMPLATES, to_html, word_count
 from pipeline.results import runs
 from pipeline.studies import charts
+from pipeline.studies.lab import Lab
 from pipeline.training.run import Run
 
 BUDGETS = {"report": (3000, 800_000), "research": (6000, 800_000)}  # words, bytes of HTML
@@ -221,6 +223,32 @@ def test_a_figure_for_a_narrow_screen_stacks_panels_with_labels_of_their_own():
     assert left.y0 > right.y1 and left.x0 == right.x0
     assert all(axes.yaxis.get_ticklabels()[0].get_visible() for axes in drawing.axes)
     assert wide.count("a line") == narrow.count("a line") == 1
+
+
+def test_a_figure_is_drawn_again_where_its_code_its_libraries_or_a_result_has_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    files.write_text("params.yaml", "a: 1")
+    drawn, path = [], Path("paper_outputs/figure.svg")
+
+    def write() -> bytes:
+        draw = lambda: drawn.append(path) or Figure()  # noqa: E731
+        report.write_figure(path, "paper", ["a file"], Lab("report", None, None), draw, png=True)
+        return path.read_bytes() + path.with_suffix(".png").read_bytes()
+
+    assert write() == write() and len(drawn) == 1
+    changes = [
+        lambda: files.write_text("params.yaml", "a: 2"),
+        lambda: files.write_text("pipeline/config/looks.py", "STYLE = {}"),
+        lambda: files.write_text("pipeline/paper.yaml", "a: 1"),
+        lambda: files.write_json("paper_outputs/runs/study/vit/0/record.json", {}),
+        lambda: files.write_text("paper_outputs/tables/histories.csv", "epoch"),
+        lambda: monkeypatch.setattr(figures, "version", lambda name: "99"),
+        lambda: files.write_text(figures.KEPT / "paper/figure.json", "{}"),
+    ]
+    for number, change in enumerate(changes, 2):
+        change()
+        assert write() == write() and len(drawn) == number
 
 
 def test_a_page_has_a_drawing_for_each_width_with_ids_of_its_own():

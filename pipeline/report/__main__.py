@@ -90,23 +90,24 @@ def write(name: str, only: str | None = None) -> None:
     write_page(name, context, lab)
 
 
-def check_current(name: str) -> None:
-    """Asks DVC whether the inputs of a page are current.
+def check_current(*pages: str) -> None:
+    """Asks DVC whether the inputs of pages are current.
 
     Raises:
         UserError: an input, or an input of an input, was changed.
     """
-    if name not in STAGES or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # within `dvc repro` it has looked
+    stages = [name for name in pages if name in STAGES]
+    if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # within `dvc repro` it has looked
         return
     from dvc.repo import Repo
 
     logging.getLogger("dvc").setLevel(logging.ERROR)
-    for stage, entries in Repo().status(targets=[name], with_deps=True).items():
-        for entry in entries if stage != name else []:
+    for stage, entries in Repo().status(targets=stages, with_deps=True).items():
+        for entry in entries if stage not in stages else []:
             states = entry if isinstance(entry, dict) else {"changed command": {stage: "changed"}}
             for path, state in itertools.chain(*(each.items() for each in states.values())):
                 if state not in ("deleted", "not in cache"):  # as data are in a fresh clone
-                    raise UserError(f"{path} is not as the stage {stage} knows it: `dvc repro {name}`.")
+                    raise UserError(f"{path} is not as the stage {stage} knows it: `dvc repro {' '.join(stages)}`.")
 
 
 def common(lab: Lab) -> dict[str, Any]:
@@ -230,8 +231,7 @@ def source_line(path: str, of_page: str) -> str:
 
 def write_readme() -> None:
     """The blocks of README.md between markers, each from the template of its name."""
-    for name in STAGES:
-        check_current(name)
+    check_current(*STAGES)
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}
     context = {**numbers, **common(lab), "page": "paper_outputs/research.md"}

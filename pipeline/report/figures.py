@@ -109,10 +109,12 @@ def inputs() -> str:
     """A digest of all that figures depend on: code with its style, parameters, the versions of libraries, tables, and the
     records and numbers of runs and measurements, whose records have the digests of their tables."""
     paths = [Path("params.yaml"), *sorted(Path("paper_outputs/tables").glob("*.csv"))]
-    paths += [each for folder in ("osa", "pipeline") for each in sorted((files.ROOT / folder).rglob("*.[py]*"))]
-    paths += [each for folder in RESULTS for each in sorted(Path("paper_outputs", folder).rglob("*.json"))]
-    digests = {str(path): files.sha256(path) for path in paths if path.suffix in (".py", ".yaml", ".csv", ".json")}
-    return files.digest([digests, {name: version(name) for name in LIBRARIES}])
+    for folder in ("osa", "pipeline"):
+        paths += sorted([*(files.ROOT / folder).rglob("*.py"), *(files.ROOT / folder).rglob("*.yaml")])
+    for folder in RESULTS:
+        paths += sorted(Path("paper_outputs", folder).rglob("*.json"))
+    versions = {name: version(name) for name in LIBRARIES}
+    return files.digest([{str(path): files.sha256(path) for path in paths}, versions])
 
 
 def png(figure: Figure) -> bytes:

@@ -3,6 +3,7 @@
 It ends with the table, where page and figure lie, whether anything was trained, and how to train again.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -15,10 +16,9 @@ from tqdm import tqdm
 from pipeline.config import params
 from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
-from pipeline.data import idx
 from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
-from pipeline.tools.jobs import missing, table_2_jobs
+from pipeline.tools.jobs import digest, missing, table_2_jobs
 
 LOCK, README, OUTPUTS = Path("dvc.lock"), Path("README.md"), Path("paper_outputs")
 BEGUN, PASSED = re.compile(r"Running stage '(.+)':"), re.compile(r"Stage '(.+)' (didn't change|is cached)")
@@ -34,10 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
     trained = bring_up_to_date(
         settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
     )
-    # The stages have just run, so that the report need not ask DVC once more.
-    subprocess.run(
-        [sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=os.environ | {"DVC_STAGE": "readme"}
-    )
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # which need not ask DVC again whether all is current
+    subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
     ]
@@ -50,14 +48,21 @@ def main(arguments: list[str] | None = None) -> None:
 def bring_up_to_date(settings: params.Params, *options: str) -> int:
     """Makes data, runs and all that follows from them current. Returns how many runs were trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if settings.data.source == params.FOLDER or not idx.folder(settings.data.source).exists():
-        repro("fetch")  # before anything is trained; data that are there are those of their name
+    if not has_data(settings.data.source):
+        repro("fetch")
     fan_out.take_over(settings, "--no-tracking" in options)
     left = missing(table_2_jobs(settings))
     if left:
         fan_out.main([*options])
     repro()
     return len(left)
+
+
+def has_data(source: str) -> bool:
+    """True if a published data set is here and whole. A folder of one's own may be another one by now."""
+    with contextlib.suppress(UserError):
+        return bool(digest(source)) and source != params.FOLDER
+    return False
 
 
 def repro(*options: str) -> None:

@@ -33,5 +33,10 @@ def test_a_page_needs_no_torchvision():
     assert "matplotlib" in modules and "torchvision" not in modules
 
 
+def test_a_command_that_trains_nothing_needs_no_torch():
+    commands = "doctor, fan_out, plan, reproduce, restore, train"
+    assert "torch" not in imported(f"import sys; from pipeline.tools import {commands}; print(*sys.modules)")
+
+
 def test_a_sync_with_nothing_new_needs_no_torch():
     assert "torch" not in imported("import sys; import pipeline.tracking.sync; print(*sys.modules)")

@@ -9,8 +9,8 @@ from tqdm import tqdm
 from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
-from pipeline.tools import fan_out, reproduce
-from tests.pipeline.trainings import write_params
+from pipeline.tools import fan_out, jobs, reproduce
+from tests.pipeline.trainings import write_data, write_params
 
 GRAPH = """\
 stages:
@@ -64,13 +64,13 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     write_params(run={"variants": ["osa_qr", "vit"], "seeds": [5]})
     (tmp_path / "README.md").write_text("<!-- answer -->\n| a | b |\n| 1 | 2 |\n<!-- /answer -->\n| c |\n", encoding="utf-8")
     subprocess.run(["git", "init", "--quiet"], check=True)
-    monkeypatch.setattr(reproduce, "repro", lambda *options: None)
+    monkeypatch.setattr(reproduce, "repro", lambda *options: asked.append(options))
     monkeypatch.setattr(subprocess, "run", lambda command, run=subprocess.run, **options: run(["true"], **options))
     monkeypatch.setattr(fan_out, "take_over", lambda settings, no_tracking: None)
     monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: True)
     monkeypatch.setattr(fan_out, "main", lambda arguments: trained.append(arguments))
     monkeypatch.setattr(reproduce.times.Estimates, "of", lambda *_: 1500.0)
-    trained = []
+    trained, asked = [], []
     reproduce.main(["--jobs", "3"])
     text = capsys.readouterr().out
     assert "\n| a | b |\n| 1 | 2 |\n\n" in text and "| c |" not in text and "report.html" in text and "figure_1.svg" in text
@@ -79,6 +79,11 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: run.variant == "vit")
     reproduce.main(["--jobs", "3"])
     assert trained == [["--jobs=3"]] and "1 run was trained" in capsys.readouterr().out
+    assert asked == 2 * [("fetch",), ()], "as no data are here"
+    write_data()
+    reproduce.main([])
+    assert asked[4:] == [()]
+    jobs.digest.cache_clear()
 
 
 def test_readme_has_the_table_that_is_shown():

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -23,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import osa
 from osa import MODELS
 from osa.constrained.orthogonal import MAPS, orthogonal_, orthonormal_
-from osa.models import model_name
+from osa.options import model_name
 from tests.osa.helpers import REPRESENTATIVES
 
 SIZES = dict(image_size=8, embed_dim=16, num_heads=2, depth=5)
@@ -417,6 +416,8 @@ def test_gradients_of_each_image(name):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:FSDP2-wrapped module.*returned a view")  # torch's own
 def test_shards_have_the_gradients_of_the_whole(tmp_path):
+    from torch.distributed.fsdp import fully_shard  # which takes a second to import
+
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         for name in REPRESENTATIVES:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
@@ -31,9 +32,11 @@ ValueOut = Literal["orthogonal", "gaussian"]
 
 # The options
 
+MOST = 2**14  # of a size: beyond it the weights fill any memory
+
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
-    """An option with its bounds (`above`, `least`, `below`) and the attentions that alone have it (`attention`)."""
+    """An option with its bounds (`above`, `least`, `below`, `most`) and the attentions that alone have it (`attention`)."""
     return field(default=default, metadata=facts)
 
 
@@ -102,23 +105,23 @@ class Start:
 class Sizes:
     """Sizes of a model, Appendix D's by default: see `VisionTransformer`."""
 
-    image_size: int = _option(28, least=1)
-    in_channels: int = _option(1, least=1)
-    patch_size: int = _option(4, least=1)
-    num_classes: int = _option(10, least=0)
+    image_size: int = _option(28, least=1, most=MOST)
+    in_channels: int = _option(1, least=1, most=MOST)
+    patch_size: int = _option(4, least=1, most=MOST)
+    num_classes: int = _option(10, least=0, most=10**6)
     """0: no head, the model returns the features of [cls]."""
-    embed_dim: int = _option(64, least=1)
-    depth: int = _option(6, least=1)
-    num_heads: int = _option(4, least=1)
+    embed_dim: int = _option(64, least=1, most=MOST)
+    depth: int = _option(6, least=1, most=1000)
+    num_heads: int = _option(4, least=1, most=MOST)
     """h, 2 or more for orthogonal attention."""
-    mlp_ratio: float = _option(4.0, above=0)
+    mlp_ratio: float = _option(4.0, above=0, most=1000)
     norm_eps: float = _option(NORM_EPS, above=0)
     """ε of LayerNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Sizes, Start, Architecture):
-    """Every option of a model. The defaults are the paper's.
+    """Every option of a model. The defaults are the paper's. Numbers of any type are kept as Python's own.
 
     Raises:
         ValueError: an option has an impossible value, or belongs to another attention.
@@ -130,7 +133,8 @@ class ModelConfig(Sizes, Start, Architecture):
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            _check(option.name, getattr(self, option.name), TYPES[option.name], option.metadata)
+            value = _checked(option.name, getattr(self, option.name), TYPES[option.name], option.metadata)
+            object.__setattr__(self, option.name, value)  # as the instance is frozen
         check_own(dataclasses.asdict(self))
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
@@ -176,26 +180,37 @@ def check_own(options: dict[str, Any]) -> None:
             )
 
 
-def _check(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> None:
+def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any:
+    """The value of an option, a number as one of Python's own. Raises ValueError where the option cannot have it."""
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
-            return
+            return None
         kind = kinds[0]
     if choices := get_args(kind):
         if value not in choices:
             raise ValueError(f"{name} {value!r} is unknown; choose one of {', '.join(choices)}")
-    elif kind is bool:
+        return value
+    if kind is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, not {value!r}")
-    else:
-        number, word = (numbers.Integral, "a whole number") if kind is int else (numbers.Real, "a finite number")
-        limits = {"least": -math.inf, "above": -math.inf, "below": math.inf, **bounds}
-        fits = isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
-        if not (fits and value >= limits["least"] and limits["above"] < value < limits["below"]):
-            words = {"least": "{} or more", "above": "above {}", "below": "below {}"}
-            said = [word, *(form.format(bounds[bound]) for bound, form in words.items() if bound in bounds)]
-            raise ValueError(f"{name} must be {', '.join(said)}, not {value!r}")
+        return value
+    number, word = (numbers.Integral, "a whole number") if kind is int else (numbers.Real, "a finite number")
+    limits = {"least": -math.inf, "above": -math.inf, "below": math.inf, "most": math.inf, **bounds}
+    fits = isinstance(value, number) and not isinstance(value, bool) and is_finite(value)
+    if not (fits and limits["least"] <= value <= limits["most"] and limits["above"] < value < limits["below"]):
+        words = {"least": "{} or more", "above": "above {}", "below": "below {}", "most": "{} at most"}
+        said = [word, *(form.format(bounds[bound]) for bound, form in words.items() if bound in bounds)]
+        raise ValueError(f"{name} must be {', '.join(said)}, not {reprlib.repr(value)}")
+    return kind(value)
+
+
+def is_finite(number: Any) -> bool:
+    """Tells whether a real number is one that a float holds."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # raised by a whole number, which may be larger
+        return False
 
 
 class Options(TypedDict, total=False):

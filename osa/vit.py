@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from osa.init import init_xavier_mlp_, truncated_normal_, xavier_linear_
 from osa.modules import MLP, Block
 from osa.options import NORM_EPS
 from osa.runtime import uncompiled
+
+if TYPE_CHECKING:
+    from osa.models import ModelConfig
 
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # outputs of blocks: patches, or patches and [cls]
 
@@ -47,6 +50,8 @@ class VisionTransformer(nn.Module):
         torch.Size([8, 10])
     """
 
+    config: "ModelConfig"  # of a model of `build_vit`; one that is built from its parts has none
+
     def __init__(
         self,
         *,
@@ -67,7 +72,6 @@ class VisionTransformer(nn.Module):
         embedding_std: float = 0.02,
     ) -> None:
         super().__init__()
-        self.config: Any = None  # the `ModelConfig` that it is built from, if from one
         if image_size % patch_size:
             raise ValueError(f"patch_size {patch_size} must divide image_size {image_size}")
         if depth < 1:
@@ -202,7 +206,7 @@ class VisionTransformer(nn.Module):
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)
             xavier_linear_(self.head)
-        if self.config is not None:
+        if hasattr(self, "config"):
             self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -247,8 +247,7 @@ class SignalPreservingSelfAttention(SelfAttention):
     Args:
         embed_dim: d.
         num_heads: h.
-        matrix: A (N, N), for tokens in this order; the layer's buffers, D and log P, lie on its device. A state dict without
-            them, as older ones are, leaves them as they are.
+        matrix: A (N, N), for tokens in this order; the layer's buffers, D and log P, lie on its device.
 
     Raises:
         ValueError: h does not divide d, or A is not square.
@@ -268,7 +267,6 @@ class SignalPreservingSelfAttention(SelfAttention):
         bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # no −∞, which an average makes NaN
         self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
         self.register_buffer("bias", bias.to(device))  # (N, N)
-        self.register_load_state_dict_pre_hook(_keep_buffers)
         init_signal_preserving_attention_(self)
 
     def mix(
@@ -281,13 +279,6 @@ class SignalPreservingSelfAttention(SelfAttention):
         mask = self.bias[:num_outputs]
         heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
         return self.gain[:num_outputs] * heads  # (B, h, n, d_v)
-
-
-def _keep_buffers(attention: SignalPreservingSelfAttention, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Completes an older state dict, which lacks the buffers."""
-    for name, buffer in attention.named_buffers(recurse=False):
-        if not buffer.is_meta:
-            state.setdefault(prefix + name, buffer)
 
 
 class ValueSkipInitSelfAttention(SelfAttention):

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 
 from osa.constrained.names import RETRACTION, HeadConstraint, Map, Penalty, WholeConstraint
-from osa.options import ITERATIONS, METHODS, MODELS, TYPES, Architecture, ModelConfig, Sizes, Start, check_own
+from osa.options import ITERATIONS, METHODS, MODELS, MOST, TYPES, Architecture, ModelConfig, Sizes, Start, check_own
 from pipeline.config.reading import UNREADABLE, ended, hint, in_repository, read, validate
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT, read_json
@@ -60,8 +60,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # or none
 Seeds = Annotated[AnySeeds, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
-SIZE = {"le": 2**14}  # beyond it the weights fill any memory
-Size = Annotated[int, Field(gt=0, **SIZE)]
+Size = Annotated[int, Field(gt=0, le=MOST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -176,7 +175,7 @@ def options(
     return create_model(group.__name__, __base__=Section, **keys)
 
 
-BOUNDS = {"above": "gt", "least": "ge", "below": "lt"}
+BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 
 
 class Model(
@@ -184,12 +183,7 @@ class Model(
         Sizes,
         absent=("image_size", "in_channels"),  # the data have them
         optional=("norm_eps",),
-        patch_size=SIZE,
-        embed_dim=SIZE,
-        num_heads=SIZE,
         num_classes={"ge": 2, "le": 10**4},
-        depth={"le": 1000},
-        mlp_ratio={"le": 1000},
     )
 ):
     """The model's sizes but for those that the data have."""

@@ -1,16 +1,25 @@
 """The models by name: their parts, how they start, and which options are refused. test_golden.py trains them."""
 
+import dataclasses
 import itertools
+import json
 import math
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import osa
 from osa import MODELS, create_model
 from tests.osa.helpers import REPRESENTATIVES, assert_uniform, skip_without_fake_draws
 
+ROOT = Path(__file__).parents[2]
 ORTHOGONAL = ["osa_qr", "osa_ns", "osa_exact", "osa_qr_literal"]  # the paper's two, and their function by other routes
 
 
@@ -144,6 +153,28 @@ def test_options_reach_every_layer():
     assert 0.55 < model.position_embedding.abs().max() <= 0.6
 
 
+def test_numbers_of_any_type_are_kept_as_pythons_own():
+    given = dict(alpha=np.float32(0.25), depth=np.int64(2), mlp_ratio=Fraction(5, 2), epsilon=0, num_iterations=np.int32(3))
+    config = create("osa_ns", **given).config
+    for name, value in given.items():
+        assert type(getattr(config, name)) is (int if name in ("depth", "num_iterations") else float), name
+        assert getattr(config, name) == value
+    assert osa.ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+IMPORTED = """
+import sys
+import osa
+
+osa.create_model("osa_qr", depth=1)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_creating_a_model_imports_no_compiler():
+    assert subprocess.check_output([sys.executable, "-c", IMPORTED], cwd=ROOT, text=True) == "False\n"
+
+
 def test_sizes():
     images = dict(image_size=33, patch_size=11, in_channels=3, num_classes=7)
     model = create("vit_noskip", **images, embed_dim=15, depth=2, num_heads=3, mlp_ratio=2.5)
@@ -193,6 +224,9 @@ REFUSED = [  # more of these have a remedy, below
     ("vit", dict(num_heads=5), "num_heads.*embed_dim 64"),
     ("vit", dict(patch_size=5), "patch_size.*image_size 28"),
     ("vit", dict(depth=6.0), "depth"),
+    ("vit", dict(depth=10**9), "depth.*1000 at most, not 1000000000"),
+    ("vit", dict(embed_dim=2**40), "embed_dim.*16384 at most"),
+    ("osa_qr", dict(alpha=10**400), "alpha.*finite"),
     ("vit", dict(image_size=(28, 56)), "image_size"),
     ("vit", dict(mlp_ratio=math.inf), "mlp_ratio"),
     ("vit", dict(embedding_std=0.0), "embedding_std.*above 0"),

@@ -16,6 +16,8 @@ osa.orthogonal_attention(x, x, x, method="newton_schulz", num_iterations=3)
 osa.orthogonal_attention(x, x, x, methd="qr")  # type: ignore[call-arg]
 osa.orthogonal_attention(x, x, x, method="qrr")  # type: ignore[arg-type]
 osa.orthogonal_attention_varlen(x, x, x, torch.tensor([0, 2]), scale=1j)  # type: ignore[arg-type]
+model.config.depth.bit_length()
+model.config.dpeth.bit_length()  # type: ignore[attr-defined]
 layer = osa.OrthogonalSelfAttention(64, 4, method="exact", dtype=torch.float64)
 layer.query.weight.sum()
 layer.query.wieght.sum()  # type: ignore[operator]

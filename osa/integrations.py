@@ -4,7 +4,7 @@ import copyreg
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from osa.functional import orthogonal_attention
 from osa.masking import repeated
-from osa.options import EPSILON, Method, MethodOptions, check_method
+from osa.options import EPSILON, Method, MethodOptions, check_method, is_finite
 
 SAVED = "orthogonal_attention"  # key of a transformers configuration, for the settings of the attention
 
@@ -40,9 +40,8 @@ def timm_attention(
     Example:
         >>> timm.create_model("vit_tiny_patch16_224", attn_layer=timm_attention())  # doctest: +SKIP
     """
-    check_method(method, num_iterations, epsilon)
-    _check_finite("alpha_init", alpha_init)
-    return _timm_class(method, num_iterations, epsilon, alpha_init)
+    options = _plain(method, num_iterations, epsilon)
+    return _timm_class(options["method"], options["num_iterations"], options["epsilon"], _finite("alpha_init", alpha_init))
 
 
 class _Made(type):
@@ -109,8 +108,9 @@ def register_with_transformers(
     that was saved with this attention asks for the same registration when it is loaded, and is refused without it or with
     other settings. Causal models and dropout of attention are refused at the first call.
 
-    Every configuration of transformers gets the attribute `orthogonal_attention`, None at first: transformers reads
-    `attn_implementation` from a file and forgets it, so that a model that is loaded and saved would be softmax's.
+    Every configuration of transformers gets the attribute `orthogonal_attention`, None at first, and its `to_dict` writes
+    `attn_implementation`, too, where that is set: transformers reads it from a file and forgets it, so that a model that is
+    loaded and saved would be softmax's. A model that is given another attention later is saved with that one.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -119,7 +119,7 @@ def register_with_transformers(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: the method is unknown, α is not finite, or the name is another attention's or no word.
+        ValueError: the method is unknown, α is not a finite number, or the name is another attention's or no word.
 
     Example:
         >>> register_with_transformers("osa")  # doctest: +SKIP
@@ -128,18 +128,17 @@ def register_with_transformers(
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
     from transformers.masking_utils import sdpa_mask
 
-    check_method(method, num_iterations, epsilon)
-    _check_finite("alpha", alpha)
+    options, alpha = _plain(method, num_iterations, epsilon), _finite("alpha", alpha)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f'name must be a word such as "osa", not {name!r}')
-    registered = AttentionInterface().get(name)
-    if not _is_ours(registered) and name in (*AttentionInterface(), *AttentionMaskInterface()):
+    if _is_another(name):
         raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
-    options: MethodOptions = {"method": method, "num_iterations": num_iterations, "epsilon": epsilon}
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
     configurations: Any = PreTrainedConfig  # whose type declares no such attribute
-    configurations.orthogonal_attention = _Saved()
+    if not hasattr(configurations, SAVED):
+        configurations.orthogonal_attention = None
+        configurations.to_dict = _with_attention(configurations.to_dict)
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
@@ -191,21 +190,20 @@ def _mark(config: Any, settings: dict[str, Any]) -> None:
     config.orthogonal_attention = settings
 
 
-class _Saved:
-    """The settings of the attention in a configuration of transformers, where they bring `attn_implementation` along.
+def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """`to_dict` of the configurations of transformers, with the attention that the model has by now."""
 
-    Both are attributes of their own, so that transformers writes them; this attribute is set when a file is read, too.
-    """
+    @functools.wraps(to_dict)
+    def wrapped(config: Any) -> dict[str, Any]:
+        written = to_dict(config)
+        settings = written.pop(SAVED, None)
+        chosen = _implementation(config)
+        names = chosen.values() if isinstance(chosen, dict) else [chosen]
+        if settings is None or all(map(_is_another, names)):
+            return written
+        return written | {SAVED: settings, "attn_implementation": chosen}
 
-    def __get__(self, config: Any, owner: type) -> dict[str, Any] | None:
-        return None if config is None else vars(config).get(SAVED)
-
-    def __set__(self, config: Any, settings: dict[str, Any] | None) -> None:
-        if settings is None:
-            vars(config).pop("attn_implementation", None)
-            vars(config).pop(SAVED, None)
-        else:
-            vars(config).update({SAVED: settings, "attn_implementation": _implementation(config)})
+    return wrapped
 
 
 def _implementation(config: Any) -> str | dict[str, Any]:
@@ -217,6 +215,13 @@ def _implementation(config: Any) -> str | dict[str, Any]:
 
 def _is_ours(registered: Any) -> TypeGuard[functools.partial]:
     return isinstance(registered, functools.partial) and registered.func is _attend
+
+
+def _is_another(name: str | None) -> bool:
+    """Tells whether transformers knows an attention of this name that is not ours."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    return not _is_ours(AttentionInterface().get(name)) and name in (*AttentionInterface(), *AttentionMaskInterface())
 
 
 def _attend(
@@ -267,6 +272,14 @@ def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
         )
 
 
-def _check_finite(name: str, number: float) -> None:
-    if not (isinstance(number, Real) and math.isfinite(number)):
+def _plain(method: Method, num_iterations: int | None, epsilon: float) -> MethodOptions:
+    """The checked options of a method, with numbers of Python's own, which JSON and pickle write as numbers."""
+    check_method(method, num_iterations, epsilon)
+    iterations = None if num_iterations is None else int(num_iterations)
+    return {"method": method, "num_iterations": iterations, "epsilon": float(epsilon)}
+
+
+def _finite(name: str, number: float) -> float:
+    if not (isinstance(number, Real) and is_finite(number)):
         raise ValueError(f"{name} must be a finite number, not {number!r}")
+    return float(number)

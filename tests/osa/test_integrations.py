@@ -8,8 +8,10 @@ import pickle
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
@@ -368,6 +370,42 @@ def test_a_model_is_orthogonal_only_where_its_configuration_says_so(registered, 
     assert torch.equal(type(model).from_pretrained(tmp_path)(images)[0], loaded(images)[0])
 
 
+def test_a_model_is_saved_with_the_attention_that_it_was_given_last(registered, tmp_path):
+    """Without a word to the configuration's `orthogonal_attention`, for a whole model and for a part of one."""
+    model, images = encoder(), torch.randn(2, 3, 16, 16)
+    expected = model(images)[0]
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path / "a")
+    loaded = type(model).from_pretrained(tmp_path / "a")
+    assert torch.equal(loaded(images)[0], model(images)[0]) and relative_error(loaded(images)[0], expected) > 0.1
+    assert "orthogonal" not in (tmp_path / "a/config.json").read_text(encoding="utf-8")
+    model.set_attn_implementation("osa_test")
+    model.save_pretrained(tmp_path / "a")
+    assert torch.equal(type(model).from_pretrained(tmp_path / "a")(images)[0], expected)
+    model = with_attention(model_of_two_parts("Siglip"), "osa_test")
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    model.save_pretrained(tmp_path / "b")
+    loaded = type(model).from_pretrained(tmp_path / "b")
+    assert torch.equal(features(loaded, images), features(model, images))
+    parts = loaded.config.vision_config, loaded.config.text_config
+    assert [part._attn_implementation for part in parts] == ["sdpa", "osa_test"]
+
+
+def test_settings_of_any_type_are_saved_as_numbers(registered, tmp_path):
+    given = dict(num_iterations=np.int64(5), epsilon=Fraction(1, 1000))
+    integrations.register_with_transformers("osa_test", method="newton_schulz", alpha=np.float32(0.25), **given)
+    model, images = encoder(), torch.randn(2, 3, 16, 16)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(images)[0], model(images)[0])
+
+
+def test_settings_of_timms_attention_are_kept_as_numbers():
+    pytest.importorskip("timm")
+    given = dict(num_iterations=np.int64(5), epsilon=Fraction(1, 1000), alpha_init=np.float32(0.25))
+    layer = integrations.timm_attention(method="newton_schulz", **given)
+    assert [type(each) for each in layer.made_by] == [str, int, float, float]
+
+
 def test_a_pickled_model_of_transformers_keeps_its_settings(registered):
     model, images = encoder(), torch.randn(2, 3, 16, 16)
     expected = model(images).last_hidden_state
@@ -404,6 +442,7 @@ def test_attention_matrices_are_given_where_asked_for(registered):
         (dict(name="paged|osa"), ValueError, "name must be a word"),
         (dict(name=None), ValueError, "name must be a word.*None"),
         (dict(alpha=math.nan), ValueError, "alpha must be a finite number"),
+        (dict(alpha=10**400), ValueError, "alpha must be a finite number"),
         (dict(alpha="0.1"), ValueError, "alpha must be a finite number"),
         (dict(method="qrr"), ValueError, "'qrr' is unknown"),
         (dict(epsilon=-1.0), ValueError, "epsilon"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from osa.functional import orthogonal_attention, orthogonal_attention_matrix
     from osa.models import build_vit, create_model
-    from osa.modules import MLP, Block, OrthogonalSelfAttention, SoftmaxSelfAttention
+    from osa.modules import MLP, Block, MultiheadOrthogonalAttention, OrthogonalSelfAttention, SoftmaxSelfAttention
     from osa.options import MODELS, ModelConfig
     from osa.pretrained import load_pretrained, save_pretrained
     from osa.varlen import orthogonal_attention_varlen
@@ -25,6 +25,7 @@ __all__ = [
     "NUMERICS",
     "Block",
     "ModelConfig",
+    "MultiheadOrthogonalAttention",
     "OrthogonalSelfAttention",
     "SoftmaxSelfAttention",
     "VisionTransformer",
@@ -40,7 +41,7 @@ __all__ = [
 _MODULES = {
     "functional": ("orthogonal_attention", "orthogonal_attention_matrix"),
     "models": ("build_vit", "create_model"),
-    "modules": ("MLP", "Block", "OrthogonalSelfAttention", "SoftmaxSelfAttention"),
+    "modules": ("MLP", "Block", "MultiheadOrthogonalAttention", "OrthogonalSelfAttention", "SoftmaxSelfAttention"),
     "options": ("MODELS", "ModelConfig"),
     "pretrained": ("load_pretrained", "save_pretrained"),
     "varlen": ("orthogonal_attention_varlen",),

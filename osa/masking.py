@@ -73,14 +73,20 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
         raise ValueError(f"the batch dimensions of attn_mask and query must broadcast, not {batches}") from None
     first = mask[..., :1, :]  # (..., 1, N)
     if mask.shape[-2] > 1:
-        is_padding = (mask == first).all()
-        message = "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal"
-        if not is_eager(mask) or is_captured(mask):
-            assert_later(is_padding, message)
-        elif has_values(mask) and not is_padding:
-            raise ValueError(message)
+        check_values(
+            (mask == first).all(),
+            "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal",
+        )
     left_out = ~first.mT  # (..., N, 1)
     return query.masked_fill(left_out, 0), key.masked_fill(left_out, 0)
+
+
+def check_values(condition: Tensor, message: str) -> None:
+    """Raises ValueError where a condition, (), is false, or an error on the device later where its value cannot be read."""
+    if not is_eager(condition) or is_captured(condition):
+        assert_later(condition, message)
+    elif has_values(condition) and not condition.is_meta and not condition:
+        raise ValueError(message)
 
 
 def repeated(query: Tensor, other: Tensor) -> Tensor:
@@ -89,9 +95,7 @@ def repeated(query: Tensor, other: Tensor) -> Tensor:
     Raises:
         ValueError: h' does not divide h.
     """
-    if min(query.dim(), other.dim()) < 3 or query.shape[-3] % other.shape[-3]:
-        heads = [x.shape[-3] if x.dim() > 2 else 0 for x in (query, other)]
-        raise ValueError(
-            f"enable_gqa needs a number of key and value heads that divides the query's {heads[0]}, not {heads[1]}"
-        )
-    return other.repeat_interleave(query.shape[-3] // other.shape[-3], dim=-3)
+    heads, others = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, other))
+    if min(query.dim(), other.dim()) < 3 or (heads % others if others else heads):
+        raise ValueError(f"enable_gqa needs a number of key and value heads that divides the query's {heads}, not {others}")
+    return other.repeat_interleave(heads // others, dim=-3) if others else other

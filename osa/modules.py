@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,9 @@ from torch.nn.utils import parametrize
 
 from osa.functional import orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
+from osa.masking import check_neutral, check_tensors, check_values
 from osa.options import EPSILON, NORM_EPS, Method, MethodOptions, check_method
-from osa.runtime import has_hooks
+from osa.runtime import has_hooks, is_eager
 
 Device = torch.device | str | None
 Dtype = torch.dtype | None
@@ -106,7 +107,7 @@ class SelfAttention(nn.Module):
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """A mask of tokens, of the shape that x has without its last dimension, as (B, 1, 1, N); others as they are."""
+    """A mask of tokens, of the shape that x has without its last dimension, as (B or none, 1, 1, N); others as they are."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
     if attn_mask.dim() > 2:
@@ -114,7 +115,14 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     if attn_mask.shape != x.shape[:-1] or attn_mask.dtype != torch.bool:
         expected, given = tuple(x.shape[:-1]), f"{attn_mask.dtype}, {tuple(attn_mask.shape)}"
         raise ValueError(f"attn_mask must be boolean, {expected}, or have three dimensions or more, not {given}")
-    return attn_mask.view(-1, 1, 1, x.shape[-2])
+    if is_eager(attn_mask) and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
+        lower = torch.ones_like(attn_mask).tril()
+        check_values(
+            (attn_mask != lower).any() & (attn_mask == lower).any(),  # neither the triangle nor what it leaves
+            "attn_mask is a triangle, which could be a causal mask, (N, N), or padding, (B, N): write attn_mask[None] or "
+            "attn_mask[:, None, None]",
+        )
+    return attn_mask[..., None, None, :]
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
@@ -204,6 +212,140 @@ class OrthogonalSelfAttention(SelfAttention):
     ) -> Tensor:
         heads = orthogonal_attention(query, key, value, attn_mask, scale=self.scale(), **self.options)
         return heads[:, :, :num_outputs]  # (B, h, N, d_v)
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of `OrthogonalSelfAttention`."""
+
+    method: Method
+    num_iterations: int | None
+    epsilon: float
+    alpha_init: float
+    alpha_per_head: bool
+    device: Device
+    dtype: Dtype
+
+
+class _NoFastPath:
+    """Stands for weights that torch's encoder reads for its fast path of softmax: with this method nothing takes it."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
+class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
+    """`OrthogonalSelfAttention` that is called as `nn.MultiheadAttention` is, for encoders of torch and torchvision.
+
+    It is `self_attn` of `nn.TransformerEncoderLayer` and `self_attention` of torchvision's `VisionTransformer`. It cannot be
+    causal or cross-attention, and masks leave out whole tokens.
+
+    Args:
+        embed_dim: d.
+        num_heads: h ≥ 2.
+        batch_first: whether tokens are (B, N, d), or (N, B, d) as by `nn.MultiheadAttention`'s default.
+        options: as for `OrthogonalSelfAttention`, which has the same state dict.
+
+    Raises:
+        ValueError: as `OrthogonalSelfAttention`.
+
+    Example:
+        >>> encoder = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
+        >>> encoder.self_attn = MultiheadOrthogonalAttention(64, 4, batch_first=True)
+        >>> encoder(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+    """
+
+    in_proj_weight = in_proj_bias = _NoFastPath()
+    _qkv_same_embed_dim = True  # which the encoder asks, too
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, batch_first: bool = False, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__(embed_dim, num_heads, **options)
+        self.batch_first = batch_first
+
+    @property
+    def out_proj(self) -> nn.Linear:
+        return self.out
+
+    def forward(  # type: ignore[override]  # torch's own call
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, of the query's shape, and the matrices exp(S) on demand, as `nn.MultiheadAttention` has them.
+
+        Args:
+            query, key, value: one tensor, (B, N, d), (N, B, d) if not `batch_first`, or (N, d).
+            key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for tokens that take part.
+            need_weights: whether to return the matrices: (B, N, N), or (N, N) for (N, d).
+            attn_mask: padding again, in the form (N, N) or (B·h, N, N) with equal rows, True or −∞ for padding.
+            average_attn_weights: whether the matrices are the mean over heads, or (B, h, N, N), or (h, N, N).
+            is_causal: False.
+
+        Raises:
+            TypeError: the tokens or a mask are no tensor.
+            ValueError: query, key and value are several tensors, a mask has single entries or other numbers, or the shapes
+                do not fit.
+        """
+        if not (query is key is value):
+            raise ValueError(
+                "query, key and value must be one tensor, as in attention(x, x, x): query and key of exp(S) have the same "
+                "tokens, so that there is no cross-attention"
+            )
+        check_tensors(query)
+        check_neutral(0.0, is_causal)
+        is_turned = not self.batch_first and query.dim() == 3
+        x = query.transpose(0, 1) if is_turned else query
+        mask = self._mask(x, key_padding_mask, attn_mask)
+        y = super().forward(x, attn_mask=mask)
+        weights = self._weights(x, mask, average_attn_weights) if need_weights else None
+        return y.transpose(0, 1) if is_turned else y, weights
+
+    def _mask(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
+        """Both masks of torch as one of the heads, True for tokens that take part, (B or 1, h or 1, 1 or N, N)."""
+        square = (x.shape[-2], x.shape[-2])
+        mask = None
+        if key_padding_mask is not None:
+            mask = _kept("key_padding_mask", key_padding_mask, x.shape[:-1])[..., None, None, :]
+        if attn_mask is not None:
+            batch = x.shape[0] if x.dim() == 3 else 1
+            is_of_heads = isinstance(attn_mask, Tensor) and attn_mask.dim() == 3
+            kept = _kept("attn_mask", attn_mask, (batch * self.num_heads, *square) if is_of_heads else square)
+            kept = kept.unflatten(0, (batch, self.num_heads)) if is_of_heads else kept[None]
+            mask = kept if mask is None else mask & kept
+        return mask
+
+    def _weights(self, x: Tensor, mask: Tensor | None, average: bool) -> Tensor:
+        """The matrices exp(S): what the attention makes of the identity."""
+        query, key, _ = self.project(x if x.dim() == 3 else x[None])
+        identity = torch.eye(x.shape[-2], dtype=query.dtype, device=query.device)
+        weights = orthogonal_attention(query, key, identity, mask, scale=self.scale(), **self.options)  # (B, h, N, N)
+        weights = weights.mean(1) if average else weights
+        return weights if x.dim() == 3 else weights[0]
+
+
+def _kept(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """True where a mask of `nn.MultiheadAttention` leaves nothing out."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
+    if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        given = f"{mask.dtype}, {tuple(mask.shape)}"
+        raise ValueError(f"{name} must be boolean or floating-point, {tuple(shape)}, not {given}")
+    if mask.dtype == torch.bool:
+        return ~mask
+    check_values(
+        ((mask == 0) | (mask == -math.inf)).all(),
+        f"{name} must be 0 or −∞ everywhere: exp(S) has no softmax, to whose logits other numbers could be added",
+    )
+    return mask == 0
 
 
 class SoftmaxSelfAttention(SelfAttention):

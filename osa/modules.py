@@ -257,7 +257,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """
 
     in_proj_weight = in_proj_bias = _NoFastPath()
-    _qkv_same_embed_dim = True  # which the encoder asks, too
+    _qkv_same_embed_dim = True  # the encoder reads this one, too
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, batch_first: bool = False, **options: Unpack[LayerOptions]

@@ -32,7 +32,7 @@ ValueOut = Literal["orthogonal", "gaussian"]
 
 # The options
 
-MOST = 2**14  # of a size: beyond it the weights fill any memory
+MOST = 2**14  # largest size: beyond it the weights fill any memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:

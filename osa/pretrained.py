@@ -5,6 +5,8 @@ The Hugging Face Hub has models in the same form. A model card, README.md, descr
 
 import dataclasses
 import json
+import os
+import re
 import textwrap
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from osa.masking import TYPES
 from osa.models import build_vit, create_model
 from osa.options import MODELS, ModelConfig, check_model, model_name
 from osa.vit import VisionTransformer, unwrapped
@@ -34,9 +37,9 @@ tags: [osa, orthogonal-self-attention, vision-transformer]
 {options}
 
 ```python
-import osa  # pip install "orthogonal-self-attention[pretrained]"
+import osa  # pip install git+ADDRESS-OF-THIS-REPOSITORY safetensors
 
-model = osa.load_pretrained("FOLDER")  # this one
+model = osa.load_pretrained("FOLDER")  # this one; for a model of the Hub, what huggingface_hub.snapshot_download returns
 ```
 
 Which data it was trained on, with what result and for which use, is for its authors to say here.
@@ -44,6 +47,9 @@ Which data it was trained on, with what result and for which use, is for its aut
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
 PASSING = ("training", "grad_checkpointing")  # attributes of modules that are no part of the function
+POINTER = b"version https://git-lfs"  # first bytes of a file that stands for one of Git LFS
+JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
+SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
@@ -56,15 +62,20 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         folder: the folder, created if missing.
 
     Raises:
-        ValueError: no configuration builds the model: it was built in another way, or has been changed since.
+        TypeError: it is no model, but its state dict, say.
+        ValueError: no configuration builds the model: it was built in another way, or has been changed since. Or its weights
+            are sharded or of several types, or the folder is no folder.
         ImportError: the package safetensors is not installed.
 
     Example:
         >>> save_pretrained(osa.create_model("osa_qr"), "my_model")
     """
     save_file = _safetensors().save_file
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a model such as osa.create_model returns, not {type(model).__name__}")
     model = unwrapped(model)
-    if not isinstance(model, VisionTransformer) or model.config is None:
+    _check_whole(model)
+    if not isinstance(model, VisionTransformer) or not hasattr(model, "config"):
         raise ValueError("the model has no config: build it by osa.create_model or osa.build_vit, or keep its state_dict")
     _check_unchanged(model)
     state = model.state_dict()
@@ -74,7 +85,10 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             state = {key: tensor for key, tensor in state.items() if not key.startswith(inside)}
             for name, _ in module.get_submodule("parametrizations").named_children():
                 state[f"{path}.{name}"] = getattr(module, name).detach()
-    folder = Path(folder)
+    _check_types(state, "the model has", "give it one, as model.float() does")
+    folder = _local(folder)
+    if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS).is_dir():
+        raise ValueError(f"{folder} is no folder that a model can be written to: give another one")
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}  # no views
     save_file(whole, folder / WEIGHTS)
@@ -82,6 +96,26 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not (folder / CARD).exists():
         (folder / CARD).write_text(_card(model, model.config), encoding="utf-8")
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raises ValueError where the processes of a training have a part of the weights each."""
+    by_fsdp = any(type(module).__module__.startswith("torch.distributed.fsdp") for module in model.modules())
+    if by_fsdp or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ValueError(
+            "the model is sharded: load its full weights, which get_model_state_dict of torch.distributed.checkpoint."
+            "state_dict gathers with StateDictOptions(full_state_dict=True), into another model, and save that"
+        )
+
+
+def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> None:
+    """Raises ValueError where weights have several types, or one that layers do not calculate in."""
+    types = {tensor.dtype for tensor in state.values()}
+    if len(types) > 1 or not types <= set(TYPES):
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
+        raise ValueError(
+            f"{whose} weights in {names}, where one floating-point type of 16, 32 or 64 bits is needed: {remedy}"
+        )
 
 
 def _check_unchanged(model: VisionTransformer) -> None:
@@ -110,20 +144,23 @@ def _check_unchanged(model: VisionTransformer) -> None:
 def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
     """Type and settings of a module, without tensors and parts."""
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in PASSING}
-    return parametrize.type_before_parametrizations(module), settings
+    kind = parametrize.type_before_parametrizations(module)
+    if kind.__module__.startswith("torch.distributed."):  # a class that torch.distributed's replicate derives
+        kind = kind.__bases__[-1]
+    return kind, settings
 
 
-def load_pretrained(path: str | Path, *, name: str | None = None, folder: str | Path | None = None) -> VisionTransformer:
+def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTransformer:
     """The model that `save_pretrained` wrote to a folder, in evaluation mode, on the CPU and in the type of its weights.
 
     Args:
         path: the folder; or a file of weights alone, of the model that `create_model` builds by `name`.
         name: the name in `MODELS` that the model must have, whatever its size and start. A folder has the name itself.
-        folder: the path, where the name stands in its place: `load_pretrained("osa_qr", folder="my_model")`.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the configuration is of another model, weights and configuration disagree, or a file has no name.
+        ValueError: the configuration is of another model, weights and configuration disagree, a file has no name, or what
+            lies there is no whole model: a pointer of Git LFS, a shard, weights of several types.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -133,12 +170,11 @@ def load_pretrained(path: str | Path, *, name: str | None = None, folder: str | 
     load_file = _safetensors().load_file
     from safetensors import SafetensorError
 
-    if folder is not None:
-        path, name = folder, str(path)
     if name is not None:
         check_model(name)
-    path = Path(path)
-    if path.name == WEIGHTS and path.with_name(CONFIG).exists():
+    path = _local(path)
+    _check_link(path)
+    if path.name in (WEIGHTS, CONFIG) and path.with_name(CONFIG).exists():
         path = path.parent
     model = _from_name(path, name) if path.is_file() else _from_folder(path, name)
     weights = path if path.is_file() else path / WEIGHTS
@@ -146,6 +182,7 @@ def load_pretrained(path: str | Path, *, name: str | None = None, folder: str | 
         state = load_file(weights)
     except SafetensorError as error:
         raise ValueError(f"{weights} is no file of safetensors, or not a whole one: {error}") from None
+    _check_types(state, f"{weights} has", "cast them to one, and save them again")
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -155,8 +192,35 @@ def load_pretrained(path: str | Path, *, name: str | None = None, folder: str | 
     return model.eval()
 
 
+def _local(path: str | Path) -> Path:
+    """A path, with the home folder for ~. Raises ValueError for an address."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ValueError(f"{path} is an address: download the folder, and give its path")
+    return Path(os.path.expanduser(path))  # leaves a home that nobody has as it is
+
+
+def _check_link(path: Path) -> None:
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which is gone: download or copy it again")
+
+
+def _check_file(file: Path) -> None:
+    """Raises FileNotFoundError or ValueError where a file has no content of its own."""
+    _check_link(file)
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(file.parent)}")
+    if not file.is_file():
+        raise ValueError(f"{file} is no file: put the one that osa.save_pretrained writes in its place")
+    with file.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            raise ValueError(f"{file} is a pointer of Git LFS: `git lfs pull` fetches the file")
+
+
 def _from_name(file: Path, name: str | None) -> VisionTransformer:
     """The model of a file of weights, without them."""
+    _check_file(file)
+    if SHARD.search(file.name):
+        raise ValueError(f"{file} has a part of a model's weights: {JOIN}")
     if name is None:
         raise ValueError(f'{file} has weights alone: say of which model, name="osa_qr" or another one of osa.MODELS')
     with torch.device("meta"):
@@ -165,19 +229,19 @@ def _from_name(file: Path, name: str | None) -> VisionTransformer:
 
 def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     """The model of a folder, without its weights."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}{_remedy(folder)}")
     for file in (folder / CONFIG, folder / WEIGHTS):
-        if not file.exists():
-            raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(folder)}")
+        _check_file(file)
     path = folder / CONFIG
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        options.pop("mlp_bias_std", None)  # older folders have it: how biases started
-        names = [each for each in (name, options.pop("model", None)) if each is not None]  # older folders say none
+        names = [each for each in (name, options.pop("model", None)) if each is not None]  # not every model has one
         with torch.device("meta"):
             model = build_vit(**options)
         for each in names:
             check_model(each)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # the last by brackets too deep, or by sizes that no memory has
         raise ValueError(f"{path} is no configuration of a model: {error}") from None
     for each in names:
         for option, value in MODELS[each].items():
@@ -190,8 +254,12 @@ def _remedy(folder: Path) -> str:
     """Suggests what a wrong path may have been meant to be."""
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
-    others = ", ".join(sorted(file.name for file in folder.glob("*.safetensors")))
-    return f"; the folder has {others}: give the path of one, and its name" if others else ""
+    if not folder.exists():
+        return f": give a path; huggingface_hub.snapshot_download({str(folder)!r}) returns that of a model of the Hub"
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    if any(map(SHARD.search, files)):
+        return f"; the folder has the weights in parts: {JOIN}"
+    return f"; the folder has {', '.join(files)}: give the path of one, and its name" if files else ""
 
 
 def _card(model: VisionTransformer, config: ModelConfig) -> str:

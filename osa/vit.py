@@ -50,7 +50,7 @@ class VisionTransformer(nn.Module):
         torch.Size([8, 10])
     """
 
-    config: "ModelConfig"  # of a model of `build_vit`; one that is built from its parts has none
+    config: "ModelConfig"  # models of `build_vit` alone have one
 
     def __init__(
         self,

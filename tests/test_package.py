@@ -63,6 +63,7 @@ def test_its_page_is_rendered_and_its_links_lead_somewhere_from_there(wheel):
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel], check=True)
     links = re.findall(r"\]\(([^)]+)\)", PAGE)
     assert links and all(link.startswith("https://") for link in links)
+    assert not re.search(r"pip install .*orthogonal-self-attention", PAGE)  # a name that nobody holds
 
 
 def test_the_code_of_its_page_runs():

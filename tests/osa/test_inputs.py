@@ -77,6 +77,68 @@ def test_the_remedies_work(method):
         assert relative_error(orthogonal_attention(*wide, scale=0.5e40, method=method), expected) < 1e-5
 
 
+EMPTY = {  # shapes of query and key, and the width of the value
+    "no tokens": ((2, 3, 0, 4), 7),
+    "no batch": ((0, 3, 5, 4), 7),
+    "no heads": ((2, 0, 5, 4), 7),
+    "no width": ((2, 3, 5, 0), 7),
+    "no values": ((2, 3, 5, 4), 0),
+    "nothing": ((0, 0, 0, 0), 0),
+}
+
+
+def assert_taken(attend, case, **options):
+    """Output and gradients of empty inputs have their shapes, with a mask and with repeated heads, too."""
+    shape, value_width = EMPTY[case]
+    mask = torch.ones(shape[0], 1, 1, shape[2], dtype=torch.bool)
+    for others in ({}, dict(attn_mask=mask), dict(enable_gqa=True)):
+        inputs = [torch.randn(*shape[:-1], width, requires_grad=True) for width in (shape[-1], shape[-1], value_width)]
+        output = attend(*inputs, **options, **others)
+        assert output.shape == inputs[2].shape
+        output.sum().backward()
+        assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_empty_inputs_are_taken_by_every_route(case):
+    for method in METHODS:
+        assert_taken(orthogonal_attention, case, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_empty_inputs_are_taken_by_compiled_routes(method):
+    for case in EMPTY:
+        assert_taken(torch.compile(orthogonal_attention, backend="aot_eager", dynamic=False), case, method=method)
+        torch.compiler.reset()
+
+
+def test_a_single_token_is_taken_by_the_compiled_operator():
+    """The gradients of query and key are two parts of one tensor, contiguous both here."""
+    inputs = [torch.randn(1, 1, 1, 4, requires_grad=True) for _ in range(3)]
+    torch.compile(orthogonal_attention, backend="aot_eager", fullgraph=True)(*inputs).sum().backward()
+    torch.testing.assert_close(inputs[2].grad, torch.ones(1, 1, 1, 4))
+    assert all(x.grad.abs().max() < 1e-5 for x in inputs[:2])  # S is 0
+
+
+def test_layers_and_models_take_empty_inputs():
+    mask = {shape: torch.ones(shape[:-1], dtype=torch.bool) for shape in ((0, 5, 12), (2, 0, 12), (0, 12))}
+    for layer in (osa.OrthogonalSelfAttention(12, 3), osa.SoftmaxSelfAttention(12, 3)):
+        for shape, keep in mask.items():
+            x = torch.randn(shape, requires_grad=True)
+            outputs = layer(x), layer(x, attn_mask=keep)
+            sum(y.sum() for y in outputs).backward()
+            assert {y.shape for y in outputs} == {x.shape} == {x.grad.shape}
+    assert osa.create_model("osa_exact", depth=1)(torch.rand(0, 1, 28, 28)).shape == (0, 10)
+
+
+def test_keys_of_no_heads_repeat_for_no_heads():
+    query, key = torch.randn(2, 4, 5, 3), torch.randn(2, 0, 5, 3)
+    assert orthogonal_attention(key, key, key, enable_gqa=True).shape == key.shape
+    with pytest.raises(ValueError, match="divides the query's 4, not 0"):
+        orthogonal_attention(query, key, key, enable_gqa=True)
+
+
 LAYERS = {
     "alpha": (lambda: osa.OrthogonalSelfAttention(12, 3, alpha_init=math.nan), ValueError, "alpha_init.*finite.*nan"),
     "epsilon": (
@@ -113,7 +175,7 @@ def test_layers_and_models(case):
         ("OSA_exact", r"did you mean osa_exact\?"),
         ("vit_no_skip", r"did you mean vit_noskip\?"),
         ("resnet", "choose one of osa_qr, osa_ns, vit"),
-        (None, "None'? is unknown; choose one of osa_qr"),
+        ("", "'' is unknown; choose one of osa_qr"),
     ],
 )
 def test_names_of_models(name, cause, tmp_path):
@@ -121,4 +183,4 @@ def test_names_of_models(name, cause, tmp_path):
         osa.create_model(name)
     pytest.importorskip("safetensors")
     with pytest.raises(ValueError, match=cause):
-        osa.load_pretrained(name, folder=tmp_path)
+        osa.load_pretrained(tmp_path, name=name)

@@ -1,11 +1,13 @@
 """Our attention in other libraries, where they are installed: the code of docs/library.md, and what it promises."""
 
 import copy
+import inspect
 import io
 import itertools
 import math
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from fractions import Fraction
@@ -29,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warning
 @pytest.mark.parametrize("package, size", [("timm", 224), ("transformers", 224), ("torchvision", 32)])
 def test_the_pages_model_trains_ten_steps(package, size):
     pytest.importorskip(package)
-    assert len(re.findall(r"^.*\S", SNIPPETS[package], re.MULTILINE)) <= (8 if package != "torchvision" else 10)
+    assert len(re.findall(r"^.*\S", SNIPPETS[package], re.MULTILINE)) <= 8
     names, losses = {}, []
     exec(compile(SNIPPETS[package], "docs/library.md", "exec"), names)
     images, target = torch.randn(1, 3, size, size), torch.randn(10)
@@ -46,6 +48,39 @@ def test_the_pages_model_trains_ten_steps(package, size):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0] and not torch.equal(weight, before)
+
+
+def test_the_pages_encoder_of_torch_leaves_padding_out():
+    names = {}
+    exec(compile(SNIPPETS["torch"], "docs/library.md", "exec"), names)
+    encoder, x = names["encoder"].eval(), torch.randn(2, 50, 64)
+    assert names["outputs"].shape == (2, 50, 64)
+    padded = encoder(x, src_key_padding_mask=names["padding"])
+    assert relative_error(padded[1, :33], encoder(x[1:, :33])[0]) < 1e-5
+    assert relative_error(padded[1, :33], encoder(x)[1, :33]) > 1e-4
+
+
+def test_the_pages_lines_for_the_hub_bring_a_model_there_and_back(tmp_path, monkeypatch):
+    """The Hub is a folder here; the calls are checked against the library's own signatures."""
+    hub = pytest.importorskip("huggingface_hub")
+
+    def called(function, act):
+        signature = inspect.signature(function)
+        return lambda *args, **options: act(**signature.bind(*args, **options).arguments)
+
+    acts = dict(
+        create_repo=lambda repo_id: (tmp_path / repo_id).mkdir(parents=True),
+        upload_folder=lambda repo_id, folder_path: shutil.copytree(folder_path, tmp_path / repo_id, dirs_exist_ok=True),
+        snapshot_download=lambda repo_id: str(tmp_path / repo_id),
+    )
+    for name, act in acts.items():
+        monkeypatch.setattr(hub, name, called(getattr(hub, name), act))
+    monkeypatch.chdir(tmp_path)
+    model, images = osa.create_model("osa_exact", depth=1).eval(), torch.randn(2, 1, 28, 28)
+    osa.save_pretrained(model, "my_model")
+    names = {"osa": osa}
+    exec(compile(SNIPPETS["huggingface_hub"], "docs/library.md", "exec"), names)
+    assert torch.equal(names["model"](images), model(images))
 
 
 PRINTED = """

@@ -152,6 +152,28 @@ def test_masks_that_do_not_fit_a_layer_are_a_sentence(mask, error, cause, wrap):
         layer(x, attn_mask=mask)
 
 
+@pytest.mark.parametrize("name", ["exact", "softmax"])
+def test_a_triangle_is_not_taken_for_padding(name):
+    """A mask (N, N) of a batch of N sequences has the shape of padding, (B, N); the remedy says which of them it is."""
+    layer, _ = draw_layer(name, lambda layer: layer)
+    x, lower = torch.randn(5, 5, 12, dtype=torch.float64), torch.ones(5, 5, dtype=torch.bool).tril()
+    for mask in (lower, ~lower):
+        with pytest.raises(ValueError, match=r"triangle.*causal.*attn_mask\[None\] or attn_mask\[:, None, None\]"):
+            layer(x, attn_mask=mask)
+    padded = layer(x, attn_mask=lower[:, None, None])
+    for i in range(5):
+        assert relative_error(padded[i, : i + 1], layer(x[i, : i + 1])) < 1e-12
+    if name == "exact":
+        with pytest.raises(ValueError, match="whole tokens"):
+            layer(x, attn_mask=lower[None])
+    else:
+        assert relative_error(layer(x, attn_mask=lower[None])[:, 0], layer(x[:, :1])[:, 0]) < 1e-12
+    other = lower.clone()
+    other[0, 1] = True  # sequences of 2, 2, 3, 4 and 5 tokens
+    assert torch.equal(layer(x, attn_mask=other), layer(x, attn_mask=other[:, None, None]))
+    assert layer(x[:1, :1], attn_mask=lower[:1, :1]).shape == (1, 1, 12)
+
+
 def test_attentions_that_know_no_mask():
     x = torch.randn(2, 7, 12)
     fixed = osa.Block(

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import re
+import shutil
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize, prune
@@ -132,7 +134,7 @@ def test_a_model_travels_as_a_folder(name, tmp_path):
     pytest.importorskip("safetensors")
     model = create(name, alpha_per_head=False)
     osa.save_pretrained(model, tmp_path / "a")
-    loaded = osa.load_pretrained(name, folder=tmp_path / "a")
+    loaded = osa.load_pretrained(tmp_path / "a", name=name)
     assert loaded.config == model.config
     assert torch.equal(loaded(IMAGES), model(IMAGES))
     assert all(parameter.requires_grad for parameter in loaded.parameters())
@@ -146,7 +148,7 @@ def test_a_parametrised_model_travels_as_the_weights_that_it_makes(tmp_path):
         orthogonal_(block.attention.value, "cayley")
         nn.init.normal_(block.attention.value.parametrizations.weight.original, std=0.3)
     osa.save_pretrained(model, tmp_path)
-    loaded = osa.load_pretrained("osa_exact", folder=tmp_path)
+    loaded = osa.load_pretrained(tmp_path, name="osa_exact")
     assert torch.equal(loaded(IMAGES.bfloat16()), model(IMAGES.bfloat16()))
     assert parametrize.is_parametrized(model.blocks[0].attention.value)
 
@@ -166,22 +168,20 @@ def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
     ways = [
         osa.load_pretrained(folder),
         osa.load_pretrained(str(folder), name="vit_noskip"),
-        osa.load_pretrained("vit_noskip", folder=folder),
+        osa.load_pretrained(folder / "config.json"),
         osa.load_pretrained(folder / "model.safetensors"),  # next to its configuration
     ]
     assert all(torch.equal(other(IMAGES), model(IMAGES)) and other.config == model.config for other in ways)
     for call in (
         lambda: osa.load_pretrained(folder, name="vit"),
-        lambda: osa.load_pretrained("vit", folder=folder),
         lambda: osa.load_pretrained(folder / "model.safetensors", name="vit"),
     ):
         with pytest.raises(ValueError, match="not of vit: skip is False, not True"):
             call()
     whole, weights = osa.create_model("vit_noskip"), tmp_path / "5.safetensors"
     pytest.importorskip("safetensors.torch").save_file(whole.state_dict(), weights)
-    for loaded in (osa.load_pretrained(weights, name="vit_noskip"), osa.load_pretrained("vit_noskip", folder=weights)):
-        images = torch.rand(2, 1, 28, 28)
-        assert torch.equal(loaded(images), whole(images)) and not loaded.training
+    loaded, images = osa.load_pretrained(weights, name="vit_noskip"), torch.rand(2, 1, 28, 28)
+    assert torch.equal(loaded(images), whole(images)) and not loaded.training
     with pytest.raises(ValueError, match=r'5\.safetensors has weights alone.*name="osa_qr"'):
         osa.load_pretrained(weights)
     with pytest.raises(ValueError, match="did you mean vit_noskip"):
@@ -194,18 +194,12 @@ def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
         osa.load_pretrained("osa_qr")
 
 
-def test_folders_without_a_name_are_loaded(tmp_path):
-    """Folders of an older version, and of models that have no name, load."""
+def test_a_model_without_a_name_is_loaded(tmp_path):
     pytest.importorskip("safetensors")
-    models = {"a": create("osa_qr"), "b": osa.build_vit(**SIZES, attention="softmax", skip=True, norm=False, mlp_init="suo")}
-    for place, model in models.items():
-        osa.save_pretrained(model, tmp_path / place)
-        path = tmp_path / place / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        assert config.pop("model") == {"a": "osa_qr", "b": None}[place]
-        path.write_text(json.dumps(config | {"mlp_bias_std": 0.0}), encoding="utf-8")
-        assert torch.equal(osa.load_pretrained(tmp_path / place)(IMAGES), model(IMAGES))
-    assert osa.load_pretrained(tmp_path / "a", name="osa_qr").config == models["a"].config
+    model = osa.build_vit(**SIZES, attention="softmax", skip=True, norm=False, mlp_init="suo").eval()
+    osa.save_pretrained(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["model"] is None
+    assert torch.equal(osa.load_pretrained(tmp_path)(IMAGES), model(IMAGES))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -224,6 +218,7 @@ def test_a_card_says_what_is_known_and_is_left_alone_once_it_is_there(tmp_path):
     assert f"images of 1×8×8, 10 classes, {count:,} parameters in float32" in body and "`osa_ns`" in body
     assert {"| `alpha` | 0.25 |", "| `num_iterations` | 6 |", "| `depth` | 5 |"} < set(body.splitlines())
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert not re.search(r"pip install .*orthogonal-self-attention", text)  # a name that nobody holds
     names = {}
     exec(code.replace("FOLDER", str(tmp_path)), names)
     assert torch.equal(names["model"](IMAGES), model(IMAGES))
@@ -252,7 +247,7 @@ def test_what_holds_a_model_leaves_its_folder_alone(way, tmp_path):
     pytest.importorskip("safetensors")
     model = create("osa_iso")
     osa.save_pretrained(HELD[way](model), tmp_path)
-    assert torch.equal(osa.load_pretrained("osa_iso", folder=tmp_path)(IMAGES), model(IMAGES))
+    assert torch.equal(osa.load_pretrained(tmp_path, name="osa_iso")(IMAGES), model(IMAGES))
 
 
 def set_forward(model):
@@ -340,12 +335,12 @@ def test_another_model_is_refused(tmp_path):
 def test_a_folder_that_contradicts_itself_is_refused_in_a_sentence(name, file, old, new, cause, tmp_path):
     pytest.importorskip("safetensors")
     with pytest.raises(FileNotFoundError, match="config.json"):
-        osa.load_pretrained("vit", folder=tmp_path)
+        osa.load_pretrained(tmp_path, name="vit")
     osa.save_pretrained(create("vit"), tmp_path)
     path = tmp_path / file
     path.write_text(path.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
     with pytest.raises(ValueError, match=cause):
-        osa.load_pretrained(name, folder=tmp_path)
+        osa.load_pretrained(tmp_path, name=name)
 
 
 def test_files_that_hold_no_whole_model_are_a_sentence(tmp_path):
@@ -354,11 +349,135 @@ def test_files_that_hold_no_whole_model_are_a_sentence(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"model\.safetensors is no file of safetensors, or not a whole one"):
-        osa.load_pretrained("vit", folder=tmp_path)
+        osa.load_pretrained(tmp_path, name="vit")
     (tmp_path / "config.json").unlink()
     weights.rename(tmp_path / "5.safetensors")
     with pytest.raises(FileNotFoundError, match=r"config\.json is missing.*the folder has 5\.safetensors: give the path"):
-        osa.load_pretrained("vit", folder=tmp_path)
+        osa.load_pretrained(tmp_path, name="vit")
+
+
+def edit_config(**changes):
+    def edit(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+    return edit
+
+
+def with_types(**types):
+    """Casts the weights whose names begin so."""
+
+    def edit(folder):
+        safetensors = pytest.importorskip("safetensors.torch")
+        state = safetensors.load_file(folder / "model.safetensors")
+        for name, dtype in types.items():
+            state |= {key: tensor.to(dtype) for key, tensor in state.items() if key.startswith(name)}
+        safetensors.save_file(state, folder / "model.safetensors")
+
+    return edit
+
+
+def link_to_nothing(name):
+    def edit(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / "blobs" / name)
+
+    return edit
+
+
+def as_folder(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+
+
+def as_shards(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+
+
+def pointer(name):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    return lambda folder: (folder / name).write_text(text, encoding="utf-8")
+
+
+FOUND = {  # faults of people's folders, the error, and its words
+    "a pointer of Git LFS": (pointer("model.safetensors"), ValueError, "model.safetensors is a pointer.*git lfs pull"),
+    "a configuration as pointer": (pointer("config.json"), ValueError, "config.json is a pointer.*git lfs pull"),
+    "shards": (as_shards, FileNotFoundError, "weights in parts.*load_file and save_file"),
+    "a link to nothing": (link_to_nothing("model.safetensors"), FileNotFoundError, "model.safetensors is a link.*gone"),
+    "a configuration that is gone": (link_to_nothing("config.json"), FileNotFoundError, "config.json is a link.*gone"),
+    "a folder for a file": (as_folder, ValueError, "model.safetensors is no file"),
+    "two types": (with_types(head=torch.bfloat16), ValueError, "weights in bfloat16 and float32.*cast"),
+    "complex numbers": (with_types(head=torch.complex64), ValueError, "complex64"),
+    "8 bits": (with_types(**{"": torch.float8_e4m3fn}), ValueError, "weights in float8_e4m3fn"),
+    "whole numbers": (with_types(**{"": torch.int8}), ValueError, "weights in int8"),
+    "a size beyond memory": (edit_config(embed_dim=2**40), ValueError, "config.json.*embed_dim.*16384 at most"),
+    "a depth without end": (edit_config(depth=10**9), ValueError, "config.json.*depth.*1000 at most"),
+    "a number without end": (edit_config(alpha=10**400), ValueError, "config.json.*alpha"),
+    "brackets": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000, encoding="utf-8"),
+        ValueError,
+        "config.json.*recursion",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_lies_in_peoples_folders_is_a_sentence(case, tmp_path):
+    pytest.importorskip("safetensors")
+    edit, error, cause = FOUND[case]
+    osa.save_pretrained(create("osa_exact"), tmp_path)
+    edit(tmp_path)
+    with pytest.raises(error, match=cause):
+        osa.load_pretrained(tmp_path)
+
+
+def test_paths_as_people_write_them(tmp_path, monkeypatch):
+    pytest.importorskip("safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = create("osa_exact")
+    osa.save_pretrained(model, "~/a")
+    assert torch.equal(osa.load_pretrained("~/a")(IMAGES), model(IMAGES)) and (tmp_path / "a/config.json").exists()
+    for path in ("https://example.org/me/a", "s3://bucket/a", "file:///tmp/a"):
+        for call in (lambda path: osa.save_pretrained(model, path), osa.load_pretrained):
+            with pytest.raises(ValueError, match=f"{path} is an address: download"):
+                call(path)
+    with pytest.raises(FileNotFoundError, match=r"no folder me/a: .*snapshot_download\('me/a'\)"):
+        osa.load_pretrained("me/a")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="link is a link to .*nothing, which is gone"):
+        osa.load_pretrained(tmp_path / "link")
+    shard = (tmp_path / "a/model.safetensors").rename(tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(ValueError, match="has a part of a model's weights"):
+        osa.load_pretrained(shard, name="osa_exact")
+    with pytest.raises(ValueError, match="is no folder that a model can be written to"):
+        osa.save_pretrained(model, shard)
+    (tmp_path / "b/model.safetensors").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is no folder that a model can be written to"):
+        osa.save_pretrained(model, tmp_path / "b")
+
+
+def test_a_folder_of_links_is_loaded(tmp_path):
+    """As huggingface_hub.snapshot_download keeps it: the Hub has the folder of save_pretrained."""
+    pytest.importorskip("safetensors")
+    model, snapshot = create("osa_exact"), tmp_path / "snapshots/1a2b"
+    osa.save_pretrained(model, tmp_path / "blobs")
+    snapshot.mkdir(parents=True)
+    for file in (tmp_path / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert torch.equal(osa.load_pretrained(snapshot)(IMAGES), model(IMAGES))
+
+
+def test_what_is_no_model_to_save_is_a_sentence(tmp_path):
+    pytest.importorskip("safetensors")
+    model = create("osa_exact")
+    for given in (model.state_dict(), "my_model", None):
+        with pytest.raises(TypeError, match=f"model must be a model.*not {type(given).__name__}"):
+            osa.save_pretrained(given, tmp_path / "a")
+    model.head.bfloat16()
+    with pytest.raises(ValueError, match=r"weights in bfloat16 and float32.*model\.float"):
+        osa.save_pretrained(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    osa.save_pretrained(model.float(), tmp_path / "a")
 
 
 @pytest.mark.slow
@@ -374,7 +493,7 @@ def test_every_model_travels_in_every_way(name, options, tmp_path):
     model = create(name, **options)
     expected = model(IMAGES)
     osa.save_pretrained(model, tmp_path)
-    arrived = [osa.load_pretrained(name, folder=tmp_path)]
+    arrived = [osa.load_pretrained(tmp_path, name=name)]
     arrived += [travel(model, create(name, seed=1, **options)).eval() for travel in WAYS.values()]
     assert all(torch.equal(other(IMAGES), expected) and other.config == model.config for other in arrived)
 
@@ -382,7 +501,7 @@ def test_every_model_travels_in_every_way(name, options, tmp_path):
 def test_without_safetensors_its_installation_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    for call in (lambda: osa.save_pretrained(None, tmp_path), lambda: osa.load_pretrained("vit", folder=tmp_path)):
+    for call in (lambda: osa.save_pretrained(None, tmp_path), lambda: osa.load_pretrained(tmp_path, name="vit")):
         with pytest.raises(ImportError, match="pip install safetensors"):
             call()
 
@@ -411,19 +530,44 @@ def test_gradients_of_each_image(name):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:FSDP2-wrapped module.*returned a view")  # torch's own
-def test_shards_have_the_gradients_of_the_whole(tmp_path):
+def test_shards_have_the_gradients_of_the_whole(mesh):
     from torch.distributed.fsdp import fully_shard  # which takes a second to import
 
+    for name in REPRESENTATIVES:
+        model = create(name).double()
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+        model(IMAGES.double()).square().mean().backward()
+        assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], gradients(name))
+
+
+@pytest.fixture
+def mesh(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        for name in REPRESENTATIVES:
-            model, mesh = create(name).double(), init_device_mesh("cpu", (1,))
-            for part in (*model.blocks, model):
-                fully_shard(part, mesh=mesh)
-            model(IMAGES.double()).square().mean().backward()
-            assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], gradients(name))
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+def test_what_torch_distributed_does_to_a_model_and_its_folder(mesh, tmp_path):
+    pytest.importorskip("safetensors")
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    for name, wrap in {"replicate": replicate, "DDP": nn.parallel.DistributedDataParallel}.items():
+        osa.save_pretrained(wrap(create("osa_exact")), tmp_path / name)
+        assert torch.equal(osa.load_pretrained(tmp_path / name)(IMAGES), create("osa_exact")(IMAGES))
+    model, part = create("osa_exact"), create("osa_exact")
+    for block in (*model.blocks, model, part.blocks[0]):
+        fully_shard(block, mesh=mesh)
+    for sharded in (model, part):
+        with pytest.raises(ValueError, match="sharded.*get_model_state_dict"):
+            osa.save_pretrained(sharded, tmp_path / "a")
+        whole = create("osa_exact", seed=1)  # as the message says
+        whole.load_state_dict(get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True)))
+        osa.save_pretrained(whole, tmp_path / "a")
+        assert torch.equal(osa.load_pretrained(tmp_path / "a")(IMAGES), create("osa_exact")(IMAGES))
+        shutil.rmtree(tmp_path / "a")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.ao.quantization raises them

@@ -90,7 +90,7 @@ def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
     images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
     theirs = run.load_model(run.record().config)
     with torch.no_grad():
-        assert osa.load_pretrained(name, folder=path)(images).equal(theirs(images))
+        assert osa.load_pretrained(path, name=name)(images).equal(theirs(images))
 
 
 @pytest.mark.slow

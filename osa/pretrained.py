@@ -236,7 +236,8 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        names = [each for each in (name, options.pop("model", None)) if each is not None]  # not every model has one
+        options = {option: value for option, value in options.items() if value is not None}  # as by default
+        names = [each for each in (name, options.pop("model", None)) if each is not None]
         with torch.device("meta"):
             model = build_vit(**options)
         for each in names:

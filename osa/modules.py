@@ -227,7 +227,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """Stands for weights that torch's encoder reads for its fast path of softmax: with this method nothing takes it."""
+    """Stands for weights that torch's encoder gives its fast path, softmax, which takes none with `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -333,7 +333,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
 
 def _kept(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """True where a mask of `nn.MultiheadAttention` leaves nothing out."""
+    """True where a mask of `nn.MultiheadAttention`, of this shape, leaves nothing out."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):

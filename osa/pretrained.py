@@ -256,7 +256,9 @@ def _remedy(folder: Path) -> str:
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
     if not folder.exists():
-        return f": give a path; huggingface_hub.snapshot_download({str(folder)!r}) returns that of a model of the Hub"
+        if folder.is_absolute() or len(folder.parts) != 2:  # owner/name is a model of the Hub
+            return ""
+        return f"; if it is on the Hub, give what huggingface_hub.snapshot_download({str(folder)!r}) returns"
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     if any(map(SHARD.search, files)):
         return f"; the folder has the weights in parts: {JOIN}"

@@ -443,7 +443,9 @@ def test_paths_as_people_write_them(tmp_path, monkeypatch):
         for call in (lambda path: osa.save_pretrained(model, path), osa.load_pretrained):
             with pytest.raises(ValueError, match=f"{path} is an address: download"):
                 call(path)
-    with pytest.raises(FileNotFoundError, match=r"no folder me/a: .*snapshot_download\('me/a'\)"):
+    with pytest.raises(FileNotFoundError, match=r"no folder /nowhere/me/a$"):
+        osa.load_pretrained("/nowhere/me/a")
+    with pytest.raises(FileNotFoundError, match=r"no folder me/a; .*snapshot_download\('me/a'\)"):
         osa.load_pretrained("me/a")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="link is a link to .*nothing, which is gone"):
@@ -550,7 +552,7 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*NO_SHARD:UserWarning")  # torch's own
 def test_what_torch_distributed_does_to_a_model_and_its_folder(mesh, tmp_path):
     pytest.importorskip("safetensors")
     from torch.distributed._composable.replicate import replicate

@@ -3,6 +3,7 @@ FROM python:3.12-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends git make && rm -rf /var/lib/apt/lists/*
 WORKDIR /osa
 COPY Makefile requirements*.txt ./
-RUN make setup .venv/.extras TORCH=cpu
+COPY pipeline/tools/install.py pipeline/tools/
+RUN make setup-all TORCH=cpu
 COPY . .
 CMD ["make", "test"]

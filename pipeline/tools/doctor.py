@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.tools import locks
+from pipeline.tools import install, locks
 
 LEAST_DISK = 2e9  # bytes: for data, weights and DVC's copies of both
 Line = tuple[str, str, str, bool]  # subject, its state, the remedy if it is missing, whether `make reproduce` needs it
@@ -41,8 +41,9 @@ def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
 
 
 def machine() -> Iterator[Line]:
-    fits = sys.version_info[:2] in ((3, 11), (3, 12))
-    remedy = "" if fits else "install 3.11 or 3.12, and `make setup PYTHON=python3.11`"
+    fits = install.OLDEST <= sys.version_info[:2] <= install.NEWEST
+    fitting = "{}.{} to {}.{}".format(*install.OLDEST, *install.NEWEST)
+    remedy = "" if fits else f"install one of {fitting}, and `make setup PYTHON=python3.12`"
     yield "Python", f"{sys.version.split()[0]} at {sys.executable}", remedy, True
     pins = re.findall(r"^([\w.-]+)==([^\s;]+)$", Path("requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
     present = {}
@@ -73,7 +74,7 @@ def torch() -> Iterator[Line]:
 
     build = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for CPUs'}"
     is_unused = shutil.which("nvidia-smi") and not torch.cuda.is_available()
-    remedy = "it cannot use the GPU: move .venv away, and `make setup` without TORCH=cpu" if is_unused else ""
+    remedy = "it cannot use the GPU: move .venv away, and `make setup TORCH=cuda`" if is_unused else ""
     yield "torch", f"{build}; {torch.cuda.device_count()} GPUs", remedy, False
 
 

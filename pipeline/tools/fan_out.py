@@ -140,7 +140,7 @@ def at_once(jobs: list[Job], per_gpu: int | None) -> int:
 
     count = torch.cuda.device_count()
     if not count:
-        return len(os.sched_getaffinity(0))
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # as on macOS
     if per_gpu:
         return count * per_gpu
     fit = gpus.that_fit(config for _, config in jobs)

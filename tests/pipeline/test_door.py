@@ -31,8 +31,9 @@ def test_every_command_is_listed_in_a_line_and_all_that_can_be_run_is_a_command(
     assert runnable - {*door.COMMANDS.values()} == {
         "__main__",
         "benchmarks.gpu",
+        "tools.install",
         "tracking.ui",
-    }  # `make gpu` and `tracking ui` run these
+    }  # `make gpu`, `make setup` and `tracking ui` run these
 
 
 def test_a_command_runs_with_its_arguments_and_says_what_they_are(call, monkeypatch, capsys):

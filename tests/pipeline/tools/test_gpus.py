@@ -51,3 +51,11 @@ def test_nothing_is_advised_that_cannot_be_done(machine, capsys):
     Path(gpus.CONTROL).unlink()
     assert fan_out.at_once(machine, None) == 2 and not gpus.has_mps()
     assert capsys.readouterr().err == ""
+
+
+def test_where_the_system_tells_no_affinity_all_cores_train(machine, monkeypatch):
+    """As on macOS."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert fan_out.at_once(machine, None) == 16
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert fan_out.at_once(machine, None) == os.cpu_count()

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from email import message_from_string
@@ -27,13 +28,19 @@ print(osa.__file__)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built without network, from a copy: setuptools writes into the folder that it builds."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("osa", "pipeline"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+def source(tmp_path_factory):
+    """A copy: setuptools writes into the folder that it builds."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("osa", "pipeline", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source):
+    """Built without network."""
     options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", source / "dist"]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, source], check=True)
     (path,) = (source / "dist").glob("*.whl")
@@ -56,6 +63,17 @@ def test_holds_osa_and_nothing_else(wheel):
     extras = {"pretrained": ["safetensors"], "timm": ["timm"], "transformers": ["transformers"]}
     assert plain == ["torch"] and extra == extras and message.get_all("Provides-Extra") == list(extras)
     assert "Typing :: Typed" in message.get_all("Classifier")
+
+
+def test_the_sdist_holds_the_package_without_tests(source):
+    """setuptools adds tests/test*.py by itself, without what they need."""
+    code = "from setuptools.build_meta import build_sdist; build_sdist('sdist')"
+    subprocess.run([sys.executable, "-c", code], cwd=source, stdout=subprocess.DEVNULL, check=True)
+    (path,) = source.glob("sdist/*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {"/".join(Path(name).parts[1:]) for name in archive.getnames()}
+    assert {"osa/kernels/launch.py", "osa/py.typed", "osa/README.md", "LICENSE", "pyproject.toml"} <= names
+    assert not {name for name in names if name.startswith(("tests", "pipeline"))}
 
 
 def test_its_page_is_rendered_and_its_links_lead_somewhere_from_there(wheel):

@@ -19,13 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pipeline import studies
 from pipeline.config import params, reading, records
-from pipeline.config.looks import STYLE
 from pipeline.config.records import Record
 from pipeline.core import files
 from pipeline.core.errors import UserError, command_parser, entry_point
@@ -157,7 +155,7 @@ def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str
     sources = sources_of(name) or [*TABLE_2_TABLES, *commits]
     for figure, draw in one.figures.items():
         path, drawing = FIGURES / of_page / f"{figure}.svg", partial(draw, settings, tables, lab)
-        with matplotlib.rc_context(STYLE):
+        with figures.style():
             write_figure(path, of_page, sources, lab, drawing)
     return page.to_json(one.summarise(settings, tables, lab))
 

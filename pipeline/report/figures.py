@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-import matplotlib
+import matplotlib.style
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
@@ -34,20 +34,25 @@ UNSEEN = re.compile(  # parts of matplotlib's files that a page does not need
 DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 
 
+def style():
+    """The context in which figures are drawn and saved: matplotlib's defaults and STYLE, whatever one's matplotlibrc has."""
+    return matplotlib.style.context(["default", STYLE])
+
+
 def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
     """Draws each model that has a curve: a thin line for each seed and the median over seeds, on logarithmic axes."""
-    with matplotlib.rc_context(STYLE):
+    with style():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
             drawn = dict(list(histories.groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
-                points, style = drawn[variant], look_of(variant, params.variants)
+                points, look = drawn[variant], look_of(variant, params.variants)
                 wide = points.pivot(index="epoch", columns="seed", values=curve)  # a diverged seed ends early
                 for seed in wide:
-                    thin = {"color": style.colour, "alpha": 0.35, "linewidth": 0.5}
+                    thin = {"color": look.colour, "alpha": 0.35, "linewidth": 0.5}
                     axes.plot(wide[seed].dropna(), gid=f"{curve}.{variant}.{seed}", **thin)
                 median, label = wide.median(axis=1), params.label(variant)
-                axes.plot(median, label=label, gid=f"{curve}.{variant}", **style.line())
+                axes.plot(median, label=label, gid=f"{curve}.{variant}", **look.line())
             axes.set(title=PANELS[curve], xlabel="Epoch", yscale="log")
             axes.margins(x=0.02)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -71,7 +76,7 @@ def stack(figure: Figure) -> Figure:
     for legend in list(figure.legends):
         handles, labels = legend.legend_handles, [each.get_text() for each in legend.get_texts()]
         legend.remove()
-        with matplotlib.rc_context(STYLE):
+        with style():
             figure.legend(handles, labels, loc="outside lower center", ncols=2, handlelength=3)
     return figure
 
@@ -124,7 +129,7 @@ def png(figure: Figure) -> bytes:
 
 def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
     buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
+    with style():
         figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)
     return buffer.getvalue()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -249,6 +250,21 @@ def test_a_figure_is_drawn_again_where_its_code_its_libraries_or_a_result_has_ch
     for number, change in enumerate(changes, 2):
         change()
         assert write() == write() and len(drawn) == number
+
+
+def test_a_figure_does_not_depend_on_the_users_matplotlibrc(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    histories, parameters = files.read_csv(Path("paper_outputs/tables/histories.csv")), params.load()
+
+    def drawn() -> list[str | bytes]:
+        figure = figures.figure_1(histories, parameters)
+        return [figures.png(figure), figures.svg(figure), figures.svg(figures.stack(figure))]
+
+    ours = drawn()
+    with matplotlib.rc_context({"xtick.labelsize": 20, "lines.markersize": 20, "legend.labelspacing": 2}):
+        assert drawn() == ours
+    with matplotlib.rc_context({"text.usetex": True}):  # fails without LaTeX
+        assert drawn() == ours
 
 
 def test_a_page_has_a_drawing_for_each_width_with_ids_of_its_own():

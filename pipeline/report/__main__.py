@@ -37,6 +37,7 @@ from pipeline.training.run import FOLDER as RUNS
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # the paper's studies that go beyond its own questions
+QUOTED = {"paper": ("ablations", "harder_data")}  # studies of the other page whose numbers a page mentions
 NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
 NARROW = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
@@ -78,9 +79,11 @@ def write(name: str, only: str | None = None) -> None:
             summary = summarise(each, lab.of(each, studies.reading_of(each)), name, commits)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
+    for each in QUOTED.get(name, ()):
+        context[each] = summarise(each, lab.of(each, studies.reading_of(each)), name, commits)
     if name != "research" and only is None:
         files.write_csv(TABLE_2, table_2.as_csv(context["table_2"], lab))
-        shown = ("table_2", "cost", "compute", "provenance")
+        shown = ("table_2", "against_paper", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
         figure_1 = partial(figures.figure_1, lab.tables["histories"], lab.params)
         sources = ["paper_outputs/tables/histories.csv", *commits]
@@ -111,7 +114,9 @@ def check_current(*pages: str) -> None:
 def common(lab: Lab) -> dict[str, Any]:
     """Content that every page has besides the studies."""
     trained = table_2.read(lab)
-    content = {"table_2": table_2.rows(lab), "cost": table_2.cost(lab, trained), "compute": table_2.compute(trained)}
+    rows = table_2.rows(lab)
+    content = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
+    content |= {"cost": table_2.cost(lab, trained), "compute": table_2.compute(trained)}
     content |= {
         "provenance": table_2.made_with(trained),
         "level": LEVEL,
@@ -206,14 +211,14 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 
 def table_sources(of_page: str, *owners: str) -> Markup:
-    """A line below a section that links to the numbers and the code of its tables."""
+    """A line below a section that links to the numbers of its tables and to the studies' code."""
     names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}  # theorem 2.1
-    links = [f"[{name}](numbers/{of_page}/{owner}.json) ([code](../{code_of(owner)}))" for owner, name in names.items()]
-    return Markup(f"<small>Numbers: {', '.join(links)}.</small>")
+    links = [f"[{name}](numbers/{of_page}/{owner}.json)" for owner, name in names.items()]
+    return Markup(f"<small>Numbers: {', '.join(links)} ([code](../{code_of(owners[0]).parent})).</small>")
 
 
-def code_of(owner: str) -> str:
-    return f"pipeline/studies/{studies.wing(owner)}/{owner}.py"
+def code_of(owner: str) -> Path:
+    return Path(f"pipeline/studies/{studies.wing(owner)}/{owner}.py")
 
 
 def source_line(path: str, of_page: str) -> str:

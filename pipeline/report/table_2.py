@@ -3,11 +3,14 @@
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from scipy.special import stdtr
+from scipy.stats import combine_pvalues
 
 from pipeline import studies
 from pipeline.config import params
@@ -16,7 +19,8 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.results.runs import of_table_2, recorded
 from pipeline.statistics.claims import Results
-from pipeline.statistics.intervals import LEAST_RUNS, one_more_run, summary_of
+from pipeline.statistics.intervals import LEAST_RUNS, contrast, one_more_run, summary_of
+from pipeline.statistics.verdicts import judge_share
 from pipeline.studies.lab import TABLES, Lab
 from pipeline.studies.paper.benchmarks import short
 from pipeline.training.run import Run
@@ -48,7 +52,7 @@ def read(lab: Lab) -> dict[tuple[str, int], RunRecord]:
 
 def rows(lab: Lab) -> list[dict[str, Any]]:
     """A row for each model: the paper's test accuracy, ours in per cent over the runs that start, where one more such run is
-    expected if three or more do, and the accuracies of the others."""
+    expected if three or more do, the accuracies of the others, and the one-sided 95 % bound of the share that starts."""
     tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
@@ -63,6 +67,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
                 "ours": asdict(ours),
                 "accuracies": own,
                 "runs": len(accuracies),
+                "starts_at_least": judge_share(len(own), len(accuracies)).low,
                 "others": [value for seed, value in accuracies.items() if seed not in starting],
                 "difference": None if paper is None else ours.mean - paper,
                 "one_more_run": {"low": low, "high": min(high, 100.0)},
@@ -71,6 +76,28 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def share_above(values: Sequence[float], level: float) -> float:
+    """The probability that one more run lies above a level, if runs are normal; NaN for a single value."""
+    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 minus the mean
+    return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
+
+
+def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The paper's models at once: how many of its numbers are inside, how many of our means lie below, the widest interval.
+    `p` is two-sided and tests whether its numbers may be one more run of ours each (Stouffer)."""
+    judged = [row for row in rows if row["is_within"] is not None]
+    widths = [row["one_more_run"]["high"] - row["one_more_run"]["low"] for row in judged]
+    p = [share_above(row["accuracies"], row["paper"]) for row in judged]
+    above = combine_pvalues(p, "stouffer").pvalue if p else math.nan
+    return {
+        "models": len(judged),
+        "inside": sum(row["is_within"] for row in judged),
+        "below": sum(row["difference"] < 0 for row in judged),
+        "p": float(2 * min(above, 1 - above)),
+        "widest": max(widths, default=None),
+    }
 
 
 def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
@@ -109,12 +136,19 @@ def cost(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """Runs and hours of training, for Table 2 and for each study that trains."""
-    seconds = {"table_2": [record.seconds for record in records.values()]}
-    for name in studies.names():
-        if own := [record.seconds for _, record in recorded(name)]:
-            seconds[name] = own
-    return {name: {"runs": len(own), "hours": sum(own) / 3600} for name, own in seconds.items()}
+    """Runs, hours and machines of trainings, for Table 2 and for each study that trains: the variants by machine."""
+    trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
+    trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
+    summary = {}
+    for name, own in trained.items():
+        machines = defaultdict(set)
+        for variant, record in own:
+            machines[short(record.environment)].add(variant)
+        if own:
+            hours = sum(record.seconds for _, record in own) / 3600
+            variants = {machine: sorted(of_machine) for machine, of_machine in sorted(machines.items())}
+            summary[name] = {"runs": len(own), "hours": hours, "machines": variants}
+    return summary
 
 
 def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:

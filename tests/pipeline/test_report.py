@@ -18,12 +18,14 @@ from matplotlib.figure import Figure
 
 import osa
 from pipeline import studies
+from pipeline.config import params
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.report import __main__ as report
-from pipeline.report import figures, page
+from pipeline.report import figures, page, table_2
 from pipeline.report.page import TEMPLATES, to_html, word_count
 from pipeline.results import runs
+from pipeline.statistics.intervals import one_more_run
 from pipeline.studies import charts
 from pipeline.studies.lab import Lab
 from pipeline.training.run import Run
@@ -34,7 +36,7 @@ MADE_FROM = ("evaluations", "benchmarks", "runs", "studies", "tables")
 NAMES = re.compile(
     r"(Table|Figures?|Sections?|Theorems?|Eq\.|Lemma|Remark|[Ff]ootnote|Appendix [A-Z]\.?|arXiv:|ICLR|ICML|NeurIPS|IJCNLP)"
     r" ?[\d.]+(?:(?:,| and| to) [\d.]+)*"
-    r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day|Brantner)[^|\n]{0,40}? \(?(19|20)\d\d"
+    r"|(He|Zhang|Ji|Martens|Saxe|Pennington|Hanin|Balduzzi|Day|Brantner|Lapenna)[^|\n]{0,40}? \(?(19|20)\d\d"
     r"|CIFAR-10|b?float(16|32|64)|W[12]|[A-Z]-?\d|[₀-₉²³]"
     r"|[=−(] ?1\b|\b1(?= −|/[A-Z(])|\b2(?=[α-ω‖(])"  # parts of formulas: q = 1, κ − 1, 1/N, (1 − α), 2α
 )
@@ -64,6 +66,35 @@ def written(tmp_path_factory):
         command = [sys.executable, "-OO", "-m", "pipeline.report", "readme"]  # without docstrings too
         subprocess.run(command, env=os.environ | ascii_alone, check=True)
     return folder / "paper_outputs"
+
+
+def test_one_more_run_lies_above_an_end_of_its_interval_as_often_as_it_should():
+    values = [96.2, 96.9, 97.1, 96.5]
+    low, high = one_more_run(values)
+    shares = [table_2.share_above(values, level) for level in (low, np.mean(values), high)]
+    assert shares == pytest.approx([0.975, 0.5, 0.025])
+
+
+def test_all_means_below_the_papers_are_less_likely_than_each():
+    row = {"accuracies": [96.0, 97.0, 98.0], "paper": 97.5, "difference": -0.5, "is_within": True}
+    row["one_more_run"] = {"low": 92.0, "high": 100.0}
+    unknown = {"is_within": None}
+    one, five = (table_2.against_paper([row] * n + [unknown]) for n in (1, 5))
+    assert one["p"] == pytest.approx(2 * table_2.share_above(row["accuracies"], 97.5)) and five["p"] < one["p"]
+    assert (five["models"], five["inside"], five["below"], five["widest"]) == (5, 5, 5, 8)
+    balanced = table_2.against_paper([row, row | {"paper": 96.5, "difference": 0.5}])
+    assert balanced["p"] == pytest.approx(1) and balanced["below"] == 1
+    assert np.isnan(table_2.against_paper([unknown])["p"])
+
+
+def test_each_section_of_the_research_page_names_the_recipe_of_its_first_study():
+    markdown = (ROOT / "paper_outputs/research.md").read_text(encoding="utf-8")
+    named = {"first": "first reading", "torch_defaults": "Table 2's recipe"}
+    sections = [each for each in re.split(r"\n(?=## )", markdown) if "<small>Numbers" in each]
+    for section in sections:
+        first_line, study = section.split("\n")[2], re.search(r"numbers/research/(\w+)\.json", section)[1]
+        assert named[studies.reading_of(study)] in first_line, study
+    assert len(sections) > 5
 
 
 def test_a_mistake_in_a_study_shows_itself(monkeypatch):

@@ -63,7 +63,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     return {
         "limit": TRAINS * GUESS_LOSS,
         "runs": runs,
-        "not_trained": [name for name, run in runs.items() if not run["n"]],
         "tokens": tokens(tables["watched"]) if "watched" in tables else [],
         "steps": [step_times(path) for path in measured("depth.csv")],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},

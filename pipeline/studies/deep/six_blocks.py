@@ -23,7 +23,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     there = sorted((row for row in rows if row["trained"]), key=lambda row: -row["accuracy"].mean)
     return {
         "models": there,
-        "not_trained": [name for name in settings.runs if not results.counts(name)["finished"]],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
     }
 

@@ -66,7 +66,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     rows = {name: row(name, loss, results) for name in (*BASELINES, *settings.runs)}
     return {
         "models": {name: each for name, each in rows.items() if each["n"]},
-        "not_trained": [name for name, each in rows.items() if not each["n"]],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
         "orthonormal": check(results.watched["error"].max(), KEPT_WITHIN) if "error" in results.watched else None,
     }

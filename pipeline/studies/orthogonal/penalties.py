@@ -78,7 +78,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     return {
         "models": [each for each in rows if each["n"]],
         "beside": {name: summary_of(results.accuracies(name)) for name in BASELINES},
-        "not_trained": [each["name"] for each in rows if not each["n"]],
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
         "bound": check(results.watched["worst"].max(), QUARTER + ROUNDING) if "worst" in results.watched else None,
     }

@@ -27,21 +27,14 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """The number of runs, a row for each verdict of a claim whose runs are all there, and the claims that wait for a run."""
+    """A row for each verdict of a claim whose runs are all there."""
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
-    summary = {
-        "runs": sum(len(training.seeds) for training in settings.runs.values()),
-        "trained": sum(num_runs.values()),
-        "has_baselines": has_baselines(lab),
-        "rows": [],
-        "waiting": [],
-    }
+    summary = {"has_baselines": has_baselines(lab), "rows": []}
     for rule in RULES if summary["has_baselines"] else ():
         claim = claims[rule]
         if not whole.issuperset(claim.models):
-            summary["waiting"].append(rule)
             continue
         for pair, verdict in zip(claim.compare, claim.judge(results).values(), strict=True):
             first, second = (described(settings, results, name) for name in pair)

@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from scipy.stats import fisher_exact
 
 from osa.functional import orthogonal_attention_matrix
 from osa.reference import skew
@@ -28,7 +27,6 @@ from pipeline.training.loop import Training
 
 LEARNT = GUESS_LOSS - 0.1  # the mean loss of the last steps of a model that has left the guess
 LAST_STEPS = 20
-COMPARED = ("osa_ns", "osa_qr")  # the names of the two models whose failures are compared
 
 
 class Settings(comparison.Settings):
@@ -90,7 +88,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Lists the seeds of each model that fail, in float32 and in float64 too, and the extremes of both groups.
 
-    `p` compares those of Newton–Schulz, with the paper's K, and of QR. `failing` and `failing_double` are totals.
+    `failing` and `failing_double` are also totals.
     """
     models, table = {}, tables["steps"]
     for name, training in settings.runs.items():
@@ -109,20 +107,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
             "learning": extremes_of(single[~fails]),
             "lost": extremes_of(single[fails]),
         }
-    p = p_value(*(models[name] for name in COMPARED))
     totals = {key: sum(len(model[key]) for model in models.values()) for key in ("failing", "failing_double")}
-    return {"models": models, "steps": settings.steps, "p": p} | totals
+    return {"models": models, "steps": settings.steps} | totals
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
     """The extremes over all steps of some runs; None without a run."""
     return None if rows.empty else {"skew_norm": rows["skew_norm"].max(), "smallest": rows["smallest"].min()}
-
-
-def p_value(one: dict, other: dict) -> float:
-    """Fisher's exact test, two-sided, of whether two models fail equally often."""
-    table = [[len(model["failing"]), model["seeds"] - len(model["failing"])] for model in (one, other)]
-    return float(fisher_exact(table).pvalue)
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:

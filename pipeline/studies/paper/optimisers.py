@@ -2,8 +2,8 @@
 
 Short trainings search the rate of each model and optimiser: the one with the lowest train loss after their last epoch is
 taken, as a choice by test accuracy would count the test set twice. Long trainings follow, with other seeds. The optimiser of
-a model is the one whose long trainings end with the lower mean train loss. The claim was written before the first run. Until
-all are there, only their number is shown.
+a model is the one whose long trainings end with the lower mean train loss. The claim was written before the first run.
+Nothing is shown until all are there.
 """
 
 import itertools
@@ -89,13 +89,11 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """The number of runs; once all are there, a row for each model and optimiser, and the verdict."""
+    """A row for each model and optimiser, and the verdict, once all runs are there."""
     results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
     pairs = list(itertools.product(settings.models, settings.optimizers))
-    total = len(pairs) * (len(settings.rates) + len(settings.seeds))
-    trained = int((results.runs["status"] != "missing").sum())
-    summary: dict[str, Any] = {"runs": total, "trained": trained, "rows": [], "verdict": None}
-    if trained < total:
+    summary: dict[str, Any] = {"rows": [], "verdict": None}
+    if (results.runs["status"] != "missing").sum() < len(pairs) * (len(settings.rates) + len(settings.seeds)):
         return summary
     for model, optimizer in pairs:
         name = f"{model}_{optimizer}"

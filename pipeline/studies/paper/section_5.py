@@ -49,6 +49,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
         "seeds": sorted({*lab.tables["runs"]["seed"].tolist()}) if "runs" in lab.tables else [],
         "claims": judged,
         "headline": headline(judged, fresh(lab)),
+        "all": count(row["verdict"] for rows in judged.values() for row in rows.values()),
         "second_line": count(judged[name]["osa_ns_vs_" + baseline(claims[name])]["verdict"] for name in PRIMARY),
         "ahead_from_epoch": {model: ahead_from_epoch(results_of(lab), model, "vit_noskip") for model in MODELS},
         "rules": files.read_csv(RULES).to_dict("records"),

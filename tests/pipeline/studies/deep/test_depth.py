@@ -47,9 +47,8 @@ def test_what_fails_is_never_averaged_with_what_trains():
     assert comparison.outcome(Results(tables(LOSSES)), "osa_36")["accuracy"].mean == pytest.approx(85)
 
 
-def test_runs_that_are_not_there_are_listed_and_not_counted(lab):
+def test_runs_that_are_not_there_are_not_counted(lab):
     found = depth.summarise(studies.settings("depth"), tables(LOSSES), lab)
-    assert "osa_iso_72" in found["not_trained"] and "osa_72" not in found["not_trained"]
     assert found["runs"]["osa_iso_72"]["n"] == 0 and found["runs"]["osa_72"]["depth"] == 72
     assert found["claims"]["osa_iso_trains_at_72"]["osa_iso_72"].word == "not trained"
     assert found["claims"]["osa_trains_at_72"]["osa_72"].estimate == pytest.approx(1 / 3)
@@ -90,7 +89,6 @@ def test_six_blocks_stand_beside_table_2_and_the_most_accurate_comes_first(lab):
     found = six_blocks.summarise(section, own, lab)
     assert [row["name"] for row in found["models"]] == ["vit", "espa"]
     assert found["models"][1]["accuracy"].mean == pytest.approx(97.5)
-    assert found["not_trained"] == ["osa_iso"]
 
 
 def test_tokens_are_watched_while_they_are_finite(lab):

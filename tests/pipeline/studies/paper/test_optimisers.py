@@ -59,19 +59,19 @@ def test_each_model_has_the_optimiser_that_ends_with_the_lower_loss(paper_lab, t
     search(paper_lab)
     tables = optimisers.read(SETTINGS, paper_lab)
     few = optimisers.summarise(SETTINGS, tables, paper_lab)
-    assert (few["trained"], few["runs"], few["rows"]) == (8, 20, [])
+    assert few == {"rows": [], "verdict": None}
     for name, request in optimisers.requests(SETTINGS, paper_lab):
         if not name.endswith("_search"):
             accuracy = ACCURACIES[tuple(name.split("_"))] + 0.1 * request[2]
             train(paper_lab, request, 2 - accuracy / 100, accuracy)
     monkeypatch.setattr(optimisers, "CLAIMS", synthetic.ROOT / optimisers.CLAIMS)
     summary = optimisers.summarise(SETTINGS, optimisers.read(SETTINGS, paper_lab), paper_lab)
-    assert summary["trained"] == 20 and [row["rate"] for row in summary["rows"]] == [1e-3, 1e-4, 1e-4, 1e-4]
+    assert [row["rate"] for row in summary["rows"]] == [1e-3, 1e-4, 1e-4, 1e-4]
     assert round(summary["verdict"].estimate, 6) == 2 and summary["verdict"].word == "reproduced"  # 60 over 58
     template = page.environment(paper_lab.label).get_template("research/optimisers.md.j2")
     shown = template.render(optimisers=page.to_json(summary), level=LEVEL)
     assert "| OSA (exact) | Muon | 1 × 10⁻⁴ |" in shown and "confirmed" in shown
-    assert "8 of 20" in template.render(optimisers=page.to_json(few), level=LEVEL)
+    assert not template.render(optimisers=page.to_json(few), level=LEVEL).strip()
 
 
 def test_the_long_seeds_are_not_the_search_s():

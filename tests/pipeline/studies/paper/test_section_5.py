@@ -60,6 +60,9 @@ def test_the_headline_is_of_the_first_comparisons_alone(trained):
     assert summary["headline"]["reproduces"] == list(PRIMARY) and summary["headline"]["leaves_open"] == []
     largest = max(next(iter(summary["claims"][name].values()))["verdict"].p for name in PRIMARY)
     assert largest <= summary["headline"]["family_p"] <= 0.05
+    every = summary["all"]
+    assert every["total"] == sum(map(len, summary["claims"].values())) == 14
+    assert every["reproduced"] + every["open"] + every["contradicted"] + every["not_testable_here"] == 14
 
 
 def test_holm_leaves_out_what_holds_by_itself_alone(trained):

@@ -143,7 +143,7 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
     for name, own in trained.items():
         machines = defaultdict(set)
         for variant, record in own:
-            machines[short(record.environment)].add(variant)
+            machines[short(record.environment.model_dump())].add(variant)
         if own:
             hours = sum(record.seconds for _, record in own) / 3600
             variants = {machine: sorted(of_machine) for machine, of_machine in sorted(machines.items())}

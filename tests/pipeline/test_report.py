@@ -234,6 +234,11 @@ def test_a_page_escapes_labels_of_parameters():
     assert "<script>" not in html and "&lt;script&gt;|*x*" in html
 
 
+def test_a_number_keeps_together():
+    html, _ = to_html("| a |\n| - |\n| 96.7 ± 0.5 to 3 × 10 |\n", {}, lambda path: "")
+    assert "96.7\u00a0±\u00a00.5 to 3\u00a0×\u00a010" in html
+
+
 def test_an_image_alone_is_a_figure_with_its_source():
     html, sections = to_html(
         "## A d<sub>v</sub>\n\n![What *it* shows](figures/a.svg)\n\nText ![b](b.svg)\n",

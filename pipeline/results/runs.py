@@ -62,7 +62,6 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
     none = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
     tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *PROVENANCE_COLUMNS])}
     tables["histories"] = pd.concat(histories or [none])[none.columns]
-    watched = [table for table in watched if len(table)]  # nothing is seen of what diverges at step 0
     return tables | ({"watched": pd.concat(watched)} if watched else {})
 
 

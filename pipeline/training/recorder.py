@@ -228,8 +228,7 @@ class Recorder(Observer):
         if self.watch:
             import pandas as pd
 
-            seen = pd.DataFrame(self.times.watched or {"epoch": []})  # a run that diverged at step 0 has none
-            files.write_csv(paths["watched"], seen)
+            files.write_csv(paths["watched"], pd.DataFrame(self.times.watched))
         else:
             paths["watched"].unlink(missing_ok=True)
         status, own = "diverged" if progress.diverged else "finished", records.digests(self.run.folder)

@@ -361,7 +361,7 @@ def test_images_of_one_level_are_trained_on_or_refused_and_no_run_without_a_step
     assert "data.pixel_scaling" in capsys.readouterr().err and Run("vit", 0).record() is None
     write_params(pixel_scaling="unit")
     run_main(monkeypatch, "vit", "0")
-    assert Run("vit", 0).record()["status"] == "finished"
+    assert Run("vit", 0).record().status == "finished"
 
 
 def write(name: str, content: bytes) -> None:

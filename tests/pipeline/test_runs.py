@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import subprocess
-import types
 from datetime import datetime
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.data import idx
-from pipeline.studies import comparison
 from pipeline.training import loop, recorder
 from pipeline.training.loop import build_model, evaluate_split
 from pipeline.training.recorder import Recorder
@@ -186,23 +184,16 @@ def test_a_diverged_run_is_a_result_even_if_it_is_killed_before_its_outputs(monk
     assert again.record().resumptions == 1 and outputs(again) == found
 
 
-def test_a_run_that_is_infinite_from_the_start_has_diverged_at_step_0(monkeypatch):
+def test_a_run_that_is_infinite_from_the_start_is_no_result(monkeypatch):
     def broken(config, seed):
         model = build_model(config, seed)
         model.head.bias.data.fill_(math.inf)
         return model
 
     monkeypatch.setattr(loop, "build_model", broken)
-    run = trained()
-    metrics = run.metrics()
-    assert (metrics["diverged"], metrics["diverged_at_step"], metrics["train_loss"]) == (True, 0, None)
-    assert len(read_history(outputs(run)["history.csv"])) == 1
-    recorder.train(run, config("osa_exact"), watch=lambda training: [{"layer": 0}])
-    assert (run.folder / "watched.csv").read_text(encoding="utf-8") == "epoch\n" and run.record()
-    lab = types.SimpleNamespace(study="table_2", run=lambda *_: run, config=lambda *_: config("osa_exact"))
-    settings = comparison.Settings(reading="first", runs={"it": {"variant": "osa_exact", "seeds": [0]}})
-    tables = comparison.read(settings, lab)
-    assert tables["runs"]["status"].tolist() == ["diverged"] and len(tables["histories"]) == 1 and "watched" not in tables
+    with pytest.raises(UserError, match="not finite before the first step"):
+        trained()
+    assert Run("osa_exact", 0).record() is None
 
 
 # their records

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import osa
 from pipeline import studies
 from pipeline.config import params
 from pipeline.core import files
@@ -85,7 +86,7 @@ def test_a_comparison_reads_what_is_there_and_lists_what_is_missing(project):
     tables = comparison.read(settings, lab)
     assert tables["runs"]["status"].tolist() == ["finished", "missing", "missing"]
     assert set(tables["histories"]["name"]) == {"short"} and tables["watched"]["size"].eq(2).all()
-    assert to_json(tables["runs"]["numerics"].tolist())[0] == 1
+    assert to_json(tables["runs"]["numerics"].tolist())[0] == osa.NUMERICS
 
 
 def test_a_run_of_another_configuration_in_the_place_of_a_studys_is_refused(project):

@@ -301,18 +301,18 @@ def test_the_time_of_own_images_is_that_of_their_number_once_they_are_stored(mon
     made = synthetic.record(params.resolve(params.load(), "vit"), Run("vit", 1), seconds=600.0)
     write_params(run=BOTH, data={"source": "folder", "path": "mine"})
     config = params.resolve(params.load(), "vit")
-    assert times.estimate(Run("vit", 0), config, [made]) is None, "nobody knows how many there are"
+    assert times.Estimates([made]).of(Run("vit", 0), config) is None, "nobody knows how many there are"
     Path("data/folder").mkdir(parents=True)
     np.save("data/folder/train-labels.npy", np.zeros(600, np.uint8))
     described = {"path": "mine", "resize": None, "sha256": "0" * 64, "classes": ["a"], "channels": 1, "size": 56}
     files.write_json("data/folder/images.json", described)
-    assert times.estimate(Run("vit", 0), config, [made]) == pytest.approx(600 * 600 / 60_000 * 4), (
+    assert times.Estimates([made]).of(Run("vit", 0), config) == pytest.approx(600 * 600 / 60_000 * 4), (
         "of four times the patches"
     )
     before = made.model_copy(update={"config": config, "data_sha256": "1" * 64, "seconds": 1e9})
-    assert times.estimate(Run("vit", 0), config, [before, made]) == pytest.approx(24), "of other images that lay there"
+    assert times.Estimates([before, made]).of(Run("vit", 0), config) == pytest.approx(24), "of other images that lay there"
     now = before.model_copy(update={"data_sha256": "0" * 64, "seconds": 30.0})
-    assert times.estimate(Run("vit", 0), config, [now]) == pytest.approx(30)
+    assert times.Estimates([now]).of(Run("vit", 0), config) == pytest.approx(30)
 
 
 def test_time_left_is_scaled_by_epochs_and_depth():
@@ -394,7 +394,7 @@ def test_a_record_is_looked_at_once_however_many_trainings_wait(monkeypatch):
     (run, config), _ = jobs = fan_out.list_jobs(params.load())
     made, seen = [synthetic.record(config, Run("vit", seed), seconds=60.0) for seed in range(3)], []
     relative_cost = times.relative_cost
-    monkeypatch.setattr(times, "relative_cost", lambda config: seen.append(config) or relative_cost(config))
+    monkeypatch.setattr(times, "relative_cost", lambda config, *data: seen.append(config) or relative_cost(config, *data))
     monkeypatch.setattr(fan_out, "recorded", lambda: [(run, record) for record in made])
     list(fan_out.follow(jobs, (ended for ended in ([], [], [])), 1))
     assert len(seen) == len(made) + 4 * len(jobs), "and each training that waits, at the beginning and three times"

@@ -70,6 +70,7 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: True)
     monkeypatch.setattr(fan_out, "main", lambda arguments: trained.append(arguments))
     monkeypatch.setattr(reproduce.times.Estimates, "of", lambda *_: 1500.0)
+    jobs.digest.cache_clear()
     trained, asked = [], []
     reproduce.main(["--jobs", "3"])
     text = capsys.readouterr().out

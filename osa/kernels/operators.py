@@ -1,11 +1,14 @@
-"""Operators of the kernels, each a whole to autograd, torch.func and torch.compile, and the tensors that they take."""
+"""The kernels as operators, which autograd, torch.func and torch.compile do not look into, and the tensors that they take.
+
+Three backends launch the kernels: short/, hopper/ and long/. `_find` alone decides which of them takes a call.
+"""
 
 import functools
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -13,59 +16,73 @@ from torch import Tensor
 
 from osa import functional, linalg
 from osa.compiled import INPUTS
-from osa.kernels import heads, launch, sequences
-from osa.kernels.launch import padded
-from osa.kernels.tiles import SIZE
+from osa.kernels.hopper import backend as hopper
+from osa.kernels.launch import Inputs, padded
+from osa.kernels.long import backend as long
+from osa.kernels.short import backend as short
 from osa.linalg import Scale
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
-METHODS = ("exact", "newton_schulz", "qr")
-HEADS = ("fused", "parts")  # forms of osa/kernels/heads.py: a program a head, and a program a part of a head
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-LONG_METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
-MAX_TOKENS, MAX_WIDTH = 256, 16  # most of query and key, whose matrices one program holds in its registers
-MAX_LONG_WIDTH = 128  # columns of query, key and value
-TRIED_TOKENS = 1024  # tokens that `_agrees` tries for all numbers above MAX_TOKENS
+TRIED_TOKENS = 1024  # tokens with which `_agrees` tries the kernels of hopper/ and long/, for any number of tokens
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative errors that `_agrees` allows
-HEADS_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
+HOPPER_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
 PHI1_TOLERANCE = 1e-5  # no input or output of φ₁ alone is rounded
 
 
+class Backend(Protocol):
+    """What launches the kernels of one method, for tensors (batch, heads, N, width) and a scale (batch, heads, 1, 1)."""
+
+    @property
+    def method(self) -> str: ...
+
+    def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
+        """Names of the kernels that may be launched for tensors of these shapes, types and device: none if it takes none."""
+
+    def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
+        """Shape of the float32 tensor that the forward pass saves for the backward pass."""
+
+    def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
+        """Fills the output, (batch, heads, N, d_value), and what is saved."""
+
+    def backward(
+        self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
+    ) -> None:
+        """Fills the gradients of query, key, value and scale, given that of the output."""
+
+    def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
+        """A number for each matrix, NaN where no digit is left, so that the call warns; None if it never warns."""
+
+
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Tells whether `attend` takes these tensors of CUDA: by a method with a kernel, and in no forward-mode derivative.
+    """True if `attend` takes these tensors of CUDA: a kernel has the method, and no forward-mode derivative is under way.
 
-    A kernel that does not compile, or gives other numbers than the plain route when it is first used, does not fit either,
-    and warns once. No kernel is tried while a CUDA graph is recorded: a captured call has to have run before with the same
-    shapes, as torch asks of every capture.
+    A kernel that does not compile, or whose first use gives other numbers than the plain route, does not fit either, and
+    warns once. No kernel is tried while a CUDA graph is recorded: a captured call must have run before with the same shapes,
+    as torch asks of every capture.
     """
-    tokens, width = query.shape[-2:]
-    tensors, is_short = (query, key, value), _is_short(query)
-    dtypes, rows = tuple(x.dtype for x in tensors), padded(tokens) if is_short else TRIED_TOKENS
-    forms: tuple[str, ...] = (method,)
-    if not is_short and heads.is_fused(method, *tensors):
-        count = torch.broadcast_shapes(*(x.shape[:-2] for x in tensors)).numel()
-        forms = HEADS if heads.parts_of(count, tokens, query.device) > 1 else HEADS[:1]  # both: vmap adds heads
-    return (
-        method in (METHODS if is_short else LONG_METHODS)
-        and all(x.dtype in TYPES and x.numel() and x.shape[-1] <= MAX_LONG_WIDTH for x in tensors)
-        and all(_is_whole(x, *VMAP_AND_GRAD) for x in (*tensors, scale) if isinstance(x, Tensor))
-        and all(_is_right(form, query.device, dtypes, *map(known, (rows, width, value.shape[-1]))) for form in forms)
-    )
-
-
-def _is_short(query: Tensor) -> bool:
-    """Tells whether one program takes a whole matrix."""
-    return query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH
+    tensors = query, key, value
+    if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
+        return False
+    if not all(_is_whole(x, *VMAP_AND_GRAD) for x in (*tensors, scale) if isinstance(x, Tensor)):
+        return False
+    dtypes = query.dtype, key.dtype, value.dtype
+    operator = _find(method, *tensors)
+    forms = operator.backend.forms(*tensors) if operator else ()
+    for form in forms:
+        rows = padded(query.shape[-2]) if form == "short" else TRIED_TOKENS
+        if not _is_right(form, method, query.device, dtypes, *map(known, (rows, query.shape[-1], value.shape[-1]))):
+            return False
+    return bool(forms)
 
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
-    """Tells whether `phi1_times` takes these matrices."""
-    is_usual = all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y))
-    return (
-        is_usual
-        and z.shape[-1] <= SIZE.value
-        and _is_right("phi1", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
-    )
+    """True if `phi1_times` takes these matrices."""
+    if not all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y)):
+        return False
+    if z.shape[-1] > short.MAX_PHI1_ROWS:
+        return False
+    return _is_right("phi1", "", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
@@ -81,7 +98,9 @@ def attend(
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
     batch, inputs = _as_heads(query, key, value, scale)
     options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
-    output, _ = _operator(method, *inputs[:3])(*inputs, *options)
+    operator = _find(method, *inputs[:3])
+    assert operator is not None  # as they fit
+    output, _ = operator(*inputs, *options)
     return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
 
 
@@ -96,12 +115,12 @@ def _as_heads(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> tuple
 
 @dataclass(frozen=True)
 class Operator:
-    """The kernels of a method: osa::NAME and osa::NAME_backward, and the same as functions of autograd and torch.func."""
+    """A backend as osa::NAME and osa::NAME_backward, and the same as functions of autograd and torch.func."""
 
-    method: str
+    backend: Backend
     attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
     gradients: Callable[..., tuple[Tensor, ...]]  # takes query, key, value, scale, `saved`, E, iterations and ε
-    launch_both: Callable[..., None]  # takes what `attend` does, and gives no output
+    compile_both: Callable[..., None]  # takes the arguments of `attend`, on "meta"
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
         """Calls the operator itself for a compiler, and otherwise through the function that torch.func takes."""
@@ -143,7 +162,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         operator, *tensors, _, grad, num_iterations, epsilon = inputs
-        ctx.options = operator.method, num_iterations or None, epsilon
+        ctx.options = operator.backend.method, num_iterations or None, epsilon
         ctx.save_for_backward(*tensors, grad)
 
     @staticmethod
@@ -174,9 +193,7 @@ def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, 
     return tuple(x.unflatten(0, (size, -1)) for x in outputs), (0,) * len(outputs)
 
 
-def _register(method: str, name: str, kernels) -> Operator:
-    """A module's kernels as operators of (batch, heads, N, d) and (batch, heads, 1, 1)."""
-
+def _register(name: str, backend: Backend) -> Operator:
     options = "int num_iterations, float epsilon"
     forward = f"({INPUTS}, {options}) -> (Tensor, Tensor)"
     backward = f"({INPUTS}, Tensor saved, Tensor grad, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -184,7 +201,7 @@ def _register(method: str, name: str, kernels) -> Operator:
     def empty_output(query, key, value, *others):
         batch, heads, tokens, width = value.shape
         output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # strides for the heads' concatenation
-        return output, query.new_empty(kernels.saved_shape(method, query, value), dtype=torch.float32)
+        return output, query.new_empty(backend.saved_shape(query, value), dtype=torch.float32)
 
     def empty_grads(query, key, value, scale, *others):
         return tuple(x.new_empty(x.shape) for x in (query, key, value, scale))
@@ -192,16 +209,16 @@ def _register(method: str, name: str, kernels) -> Operator:
     @torch.library.custom_op(f"osa::{name}", mutates_args=(), schema=forward)
     def attend_heads(query, key, value, scale, *options):
         output, saved = empty_output(query, key, value, scale, *options)
-        kernels.forward(method, (query, key, value, scale), output, saved, *options)
-        kept = kernels.kept_scale(method, query, value, saved)
-        if kept is not None and not linalg.is_captured(kept):  # warns inside the operator, where a compiler keeps it
-            linalg.warn_of_loss(kept.view(scale.shape).isnan() & ~scale.isnan())
+        backend.forward((query, key, value, scale), output, saved, *options)
+        valid = backend.scale_where_valid(query, value, saved)
+        if valid is not None and not linalg.is_captured(valid):  # warns inside the operator, where a compiler keeps it
+            linalg.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
     @torch.library.custom_op(f"osa::{name}_backward", mutates_args=(), schema=backward)
     def gradients(query, key, value, scale, saved, grad, *options):
         grads = empty_grads(query, key, value, scale)
-        kernels.backward(method, (query, key, value, scale), saved, grad, grads, *options)
+        backend.backward((query, key, value, scale), saved, grad, grads, *options)
         return grads
 
     def save(ctx, inputs, output) -> None:
@@ -213,29 +230,30 @@ def _register(method: str, name: str, kernels) -> Operator:
     def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         return *gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
 
-    def launch_both(*arguments) -> None:
-        (*inputs, num_iterations, epsilon), (output, saved) = arguments, empty_output(*arguments)
-        kernels.forward(method, inputs, output, saved, num_iterations, epsilon)
-        kernels.backward(method, inputs, saved, output.contiguous(), empty_grads(*inputs), num_iterations, epsilon)
+    def compile_both(query, key, value, scale, *options) -> None:
+        inputs = query, key, value, scale
+        output, saved = empty_output(*inputs)
+        backend.forward(inputs, output, saved, *options)
+        backend.backward(inputs, saved, output.contiguous(), empty_grads(*inputs), *options)
 
     attend_heads.register_fake(empty_output)
     gradients.register_fake(empty_grads)
     attend_heads.register_autograd(differentiate, setup_context=save)
-    return Operator(method, attend_heads, gradients, launch_both)
+    return Operator(backend, attend_heads, gradients, compile_both)
 
 
 @torch.library.custom_op("osa::phi1", mutates_args=())
 def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
     output = torch.empty_like(y)
-    launch.phi1_forward(z, y, output)
+    short.phi1_forward(z, y, output)
     return output
 
 
 @torch.library.custom_op("osa::phi1_backward", mutates_args=())
 def _phi1_gradients_operator(z: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     grad_z, grad_y = torch.empty_like(z), torch.empty_like(y)
-    launch.phi1_backward(z, y, grad, grad_z, grad_y)
+    short.phi1_backward(z, y, grad, grad_z, grad_y)
     return grad_z, grad_y
 
 
@@ -250,61 +268,70 @@ _phi1_operator.register_fake(lambda z, y: torch.empty_like(y))
 _phi1_gradients_operator.register_fake(lambda z, y, grad: (torch.empty_like(z), torch.empty_like(y)))
 _phi1_operator.register_autograd(_phi1_autograd, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
-OPERATORS = {method: _register(method, method, launch) for method in METHODS}
-LONG_OPERATORS = {method: _register(method, f"long_{method}", sequences) for method in LONG_METHODS}
-_fused_operator = _register("exact", "fused_exact", heads)
+SHORT = {method: _register(method, short.Short(method)) for method in short.METHODS}
+HOPPER = {method: _register(f"fused_{method}", hopper.Hopper(method)) for method in hopper.METHODS}
+LONG = {method: _register(f"long_{method}", long.Long(method)) for method in long.METHODS}
 
 
-def _operator(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator:
-    """The operator of a method that takes (batch, heads, N, d)."""
-    if _is_short(query):
-        return OPERATORS[method]
-    return _fused_operator if heads.is_fused(method, query, key, value) else LONG_OPERATORS[method]
+def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
+    """The first operator of a method that takes these tensors."""
+    for operators in (SHORT, HOPPER, LONG):
+        if method in operators and operators[method].backend.forms(query, key, value):
+            return operators[method]
+    return None
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """Tells whether an operator on x stays whole: in no trace but a compiler's, and in no transform but the ones named."""
+    """True if no trace but a compiler's, and no transform but the ones named, would take an operator on x apart."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
-_TRIED: dict[tuple, bool] = {}  # verdicts of `_agrees` by a kernel's form, device, types, rows and widths
+_TRIED: dict[tuple, bool] = {}  # verdicts of `_agrees` by its arguments
 
 
 @constant_to_a_trace
-def _is_right(*form) -> bool:
-    """Tells whether a form of a kernel agrees with the plain route: tried once, and never while a graph is recorded."""
+def _is_right(*kernel) -> bool:
+    """True if a kernel agrees with the plain route: `_agrees` tries it once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and so is what follows
-    if form not in _TRIED and not torch.cuda.is_current_stream_capturing():
-        _TRIED[form] = _agrees(*form)
-    return _TRIED.get(form, False)
+    if kernel not in _TRIED and not torch.cuda.is_current_stream_capturing():
+        _TRIED[kernel] = _agrees(*kernel)
+    return _TRIED.get(kernel, False)
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles side by side what a call of inputs and its gradients launch, from tensors of "meta", which have no memory.
+    """Compiles all kernels of a call and its gradients side by side, for tensors on "meta", which have no memory.
 
-    Triton compiles outside of Python's lock. What fails to compile fails again, with its error, where it is launched.
+    Triton compiles outside of Python's lock. A kernel that does not compile fails again, with its error, at its launch.
     """
     meta = [x.detach().to("meta") for x in inputs]
     with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         if form == "phi1":
             z, y = meta
-            launch.phi1_forward(z, y, y)
-            launch.phi1_backward(z, y, y, z, y)
+            short.phi1_forward(z, y, y)
+            short.phi1_backward(z, y, y, z, y)
         else:
             _, tensors = _as_heads(*meta)
             num_iterations = functional.ITERATIONS.get(options["method"], 0)
-            _operator(options["method"], *tensors[:3]).launch_both(*tensors, num_iterations, options["epsilon"])
+            operator = _find(options["method"], *tensors[:3])
+            assert operator is not None
+            operator.compile_both(*tensors, num_iterations, options["epsilon"])
 
 
 def _agrees(
-    form: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
+    form: str,
+    method: str,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    rows: int,
+    width: int,
+    value_width: int,
 ) -> bool:
-    """Tells whether values and gradients on this device are those of the plain route on the CPU in float64.
+    """True if values and gradients on this device are those of the plain route on the CPU in float64.
 
     Any failure of Triton, the C compiler, its cache on the disk or the driver is a reason to do without the kernel.
     """
-    method, batch = "exact" if form in HEADS else form, 2
+    batch, is_hopper = 2, form in ("fused", "parts")
     if form == "parts":  # few heads of a length that has parts
         batch, rows = 1, 2 * rows
     with (
@@ -316,7 +343,7 @@ def _agrees(
         generator = torch.Generator().manual_seed(0)
         options: dict[str, Any] = {}
         shapes: tuple[tuple[int, ...], ...]
-        if method == "phi1":
+        if form == "phi1":
             shapes = (6, width, width), (6, width, value_width), (6, width, value_width)
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in shapes)
             inputs[0] = 0.2 * (inputs[0] - inputs[0].mT)
@@ -327,8 +354,8 @@ def _agrees(
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            if rows >= TRIED_TOKENS:  # ‖S‖₂ of 0.5, 5 and, for heads that go by three products then, 50
-                scales = torch.tensor([0.3, -3.0, 30.0 if form in HEADS else 1.0]) / tokens
+            if form != "short":  # ‖S‖₂ of 0.5, 5 and, for heads that need three products then, 50
+                scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
@@ -345,10 +372,13 @@ def _agrees(
                 for a, b in [(actual, expected), *zip(*grads, strict=True)]
             ]
             most = max(TOLERANCE[x] for x in dtypes)
-            most = {"phi1": PHI1_TOLERANCE, **dict.fromkeys(HEADS, HEADS_TOLERANCE)}.get(form, most)
+            if form == "phi1":
+                most = PHI1_TOLERANCE
+            elif is_hopper:
+                most = HOPPER_TOLERANCE
             reason = None if max(errors) < most else f"its error is {max(errors):.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if reason is not None:
-        warnings.warn(f'the kernel of "{method}" for d = {width} is not used on {device}: {reason}', stacklevel=2)
+        warnings.warn(f'the kernel of "{method or form}" for d = {width} is not used on {device}: {reason}', stacklevel=2)
     return reason is None

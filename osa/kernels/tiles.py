@@ -10,8 +10,10 @@ to be spilled, and a kernel compiles in seconds.
 import triton
 import triton.language as tl
 
-SIZE = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that osa/kernels/blocks.py holds in registers
+SIZE = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that short/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
+LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which float32 has no digit of exp(S)
+NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which an iteration has no digit in float32, as in osa/functional.py
 
 
 @triton.jit

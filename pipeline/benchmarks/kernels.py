@@ -31,7 +31,10 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from osa.kernels import heads, launch, operators, sequences
+from osa.kernels import launch
+from osa.kernels.hopper import backend as hopper
+from osa.kernels.long import backend as long
+from osa.kernels.short import backend as short
 from osa.options import ITERATIONS
 from pipeline.core import files
 from pipeline.core.errors import command_parser, entry_point
@@ -45,12 +48,13 @@ WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (
-    *operators.METHODS,
-    *(f"long {method}" for method in operators.LONG_METHODS),
+    *short.METHODS,
+    *(f"long {method}" for method in long.METHODS),
     "fused exact",
     "parts exact",
     "phi1",
 )
+BACKENDS = {"": short.Short, "long": long.Long, "fused": hopper.Hopper, "parts": hopper.Hopper}
 MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
 MANY = 4096  # tokens that stand for any number of a long sequence
 MULTIPROCESSORS = {"parts": 132}  # an H100's, of which few heads occupy few; for all else heads are many
@@ -142,25 +146,20 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
     ):
         if method == "phi1":
             z, y = (torch.empty(1, 2 * width, size, device="meta") for size in (2 * width, width))
-            if dtype == torch.float32 and width <= operators.MAX_WIDTH:
-                launch.phi1_forward(z, y, y)
-                launch.phi1_backward(z, y, y, z, y)
+            if dtype == torch.float32 and width <= short.MAX_WIDTH:
+                short.phi1_forward(z, y, y)
+                short.phi1_backward(z, y, y, z, y)
             return found
-        tokens = MANY if form else MOST_ROWS.get(method, operators.MAX_TOKENS)
+        tokens = MANY if form else MOST_ROWS.get(method, short.MAX_TOKENS)
         query = torch.empty(2, 3, tokens, width, dtype=dtype, device="meta")
-        kernels, is_there = {
-            "": (launch, width <= operators.MAX_WIDTH),
-            "long": (sequences, True),
-            "fused": (heads, heads.is_fused(method, query, query, query)),
-            "parts": (heads, heads.is_fused(method, query, query, query)),
-        }["".join(form)]
-        if is_there:
-            shapes = (2, 3, 1, 1), kernels.saved_shape(method, query, query)
+        backend = BACKENDS["".join(form)](method)
+        if backend.forms(query, query, query):
+            shapes = (2, 3, 1, 1), backend.saved_shape(query, query)
             scale, saved = (torch.empty(shape, device="meta") for shape in shapes)
             iterations = ITERATIONS.get(method, 0), 1e-7
             inputs = query, query, query, scale
-            kernels.forward(method, inputs, query, saved, *iterations)
-            kernels.backward(method, inputs, saved, query, inputs, *iterations)
+            backend.forward(inputs, query, saved, *iterations)
+            backend.backward(inputs, saved, query, inputs, *iterations)
     if form == ["parts"]:  # steps are listed with "fused", and the first launch is one of either pass
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found

@@ -6,7 +6,8 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 
 import triton.language as tl
 
-from osa.kernels import fused, tiles
+from osa.kernels import tiles
+from osa.kernels.hopper import fused
 from pipeline.benchmarks import kernels
 
 

@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 from triton.language import core
 from triton.runtime import interpreter
 
-from osa.kernels import fused, heads, launch, operators, parts, stepped
+from osa.kernels import launch, operators
+from osa.kernels.hopper import backend, fused, parts, stepped
+from osa.kernels.short import backend as short_backend
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, symmetric_multiple
 from tests.osa.test_launch import traffic
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Every sequence counts as long."""
-    monkeypatch.setattr(operators, "MAX_TOKENS", 0)
+    monkeypatch.setattr(short_backend, "MAX_TOKENS", 0)
     if DEVICE.type == "cuda":
         yield
         return
@@ -40,8 +42,8 @@ def interpreted(monkeypatch):
 def in_parts(monkeypatch):
     """As if heads were few: parts of 64 rows, and of what is left. Yields the names of what is launched."""
     launched, start = [], launch.launch
-    monkeypatch.setattr(heads, "LEAST_ROWS", 1)
-    monkeypatch.setattr(heads, "LEAST_PARTS", 2)
+    monkeypatch.setattr(backend, "LEAST_ROWS", 1)
+    monkeypatch.setattr(backend, "LEAST_PARTS", 2)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(launch, "launch", lambda kernel, *others: (launched.append(name_of(kernel)), start(kernel, *others)))
     return launched
@@ -65,7 +67,7 @@ def inputs_of(tokens, width, norm, *, mean=0.0, decay=0.0, heads=1, seed=0):
 def state(query, key, value, scale):
     """1 of a head of M as it is in one step, 0 of one that is balanced and takes steps, −1 where it takes three products."""
     scale = scale.expand(*query.shape[:2], 1, 1)
-    return operators._fused_operator(query, key, value, scale, 0, linalg.EPSILON)[1].flatten().tolist()
+    return operators.HOPPER["exact"](query, key, value, scale, 0, linalg.EPSILON)[1].flatten().tolist()
 
 
 def allowed(form, norm):
@@ -258,7 +260,7 @@ def test_launches_and_operators_in_parts(in_parts):
     """Three and four launches, and one and two operators that add the parts up; then those for other heads."""
     query, key, value, scale = inputs_of(67, 8, 1.0)
     inputs, saved = (query, key, value, scale), torch.ones(1, 1, 1, 1)
-    forward = traffic(lambda: operators._fused_operator(*inputs, 0, linalg.EPSILON)).names
+    forward = traffic(lambda: operators.HOPPER["exact"](*inputs, 0, linalg.EPSILON)).names
     assert in_parts == ["gram", "mix", "apply", *["stepped_forward"] * 2] and len(forward) <= 10, forward
     in_parts.clear()
     backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, linalg.EPSILON)).names
@@ -273,7 +275,7 @@ def test_launches_and_operators(monkeypatch):
     launched, saved = [], torch.ones(1, 1, 1, 1)
     monkeypatch.setattr(launch, "launch", lambda kernel, *others: launched.append(kernel.fn.__name__))
     inputs = query, key, value, scale
-    forward = traffic(lambda: operators._fused_operator(*inputs, 0, linalg.EPSILON)).names
+    forward = traffic(lambda: operators.HOPPER["exact"](*inputs, 0, linalg.EPSILON)).names
     assert launched == ["forward_kernel", *["stepped_forward_kernel"] * 2] and len(forward) <= 10, forward
     launched.clear()
     backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, linalg.EPSILON)).names
@@ -281,12 +283,12 @@ def test_launches_and_operators(monkeypatch):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("name", operators.HEADS)
+@pytest.mark.parametrize("name", ["fused", "parts"])
 def test_the_first_use_would_notice_a_product_too_few(monkeypatch, request, name):
     monkeypatch.setattr(operators, "TRIED_TOKENS", 128)  # few for the interpreter
     launched = request.getfixturevalue("in_parts") if name == "parts" else []
-    form = name, DEVICE, (HALF,) * 3, 128, 16, 16  # type, rows and widths
-    assert operators._agrees(*form) and ("mix_backward" in launched) == (name == "parts")
+    kernel = name, "exact", DEVICE, (HALF,) * 3, 128, 16, 16  # types, rows and widths
+    assert operators._agrees(*kernel) and ("mix_backward" in launched) == (name == "parts")
 
     def without_the_lower_half(x):
         high = x.to(core.bfloat16)
@@ -294,14 +296,16 @@ def test_the_first_use_would_notice_a_product_too_few(monkeypatch, request, name
 
     monkeypatch.setattr(stepped, "split", interpreter.InterpretedFunction(without_the_lower_half))
     with pytest.warns(UserWarning, match="its error is"):
-        assert not operators._agrees(*form)
+        assert not operators._agrees(*kernel)
 
 
 def test_the_form_is_chosen_by_type_width_and_device(monkeypatch):
     monkeypatch.setattr(launch, "capability", lambda device: 9)
 
     def is_fused(count, tokens, width=64, dtype=HALF, method="exact"):
-        return heads.is_fused(method, *torch.empty(3, 1, count, tokens, width, dtype=dtype, device="meta"))
+        tensors = torch.empty(3, 1, count, tokens, width, dtype=dtype, device="meta")
+        found = operators._find(method, *tensors)
+        return "fused" in (found.backend.forms(*tensors) if found else ())
 
     assert is_fused(1536, 197) and is_fused(1, 65536) and is_fused(1, 300, 8)
     assert not any((is_fused(99, 197, 72), is_fused(99, 197, 60), is_fused(1024, 32768)))
@@ -313,8 +317,8 @@ def test_the_form_is_chosen_by_type_width_and_device(monkeypatch):
 
 def test_heads_have_parts_where_they_leave_a_device_idle(monkeypatch):
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    shapes = {(1, 4096): 16, (1, 65536): 132, (8, 16384): 16, (33, 1024): 4, (34, 65536): 1, (1, 1023): 1, (1536, 197): 1}
-    assert {shape: heads.parts_of(*shape, DEVICE) for shape in shapes} == shapes
+    shapes = {(1, 4096): 16, (1, 65536): 128, (8, 16384): 16, (33, 1024): 4, (34, 65536): 1, (1, 1023): 1, (1536, 197): 1}
+    assert {shape: backend.partition(*shape, DEVICE).get("parts", 1) for shape in shapes} == shapes
     monkeypatch.setattr(launch, "capability", lambda device: 9)
     forms = []
     monkeypatch.setattr(operators, "_is_right", lambda form, *others: forms.append(form) or True)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 
 
 from osa.kernels import launch, operators
+from osa.kernels.short.backend import Short
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_orthogonality import KINDS, ROUNDINGS, of_norm
 
@@ -172,8 +173,8 @@ def test_exact_takes_a_basis_where_no_balancing_helps(mu, monkeypatch):
     """The error is that of S itself, μ eps, and not μ² eps; where no basis fits the result is NaN, never a wrong number."""
     query, key, value = symmetric_multiple(mu, 17, 5)
     assert max(errors("exact", query, key, value, scales(1.0))) < 1e-6 + 3e-7 * mu
-    constants = launch.attention_constants
-    monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": 0})
+    constants = Short.constants
+    monkeypatch.setattr(Short, "constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": 0})
     inputs = [x.requires_grad_() for x in (query, key, value)]
     output, warned = attend_and_warn(*inputs, scales(1.0), "exact")
     grads = torch.autograd.grad(output.sum(), inputs[:2])
@@ -187,8 +188,8 @@ def test_exact_takes_a_basis_where_no_balancing_helps(mu, monkeypatch):
 @pytest.mark.parametrize("rows", [0, 16])
 def test_a_head_that_is_nan_leaves_the_others_alone(rows, monkeypatch):
     """No warning names a NaN head, with a basis at hand or without."""
-    constants = launch.attention_constants
-    monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
+    constants = Short.constants
+    monkeypatch.setattr(Short, "constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
     query, key, value = random(7, 3, 3, (1, 2))
     expected = attend(query, key, value, scales(0.1, 0.1), "exact")
     query[0, 0, 2, 1] = torch.nan
@@ -211,8 +212,8 @@ def test_any_norm(method, norm):
 @pytest.mark.parametrize("method, rows", [("exact", 32), ("exact", 0), ("qr", 32), ("newton_schulz", 0)])
 def test_lengths_are_kept_at_any_norm_or_the_result_is_nan(method, rows, monkeypatch):
     """All kinds and norms in one launch; `rows` of a basis at hand. Newton–Schulz is as its equations have it."""
-    constants = launch.attention_constants
-    monkeypatch.setattr(launch, "attention_constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
+    constants = Short.constants
+    monkeypatch.setattr(Short, "constants", lambda *arguments: constants(*arguments) | {"ALL_ROWS": rows})
     tokens, cases = 19, list(itertools.product(sorted(KINDS.keys() - {"unequal size"}), (1.0, 1e3)))
     drawn = [of_norm(kind, norm, tokens, 3, torch.float32) for kind, norm in cases]
     query, key = (torch.stack(x)[:, None].to(DEVICE) for x in list(zip(*drawn, strict=True))[:2])

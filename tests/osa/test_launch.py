@@ -20,7 +20,9 @@ from tests.osa.helpers import relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
 
-from osa.kernels import launch, operators, sequences
+from osa.kernels import launch, operators
+from osa.kernels.long import backend as long_backend
+from osa.kernels.short import backend as short_backend
 from tests.osa.interpreter import DEVICE, quick, random
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="tensors of the CPU stand in for those of CUDA")
@@ -93,7 +95,7 @@ def test_a_step_launches_little_more_than_that_of_a_vit():
         assert sum(each.startswith("osa::") for each in names) == 12, name
 
 
-@pytest.mark.parametrize("operator", [operators.OPERATORS["qr"], operators.LONG_OPERATORS["exact"]], ids=["qr", "long"])
+@pytest.mark.parametrize("operator", [operators.SHORT["qr"], operators.LONG["exact"]], ids=["qr", "long"])
 def test_the_operator_is_one_for_autograd_and_the_compiler(as_on_cuda, operator):
     arguments = (
         *(x.requires_grad_() for x in random(3, 1, 2)),
@@ -120,7 +122,7 @@ def test_under_a_compiler_without_a_break(as_on_cuda):
 @INTERPRETED
 @pytest.mark.usefixtures("as_on_cuda")
 def test_a_compiled_program_warns_of_digits_that_are_lost(monkeypatch):
-    monkeypatch.setattr(operators, "MAX_TOKENS", 0)  # the kernels of long sequences have no basis at hand
+    monkeypatch.setattr(short_backend, "MAX_TOKENS", 0)  # the kernels of long sequences have no basis at hand
     query, key, value = random(7, 2)
     query = key @ torch.tensor([[2.0, 1.0], [1.0, 3.0]]) + 1e-6 * query
     compiled = torch.compile(partial(orthogonal_attention, scale=1e3), backend="aot_eager", fullgraph=True)
@@ -140,11 +142,11 @@ def total(query, key, value, scale, method):
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_on_cuda", "no_plain_route")
 @pytest.mark.parametrize(
-    "method, most", [*((each, 256) for each in operators.METHODS), *((each, 0) for each in operators.LONG_METHODS)]
+    "method, most", [*((each, 256) for each in short_backend.METHODS), *((each, 0) for each in long_backend.METHODS)]
 )
 def test_torch_func_takes_the_kernels(method, most, monkeypatch):
     """vmap of grad and grad of vmap are a loop, whichever dimension of an input is mapped, if any."""
-    monkeypatch.setattr(operators, "MAX_TOKENS", most)  # 0: all sequences are long
+    monkeypatch.setattr(short_backend, "MAX_TOKENS", most)  # 0: all sequences are long
     function, every = partial(total, method=method), (0, 1, 2, 3)
     query, key, value = random(3, 2, batch=(2, 2))
     value, scale = value[0], torch.tensor([0.2, 0.3], device=DEVICE).view(2, 1, 1)  # the same for all
@@ -183,7 +185,7 @@ def test_gradients_of_each_image_take_the_kernels():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # inside torch.func.jvp
-@pytest.mark.parametrize("method", operators.METHODS)
+@pytest.mark.parametrize("method", short_backend.METHODS)
 def test_derivatives_of_derivatives_and_forward_ones_are_the_plain_routes(as_on_cuda, method):
     *inputs, weight = (x.requires_grad_() for x in (*random(5, 2), random(5, 2, seed=1)[2]))
 
@@ -216,22 +218,22 @@ def untried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-FORM = "exact", DEVICE, (torch.float32,) * 3, 16, 2, 3
+KERNEL = "short", "exact", DEVICE, (torch.float32,) * 3, 16, 2, 3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried", "as_on_cuda")
-@pytest.mark.parametrize("rows", [16, 400])
-def test_a_kernel_is_tried_once_wherever_it_is_first_used(rows):
-    form = *FORM[:3], rows, *FORM[4:]
+@pytest.mark.parametrize("form, rows", [("short", 16), ("long", 400)])
+def test_a_kernel_is_tried_once_wherever_it_is_first_used(form, rows):
+    kernel = form, *KERNEL[1:4], rows, *KERNEL[5:]
     with torch.inference_mode(), FakeTensorMode():  # on true tensors all the same
-        assert traffic(lambda: operators._is_right(*form)).names == [] and operators._is_right(*form)
+        assert traffic(lambda: operators._is_right(*kernel)).names == [] and operators._is_right(*kernel)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried", "as_on_cuda")
 def test_a_kernel_may_be_tried_in_a_transform():
-    assert torch.func.vmap(lambda x: x + operators._is_right(*FORM))(torch.zeros(2)).all()
+    assert torch.func.vmap(lambda x: x + operators._is_right(*KERNEL))(torch.zeros(2)).all()
 
 
 ALL_AT_ONCE = """
@@ -309,9 +311,9 @@ def test_a_kernel_that_fails_is_left_with_one_warning(monkeypatch, error):
 
     monkeypatch.setattr(operators, "attend", fails)
     with pytest.warns(UserWarning, match="its error is" if error is None else type(error).__name__) as warned:
-        assert not operators._is_right(*FORM)
+        assert not operators._is_right(*KERNEL)
     assert len(warned) == 1 and "and more" not in str(warned[0].message)
-    assert not operators._is_right(*FORM)
+    assert not operators._is_right(*KERNEL)
 
 
 @pytest.mark.parametrize("capability", [8, 9, 10, 12])
@@ -319,8 +321,8 @@ def test_hopper_alone_has_the_form_of_asynchronous_products(monkeypatch, capabil
     """Instructions that are neither in the GPUs before it nor in those after it."""
     monkeypatch.setattr(launch, "capability", lambda device: capability)
     inputs = torch.empty(2, 1, 1, 300, 64, dtype=torch.bfloat16)
-    assert (sequences.gram_tile(*inputs)["TILE"][1] == 64) == (capability == 9)
-    assert sequences.apply_backward_tile(*inputs)["TILE"][0] == (128 if capability == 9 else 32)
+    assert (long_backend.gram_tile(*inputs)["TILE"][1] == 64) == (capability == 9)
+    assert long_backend.apply_backward_tile(*inputs)["TILE"][0] == (128 if capability == 9 else 32)
 
 
 @pytest.mark.usefixtures("untried")
@@ -344,7 +346,7 @@ def test_each_form_of_a_kernel_is_tried_before_it_is_taken(monkeypatch):
 @pytest.mark.parametrize("most", [256, 2])
 def test_rows_may_lie_2_to_the_31_entries_apart(monkeypatch, most):
     """The memory is reserved, and next to nothing of it touched."""
-    monkeypatch.setattr(operators, "MAX_TOKENS", most)
+    monkeypatch.setattr(short_backend, "MAX_TOKENS", most)
     key, value = (x.bfloat16() for x in random(3, 2, 2, (1, 1))[1:])
     query = torch.empty(2**31 + 8, dtype=torch.bfloat16).as_strided(key.shape, (1, 1, 2**30, 1)).copy_(-key)
     query[..., 0] += 1

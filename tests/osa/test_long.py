@@ -13,7 +13,9 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 
 from triton.runtime import interpreter
 
-from osa.kernels import heads, launch, operators, sequences
+from osa.kernels import launch, operators
+from osa.kernels.long import backend
+from osa.kernels.short import backend as short_backend
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
 from tests.osa.test_launch import traffic
@@ -28,17 +30,17 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def long(monkeypatch):
     """Every sequence counts as long, in parts of 64 rows; few steps for the interpreter. As on CUDA, no value is read."""
-    monkeypatch.setattr(operators, "MAX_TOKENS", 0)
-    monkeypatch.setattr(heads, "is_fused", lambda *x: False)
+    monkeypatch.setattr(short_backend, "MAX_TOKENS", 0)
+    monkeypatch.setattr(operators, "HOPPER", {})
     monkeypatch.setattr(linalg, "is_readable", lambda x: False)
     if DEVICE.type == "cuda":
         yield
         return
-    monkeypatch.setattr(sequences, "LEAST_ROWS", 64)
+    monkeypatch.setattr(backend, "LEAST_ROWS", 64)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
     for name in TILES:
-        tile = getattr(sequences, name)
-        monkeypatch.setattr(sequences, name, lambda *x, tile=tile: (t := tile(*x)) | {"TILE": (64, *t["TILE"][1:])})
+        tile = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda *x, tile=tile: (t := tile(*x)) | {"TILE": (64, *t["TILE"][1:])})
     with quick():
         yield
 
@@ -100,17 +102,18 @@ def test_the_programs_types_do_not_reach_what_lies_between():
 
 
 @INTERPRETED
-@pytest.mark.parametrize("method", operators.LONG_METHODS)
+@pytest.mark.parametrize("method", backend.METHODS)
 @pytest.mark.parametrize("width, dtype", [(5, torch.float32), (32, HALF)])
 def test_nothing_waits_for_the_device(monkeypatch, method, width, dtype):
     """`traffic` fails where a value is read. The operators between the launches are as many as the documentation says."""
     query, key, value = (x.to(dtype) for x in random(70, width, 3, (1, 2)))
     inputs, output = (query, key, value, scales(0.01, 0.01)), torch.empty_like(value)
-    saved, options = torch.zeros(sequences.saved_shape(method, query, value)), (2, linalg.EPSILON)
+    kernels = backend.Long(method)
+    saved, options = torch.zeros(kernels.saved_shape(query, value)), (2, linalg.EPSILON)
     grads = tuple(map(torch.empty_like, inputs))
     monkeypatch.setattr(launch, "launch", lambda *x: None)
-    forward = traffic(lambda: sequences.forward(method, inputs, output, saved, *options)).names
-    backward = traffic(lambda: sequences.backward(method, inputs, saved, output, grads, *options)).names
+    forward = traffic(lambda: kernels.forward(inputs, output, saved, *options)).names
+    backward = traffic(lambda: kernels.backward(inputs, saved, output, grads, *options)).names
     most = {"exact": (160, 320), "newton_schulz": (100, 380)}[method]
     assert len(forward) <= most[0] and len(backward) <= most[1], (len(forward), len(backward))
 
@@ -118,7 +121,7 @@ def test_nothing_waits_for_the_device(monkeypatch, method, width, dtype):
 def test_many_matrices_are_taken_a_part_at_a_time(monkeypatch):
     inputs = [x.requires_grad_() for x in random(5, 3, 2, (2, 3))]
     whole = torch.autograd.grad(attend(*inputs, 0.1, "exact").square().sum(), inputs)
-    monkeypatch.setattr(sequences, "MATRICES", 4)
+    monkeypatch.setattr(backend, "MATRICES", 4)
     torch.testing.assert_close(torch.autograd.grad(attend(*inputs, 0.1, "exact").square().sum(), inputs), whole)
 
 
@@ -215,9 +218,9 @@ def test_launches_and_bytes(monkeypatch):
     Ideal is to read and write every tensor once. Torch's own launches between Gram matrices are small next to these.
     """
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
-    monkeypatch.setattr(sequences, "LEAST_ROWS", 256)
+    monkeypatch.setattr(backend, "LEAST_ROWS", 256)
     for name in TILES:
-        monkeypatch.setattr(sequences, name, lambda *x: {"TILE": (1024, 64, 64, 64), "num_warps": 8})
+        monkeypatch.setattr(backend, name, lambda *x: {"TILE": (1024, 64, 64, 64), "num_warps": 8})
     inputs = [x.to(HALF).requires_grad_() for x in random(65536 // 2, 64, 64, (1, 1))]
     memory = Memory()
     memory.watch(monkeypatch)

@@ -1,16 +1,25 @@
 """φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own.
 
-Registers hold Z, which has up to 32 rows (osa/kernels/blocks.py).
+Registers hold Z, which has up to 32 rows (blocks.py).
 """
 
 import triton
 import triton.language as tl
 
-from osa.kernels import blocks
-from osa.kernels.tiles import columns_of, copy, inner_product, matrix, multiply, set_identity, slice_of, transpose
+from osa.kernels.short import blocks
+from osa.kernels.tiles import (
+    LARGEST_NORM,
+    columns_of,
+    copy,
+    inner_product,
+    matrix,
+    multiply,
+    set_identity,
+    slice_of,
+    transpose,
+)
 
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
-LIMIT = tl.constexpr(16384.0)  # beyond this ‖S‖ float32 holds no digit of exp(S)
 EPS = tl.constexpr(1.2e-7)
 MOST_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18
 
@@ -24,7 +33,7 @@ def _terms(z):
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
     radius = tl.sqrt(square)
-    fits = radius <= LIMIT  # False for NaN
+    fits = radius <= LARGEST_NORM  # False for NaN
     radius = tl.where(fits, radius, 0.0)
     halvings, fraction = 0, tl.full([], 1.0, tl.float32)
     while radius > RADIUS:

@@ -1,4 +1,4 @@
-"""Kernels for the heads that osa/kernels/fused.py leaves: M balanced, and e^Z in steps.
+"""Kernels for the heads that fused.py leaves: M balanced, and e^Z in steps.
 
 M R takes the place of M and has the same S: R is symplectic and balances each pair of columns as `osa.linalg.balanced` does,
 but from G alone. The balanced G gives e^Z in n steps of norm RADIUS,
@@ -19,7 +19,7 @@ Matrices whose columns change places go through a program's scratch memory.
 import triton
 import triton.language as tl
 
-from osa.kernels.fused import ENTRIES, SIZE, D, inside, load_m, rows_at, scale_of, tile_of
+from osa.kernels.hopper.fused import ENTRIES, SIZE, D, inside, load_m, rows_at, scale_of, tile_of
 from osa.kernels.tiles import split
 
 RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
@@ -334,7 +334,7 @@ def stepped_backward_kernel(
 ):  # fmt: skip
     """The gradients of each head whose `state` is 0, or −1 or NaN for THREE.
 
-    The kernel does for each step what osa/kernels/fused.py does, from the last step to the first. Let h = c/n Fᵀ J, and let
+    The kernel does for each step what fused.py does, from the last step to the first. Let h = c/n Fᵀ J, and let
     a be the gradient of Y_{j+1} times J, zero for the last step. The t_k of a step have the gradients
     u_k = h − a Zᵀ/n − s_k Zᵀ/n with s_k = u_{k+1} / (k + 2), and Y_j has a + u_0; A₂ is the a that is left. grad G sums
     c s_kᵀ t_kᵀ over terms and steps, and aᵀ (Σ t_k)ᵀ over steps.

@@ -6,7 +6,7 @@ and goes on with its next head. All methods have one form,
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 
-with L and T of osa/kernels/mixing.py, and one form of the gradient, given that of the output, E, and F = LᵀE:
+with L and T of mixing.py, and one form of the gradient, given that of the output, E, and F = LᵀE:
 
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
@@ -18,7 +18,7 @@ so that every run gives the same bits.
 import triton
 import triton.language as tl
 
-from osa.kernels.mixing import is_balanced, mixing, mixing_gradients
+from osa.kernels.short.mixing import is_balanced, mixing, mixing_gradients
 from osa.kernels.tiles import (
     BLOCK,
     SIZE,

@@ -7,7 +7,7 @@ degree of its own. A second loop reads the tokens again and writes the output.
 
 One product of bfloat16 a term leaves an error near the rounding of the output up to a ‖Z‖_F of MOST_NORM, or where no row of
 |Z| sums to more than half of it: that bounds ‖Z‖₂ where tokens are many and independent. A head that asks for more gets a
-`state` of 0 and is left to osa/kernels/stepped.py; all others get 1. Matrices of WIDTH columns are padded to D in registers.
+`state` of 0 and is left to stepped.py; all others get 1. Matrices of WIDTH columns are padded to D in registers.
 """
 
 import triton
@@ -18,7 +18,7 @@ from osa.kernels.tiles import split
 D = tl.constexpr(64)  # columns of query, key and value in registers
 SIZE = tl.constexpr(128)  # columns of M
 ENTRIES = tl.constexpr(8192)  # entries of a term, (D, SIZE)
-MOST = tl.constexpr(11)  # terms, which end near the norm of a step of osa/kernels/stepped.py
+MOST = tl.constexpr(11)  # terms, which end near the norm of a step of stepped.py
 MOST_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
 SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
 EPS = tl.constexpr(2.0**-6)  # share of the output below which a term ends the sum: a quarter of the output's rounding

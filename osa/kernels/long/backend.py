@@ -1,21 +1,24 @@
 """Orthogonal attention of long sequences and wide heads on CUDA: two passes forward, two back, and torch's products between.
 
-The passes are the kernels of osa/kernels/long.py, by many programs a matrix. T of V + M T and its gradient come from Gram
+The passes are the kernels of passes.py, with many programs for each matrix. T of V + M T and its gradient come from Gram
 matrices by the formulas of osa/functional.py, for all matrices at a time.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from osa import linalg
-from osa.kernels import launch, long
+from osa.kernels import launch
 from osa.kernels.launch import Inputs, padded, ratio_up
-from osa.kernels.mixing import LOST
-from osa.kernels.phi1 import LIMIT
+from osa.kernels.long import passes
+from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 
+METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
+MAX_WIDTH = 128  # columns of query, key and value
 LEAST_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
 LEAST = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
 KEPT = 2.0**-5  # share of a column's square norm that balancing leaves, below which float32 has lost five bits of it
@@ -24,60 +27,66 @@ MATRICES = 128  # matrices at a time, whose gradients keep the steps to T: 2 MB 
 Mixing = Callable[..., Tensor]  # gives T of G, X and c, and for "exact" of R and R⁻¹
 
 
-def forward(method: str, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-    """Fills the output, (batch, heads, N, d_value), and a row of `saved` for each matrix, as `_kept` takes it apart."""
-    query, key, value, scale = inputs
-    kept = _kept(saved, query, value)
-    length = 3 * query.shape[-1] ** 2 + kept[4][0].numel()
-    sums = query.new_empty(len(saved), split(query, value)[0], length, dtype=torch.float32)
-    gram, products = _gram_and_products(inputs, sums)
-    c = scale.reshape(-1, 1, 1).float()
-    if method == "exact":
-        shear, is_lost = _shear(gram)
-        again = _gram_and_products(inputs, sums, shear, is_lost)
-        gram = torch.where(is_lost, again[0], _sheared(_sheared(gram, shear).mT, shear))
-        products = torch.where(is_lost, again[1], _sheared(products, shear))
-        sigma = _lengths(gram)
-        gram, products = sigma * gram * sigma.mT, sigma * products
-        *turns, is_lost = _turn(gram, c)
-    else:
-        shear, sigma = torch.zeros_like(kept[0]), torch.ones_like(kept[1])
-        square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        turns, is_lost = [], c.abs() * square_norm > LOST.value
-    c = c.masked_fill(is_lost, math.nan)
-    mixed = _mixing(method, num_iterations, epsilon)(gram, products, c, *turns)
-    rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *turns[1:])]
-    torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
-    _launch(long.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
+@dataclass(frozen=True)
+class Long:
+    """The backend of one method, as `osa.kernels.operators.Backend` describes it."""
 
+    method: str
 
-def backward(
-    method: str, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
-) -> None:
-    """Fills the gradients of query, key, value and each matrix's scale, given the output's."""
-    query, key, value, _ = inputs
-    _, _, mixed, *given, back = _kept(saved, query, value)
-    turns: tuple[Tensor, ...] = ()
-    if method == "exact":
-        turns = torch.linalg.solve_triangular(back, torch.eye(back.shape[-1], device=back.device), upper=True), back
-    sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
-    _launch_parts(long.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
-    parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *turns)), strict=True)
-    mixing = _mixing(method, num_iterations, epsilon)
-    found = [_mixing_gradients(mixing, *part) for part in parts]
-    grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
-    grads[3].copy_(grad_c.view(grads[3].shape))
-    others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
-    _launch(long.apply_backward_kernel, (query, key, value, grad, *grads[:3]), others, apply_backward_tile(query, value))
+    def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
+        return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
+    def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
+        """Saves a row for each matrix, which `_kept` takes apart."""
+        query, key, value, scale = inputs
+        kept = _kept(saved, query, value)
+        length = 3 * query.shape[-1] ** 2 + kept[4][0].numel()
+        sums = query.new_empty(len(saved), split(query, value)[0], length, dtype=torch.float32)
+        gram, products = _gram_and_products(inputs, sums)
+        c = scale.reshape(-1, 1, 1).float()
+        if self.method == "exact":
+            shear, is_lost = _shear(gram)
+            again = _gram_and_products(inputs, sums, shear, is_lost)
+            gram = torch.where(is_lost, again[0], _sheared(_sheared(gram, shear).mT, shear))
+            products = torch.where(is_lost, again[1], _sheared(products, shear))
+            sigma = _lengths(gram)
+            gram, products = sigma * gram * sigma.mT, sigma * products
+            *turns, is_lost = _turn(gram, c)
+        else:
+            shear, sigma = torch.zeros_like(kept[0]), torch.ones_like(kept[1])
+            square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+            turns, is_lost = [], c.abs() * square_norm > NO_DIGIT_ABOVE.value
+        c = c.masked_fill(is_lost, math.nan)
+        mixed = _mixing(self.method, num_iterations, epsilon)(gram, products, c, *turns)
+        rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *turns[1:])]
+        torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
+        _launch(passes.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
 
-def saved_shape(method: str, query: Tensor, value: Tensor) -> tuple[int, int]:
-    return math.prod(query.shape[:2]), -(-sum(map(math.prod, _kept_shapes(query, value))) // 16) * 16
+    def backward(
+        self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
+    ) -> None:
+        query, key, value, _ = inputs
+        _, _, mixed, *given, back = _kept(saved, query, value)
+        turns: tuple[Tensor, ...] = ()
+        if self.method == "exact":
+            turns = torch.linalg.solve_triangular(back, torch.eye(back.shape[-1], device=back.device), upper=True), back
+        sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
+        _launch_parts(passes.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
+        parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *turns)), strict=True)
+        mixing = _mixing(self.method, num_iterations, epsilon)
+        found = [_mixing_gradients(mixing, *part) for part in parts]
+        grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
+        grads[3].copy_(grad_c.view(grads[3].shape))
+        others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
+        _launch(
+            passes.apply_backward_kernel, (query, key, value, grad, *grads[:3]), others, apply_backward_tile(query, value)
+        )
 
+    def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, int]:
+        return math.prod(query.shape[:2]), -(-sum(map(math.prod, _kept_shapes(query, value))) // 16) * 16
 
-def kept_scale(method: str, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-    """c of each matrix for "exact", NaN where φ₁ has no digit; None for "newton_schulz"."""
-    return _kept(saved, query, value)[-2] if method == "exact" else None
+    def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
+        return _kept(saved, query, value)[-2] if self.method == "exact" else None
 
 
 def _kept_shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
@@ -124,7 +133,7 @@ def _turn(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     inflation = (squares * back.square()).sum((-2, -1), keepdim=True)  # times 2d
     rounding = (c * squares).square().sum(-2, keepdim=True) * inflation
     is_lost = rounding > MOST_ROUNDING**2 * gram.shape[-1] * spectrum.clamp(min=1)
-    return turn, back, (is_far & is_lost) | (spectrum > 2 * LIMIT.value**2)
+    return turn, back, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
 @torch.inference_mode(False)  # brings autograd back, with enable_grad, within an operator, which lies below autograd
@@ -154,7 +163,7 @@ def _gram_and_products(
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
     tile = sheared_tile(query, value) if is_sheared else gram_tile(query, value)
-    _launch_parts(long.gram_kernel, (query, key, value), others, tile, SHEARED=is_sheared)
+    _launch_parts(passes.gram_kernel, (query, key, value), others, tile, SHEARED=is_sheared)
     width, total = query.shape[-1], sums.sum(1)
     blocks, products = total.split([3 * width**2, total.shape[1] - 3 * width**2], 1)
     q_q, q_k, k_k = blocks.unflatten(1, (3, width, width)).unbind(1)

@@ -1,6 +1,6 @@
 """Orthogonal attention of long sequences on CUDA, by two passes over query, key and value, each by many programs a matrix.
 
-With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, osa/kernels/sequences.py finds T from G and X, and the second pass
+With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, backend.py finds T from G and X, and the second pass
 gives V + M T:
 
     gram_kernel            partial sums of G and X, for each part of a sequence; a second time where the first lose digits
@@ -16,7 +16,7 @@ a second call of gram_kernel sums the products of the sheared columns.
 import triton
 import triton.language as tl
 
-from osa.kernels.rows import balanced, product, saved_matrices, sheared, times
+from osa.kernels.long.rows import balanced, product, saved_matrices, sheared, times
 from osa.kernels.tiles import head, load, matrix, slice_of, store, transpose
 
 NUMBERS = ["heads", "tokens", "splits", "rows_of_split"]

@@ -1,4 +1,4 @@
-"""Few heads of long sequences: a head's tokens in parts, each with a program, where osa/kernels/fused.py has one for all.
+"""Few heads of long sequences: a head's tokens in parts, each with a program, where fused.py has one for all.
 
     gram_kernel            G and (MᵀV)ᵀ of each part, in both passes
     mix_kernel             Tᵀ of each head, given the sums over its parts
@@ -14,8 +14,8 @@ memory too slowly for it.
 import triton
 import triton.language as tl
 
-from osa.kernels import fused
-from osa.kernels.fused import ENTRIES, SCRATCH, SIZE, first_of, scale_of, term_at
+from osa.kernels.hopper import fused
+from osa.kernels.hopper.fused import ENTRIES, SCRATCH, SIZE, first_of, scale_of, term_at
 from osa.kernels.tiles import split
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]

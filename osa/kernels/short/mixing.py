@@ -15,9 +15,10 @@ The autograd functions of osa/functional.py have the same formulas of the gradie
 import triton
 import triton.language as tl
 
-from osa.kernels import blocks
-from osa.kernels.phi1 import phi1_gradients, phi1_times
+from osa.kernels.short import blocks
+from osa.kernels.short.phi1 import phi1_gradients, phi1_times
 from osa.kernels.tiles import (
+    NO_DIGIT_ABOVE,
     SIZE,
     add,
     apply_j,
@@ -35,7 +36,6 @@ from osa.kernels.tiles import (
 )
 
 IMBALANCE = tl.constexpr(128.0)  # imbalance up to which "exact" keeps its digits, as in osa/linalg.py
-LOST = tl.constexpr(2.0**20)  # c ‖M‖_F² from which on an iteration has no digit, as in osa/functional.py for float32
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATI
     Returns ‖M‖_F and 1 / (‖M‖_F + ε).
     """
     norm, inverse = _normaliser(g, epsilon)
-    scale = tl.where(tl.abs(scale) * norm * norm > LOST, float("nan"), scale)
+    scale = tl.where(tl.abs(scale) * norm * norm > NO_DIGIT_ABOVE, float("nan"), scale)
     copy(projector, g, inverse * inverse)
     _projector(projector, grams, ITERATIONS)
     j_g, scratch = matrix(scratch, g[3], g[3])

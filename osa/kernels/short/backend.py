@@ -1,0 +1,102 @@
+"""Launches of the kernels for short sequences: one program takes a whole matrix, in one launch forward and one backward.
+
+Query and key have at most MAX_TOKENS rows and MAX_WIDTH columns. φ₁ of small matrices has kernels of its own.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from osa.kernels import launch
+from osa.kernels.launch import Inputs
+from osa.kernels.short import attention, phi1
+from osa.kernels.tiles import BLOCK, SIZE
+
+METHODS = ("exact", "newton_schulz", "qr")
+MAX_TOKENS, MAX_WIDTH = 256, 16  # the small matrices of such a query and key fit the registers of one program
+MAX_PHI1_ROWS = SIZE.value
+ENTRIES = 64  # entries of a basis in each thread, which Gram–Schmidt holds in registers
+WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp for a matrix, in half the time of four on an H100
+
+
+@dataclass(frozen=True)
+class Short:
+    """The backend of one method, as `osa.kernels.operators.Backend` describes it."""
+
+    method: str
+
+    def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
+        return ("short",) if query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH else ()
+
+    def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
+        """Shape of the bases for "qr", else of one number for each matrix."""
+        return (*query.shape[:-1], 2 * query.shape[-1]) if self.method == "qr" else (*query.shape[:2], 1, 1)
+
+    def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
+        query, _, value, _ = inputs
+        tensors, (size, block) = (*inputs, output, saved), _sizes(query, value)
+        scratch_size = (2 * query.shape[-2] + 2) * size + 5 * size**2 + 4 * block
+        constants = self.constants("forward", query, value, num_iterations)
+        _launch_heads(attention.forward_kernel, tensors, tensors[:5], scratch_size, epsilon, constants)
+
+    def backward(
+        self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
+    ) -> None:
+        query, _, value, _ = inputs
+        size, block = _sizes(query, value)
+        constants = self.constants("backward", query, value, num_iterations)
+        squares = 11 + num_iterations  # each iteration stores one
+        scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + _terms_size(size)
+        tensors, with_strides = (*inputs, saved, grad, *grads), (*inputs, grad, grads[0], grads[2])
+        _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
+
+    def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
+        has_basis = self.constants("forward", query, value, 0)["ALL_ROWS"]
+        return saved if self.method == "exact" and not has_basis else None
+
+    def constants(self, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
+        """Constants for which the kernel "forward" or "backward" is compiled.
+
+        Gram–Schmidt holds ALL_ROWS of a basis in registers. "qr" uses as many threads forward as that needs; "exact" has a
+        basis only where the threads that it uses anyway suffice.
+        """
+        names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": self.method}
+        constants, rows = names | {"ITERATIONS": num_iterations} | WARP, launch.padded(query.shape[-2])
+        warps = rows * SIZE.value // (32 * ENTRIES)
+        if (self.method, kernel) == ("qr", "forward"):
+            constants["num_warps"] = max(constants["num_warps"], warps)
+        elif self.method != "exact" or warps > constants["num_warps"]:
+            rows = 0
+        return constants | {"ALL_ROWS": rows}
+
+
+def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
+    """Fills the output with φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
+    constants = {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
+    launch.launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 2 * z.shape[-1] ** 2, constants)
+
+
+def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
+    """Fills the gradients of Z and Y, given that of φ₁(Z) Y."""
+    count, size, width = y.shape
+    scratch_size = 4 * size**2 + size * width + _terms_size(size)
+    constants = {"SIZE": size, "VALUE_WIDTH": width, **WARP}
+    launch.launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, constants)
+
+
+def _launch_heads(
+    kernel, tensors: tuple[Tensor, ...], with_strides: tuple[Tensor, ...], scratch_size: int, epsilon: float, constants: dict
+) -> None:
+    batch, heads, tokens, _ = tensors[0].shape
+    strides, numbers = [x.stride() for x in with_strides], {"heads": heads, "tokens": tokens, "epsilon": epsilon}
+    launch.launch_resident(kernel, batch * heads, tensors, strides, scratch_size, constants | numbers)
+
+
+def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
+    """2d, and the entries of a matrix (2d, d_value)."""
+    return 2 * query.shape[-1], 2 * query.shape[-1] * value.shape[-1]
+
+
+def _terms_size(size: int) -> int:
+    """Entries of the scratch memory in which `phi1.phi1_gradients` stores the terms of a block of columns."""
+    return phi1.MOST_TERMS.value * BLOCK.value * size

@@ -1,16 +1,19 @@
-"""Products and sums of small matrices within one Triton program.
+"""Products and sums of small matrices within one Triton program, and what two families of kernels share.
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
 Intermediate matrices lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
 full float32, by tiles of 32 rows (2d or more) and 16 columns, with sums 16 long.
 Functions that work on entries are called, not inlined: between calls a program holds a few numbers, so that no register has
 to be spilled, and a kernel compiles in seconds.
+
+Names of all kernels: a matrix in memory has the letter of the equations; p_ begins the name of a pointer, b_ of a block of
+entries in registers, i_ of an index, and o_ of an offset or of the numbers of rows or columns.
 """
 
 import triton
 import triton.language as tl
 
-SIZE = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that short/blocks.py holds in registers
+MAX_ROWS = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that short/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
 LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which float32 has no digit of exp(S)
 NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which an iteration has no digit in float32, as in osa/functional.py
@@ -18,19 +21,19 @@ NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which an iteration
 
 @triton.jit
 def matrix(scratch, rows, columns):
-    """A matrix at the beginning of scratch memory (pointer, offset), row by row, and the memory after it."""
+    """A matrix, row by row, at the beginning of scratch memory (pointer, offset), and the memory after it."""
     return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
 
 
 @triton.jit
 def scratch_at(pointer):
-    """Scratch memory at a pointer, with offsets that are numbers of the program's text and take no register."""
+    """Scratch memory at a pointer. Offsets into it are constants of the program and take no register."""
     return (pointer, tl.full([], 0, tl.int32))
 
 
 @triton.jit
 def slice_of(pointer, index, size):
-    """Slice number `index` of consecutive slices of one size."""
+    """Number `index` of consecutive slices of one size."""
     return scratch_at(pointer + (tl.full([], 0, tl.int64) + index) * size)
 
 
@@ -65,49 +68,49 @@ def diagonal(a):
 
 
 @triton.jit
-def load(a, rows, columns):
+def load(a, o_rows, o_columns):
     """Entries of A, zero beyond its sizes."""
-    mask = (rows < a[3])[:, None] & (columns < a[4])[None, :]
-    return tl.load(a[0] + a[5] + rows[:, None] * a[1] + columns[None, :] * a[2], mask=mask, other=0.0)
+    mask = (o_rows < a[3])[:, None] & (o_columns < a[4])[None, :]
+    return tl.load(a[0] + a[5] + o_rows[:, None] * a[1] + o_columns[None, :] * a[2], mask=mask, other=0.0)
 
 
 @triton.jit
-def store(a, rows, columns, values):
-    mask = (rows < a[3])[:, None] & (columns < a[4])[None, :]
-    pointers = a[0] + a[5] + rows[:, None] * a[1] + columns[None, :] * a[2]
-    tl.store(pointers, values.to(a[0].dtype.element_ty), mask=mask)
+def store(a, o_rows, o_columns, b_x):
+    mask = (o_rows < a[3])[:, None] & (o_columns < a[4])[None, :]
+    p_x = a[0] + a[5] + o_rows[:, None] * a[1] + o_columns[None, :] * a[2]
+    tl.store(p_x, b_x.to(a[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def split(x):
-    """A high and a low part in bfloat16, 16 bits."""
-    high = x.to(tl.bfloat16)
-    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+def high_low(b_x):
+    """Splits X into a high and a low part in bfloat16, which together have 16 bits."""
+    b_high = b_x.to(tl.bfloat16)
+    return b_high, (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def dot(a, b, sums):
+def dot(b_a, b_b, b_sums):
     """sums + A B in full float32."""
-    return tl.dot(a, b, sums, input_precision="ieee")
+    return tl.dot(b_a, b_b, b_sums, input_precision="ieee")
 
 
 @triton.jit(noinline=True)
 def multiply(out, a, b, alpha, add, beta):
     """out ← α A B + β C, or α A B where C is None; `out` may be C, and may be B where B's rows fit one tile."""
-    for row in range(0, out[3], SIZE):
-        rows = row + tl.arange(0, SIZE)
+    for row in range(0, out[3], MAX_ROWS):
+        o_rows = row + tl.arange(0, MAX_ROWS)
         for column in range(0, out[4], BLOCK):
-            columns = column + tl.arange(0, BLOCK)
-            sums = tl.zeros((SIZE, BLOCK), tl.float32)
+            o_columns = column + tl.arange(0, BLOCK)
+            b_sums = tl.zeros((MAX_ROWS, BLOCK), tl.float32)
             for start in range(0, a[4], BLOCK):
-                inner = start + tl.arange(0, BLOCK)
-                left, right = load(a, rows, inner).to(tl.float32), load(b, inner, columns).to(tl.float32)
-                sums = dot(left, right, sums)
-            sums = alpha * sums
+                o_inner = start + tl.arange(0, BLOCK)
+                b_left, b_right = load(a, o_rows, o_inner).to(tl.float32), load(b, o_inner, o_columns).to(tl.float32)
+                b_sums = dot(b_left, b_right, b_sums)
+            b_sums = alpha * b_sums
             if add is not None:
-                sums += beta * load(add, rows, columns).to(tl.float32)
-            tl.debug_barrier()  # waits: other threads may still read entries that `out` replaces
-            store(out, rows, columns, sums)
+                b_sums += beta * load(add, o_rows, o_columns).to(tl.float32)
+            tl.debug_barrier()  # waits: other threads may still read what `out` replaces
+            store(out, o_rows, o_columns, b_sums)
     tl.debug_barrier()
 
 
@@ -115,8 +118,8 @@ def multiply(out, a, b, alpha, add, beta):
 def copy(out, a, alpha):
     """out ← α A, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
-        store(out, rows, columns, alpha * load(a, rows, columns))
+        o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
+        store(out, o_rows, o_columns, alpha * load(a, o_rows, o_columns))
     tl.debug_barrier()
 
 
@@ -124,8 +127,8 @@ def copy(out, a, alpha):
 def add(out, a, alpha):
     """out ← out + α A, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
-        store(out, rows, columns, load(out, rows, columns) + alpha * load(a, rows, columns))
+        o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
+        store(out, o_rows, o_columns, load(out, o_rows, o_columns) + alpha * load(a, o_rows, o_columns))
     tl.debug_barrier()
 
 
@@ -133,8 +136,8 @@ def add(out, a, alpha):
 def set_identity(out):
     """out ← I, of one row of tiles."""
     for column in range(0, out[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
-        store(out, rows, columns, tl.where(rows[:, None] == columns[None, :], 1.0, 0.0))
+        o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
+        store(out, o_rows, o_columns, tl.where(o_rows[:, None] == o_columns[None, :], 1.0, 0.0))
     tl.debug_barrier()
 
 
@@ -143,8 +146,8 @@ def inner_product(a, b):
     """⟨A, B⟩ = Σ A ∘ B."""
     total = tl.full([], 0.0, tl.float32)
     for column in range(0, a[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
-        total += tl.sum(load(a, rows, columns) * load(b, rows, columns))
+        o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
+        total += tl.sum(load(a, o_rows, o_columns) * load(b, o_rows, o_columns))
     return total
 
 
@@ -153,9 +156,9 @@ def apply_j(out, a, alpha):
     """out ← α J A with J = [[0, I], [−I, 0]]."""
     half = a[3] // 2
     for column in range(0, a[4], BLOCK):
-        rows, columns = tl.arange(0, SIZE), column + tl.arange(0, BLOCK)
-        other_half = load(a, tl.where(rows < half, rows + half, rows - half), columns)
-        store(out, rows, columns, tl.where(rows < half, alpha, -alpha)[:, None] * other_half)
+        o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
+        b_other_half = load(a, tl.where(o_rows < half, o_rows + half, o_rows - half), o_columns)
+        store(out, o_rows, o_columns, tl.where(o_rows < half, alpha, -alpha)[:, None] * b_other_half)
     tl.debug_barrier()
 
 

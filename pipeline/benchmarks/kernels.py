@@ -168,7 +168,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
 def name(launched: Launch) -> str:
     """The kernel's name in the table."""
     kernel, *_, arguments = launched
-    forms = " sheared" * arguments.get("SHEARED", False) + " three" * arguments.get("THREE", False)
+    forms = " sheared" * arguments.get("SHEARED", False) + " three" * arguments.get("SPLIT", False)
     return kernel.fn.__name__.removesuffix("_kernel") + forms
 
 

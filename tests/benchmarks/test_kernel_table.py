@@ -49,7 +49,7 @@ def test_a_program_a_part_takes_at_most_a_multiprocessor(rows):
 
 
 @pytest.mark.parametrize(
-    "name, other", [("MOST", tl.constexpr(12)), ("sum_terms", fused.adjoint), ("split", tiles.transpose)]
+    "name, other", [("MAX_TERMS", tl.constexpr(12)), ("sum_terms", fused.adjoint), ("high_low", tiles.transpose)]
 )
 def test_a_kernel_changes_with_the_functions_and_constants_that_it_uses(name, other, monkeypatch):
     before = kernels.code.__wrapped__(fused.forward_kernel)

@@ -294,7 +294,7 @@ def test_the_first_use_would_notice_a_product_too_few(monkeypatch, request, name
         high = x.to(core.bfloat16)
         return high, high * 0.0
 
-    monkeypatch.setattr(stepped, "split", interpreter.InterpretedFunction(without_the_lower_half))
+    monkeypatch.setattr(stepped, "high_low", interpreter.InterpretedFunction(without_the_lower_half))
     with pytest.warns(UserWarning, match="its error is"):
         assert not operators._agrees(*kernel)
 
@@ -328,10 +328,10 @@ def test_heads_have_parts_where_they_leave_a_device_idle(monkeypatch):
 
 
 def test_constants_agree():
-    assert fused.ENTRIES.value == fused.D.value * fused.SIZE.value and fused.SIZE.value == 2 * fused.D.value
-    assert fused.SCRATCH.value == (2 * fused.MOST.value + 1) * fused.ENTRIES.value
-    assert parts.LENGTH.value == fused.SIZE.value**2 + fused.ENTRIES.value
-    assert parts.KEPT.value == fused.SCRATCH.value + 2 * fused.ENTRIES.value + fused.SIZE.value**2
-    places = (stepped.F_AT, stepped.A_AT, stepped.GRAD_AT, stepped.VECTORS_AT, stepped.Z_AT, stepped.TERMS_AT)
-    sizes = (fused.ENTRIES.value,) * 3 + (3 * fused.D.value**2, 2 * fused.SIZE.value, fused.SIZE.value**2)
-    assert [x.value for x in places] == [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert fused.ENTRIES.value == fused.D.value * fused.COLUMNS.value and fused.COLUMNS.value == 2 * fused.D.value
+    assert fused.SCRATCH.value == (2 * fused.MAX_TERMS.value + 1) * fused.ENTRIES.value
+    assert parts.PART_SUMS.value == fused.COLUMNS.value**2 + fused.ENTRIES.value
+    assert parts.HEAD_SCRATCH.value == fused.SCRATCH.value + 2 * fused.ENTRIES.value + fused.COLUMNS.value**2
+    offsets = (stepped.O_F, stepped.O_A, stepped.O_GRAD_GRAM, stepped.O_BALANCE, stepped.O_Z, stepped.O_TERMS)
+    sizes = (fused.ENTRIES.value,) * 3 + (3 * fused.D.value**2, 2 * fused.COLUMNS.value, fused.COLUMNS.value**2)
+    assert [x.value for x in offsets] == [sum(sizes[: i + 1]) for i in range(len(sizes))]

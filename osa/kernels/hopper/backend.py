@@ -24,9 +24,9 @@ BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
 # a part has a multiprocessor, and its loads run further ahead; eight warps hold the backward pass in registers
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# shared memory, by the compiler's figures: 110 kB for one product, 156 for three
+# shared memory, by the compiler's figures: 110 kB for one product a term, 156 for three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
-BY_ONE, BY_THREE = STEPPED | {"STAGES": 5, "THREE": False}, STEPPED | {"STAGES": 2, "THREE": True}
+BY_ONE, BY_THREE = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Hopper:
         strides = [query.stride(), output.stride()]
         count, sizes = saved.numel(), _sizes(output)
         if rows := partition(count, output.shape[2], output.device):
-            sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.LENGTH.value, sizes | rows)
+            sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.PART_SUMS.value, sizes | rows)
             mixed = query.new_empty(count, 2 * fused.ENTRIES.value)
             launch.launch(parts.mix_kernel, count, (sums, scale, saved, mixed), [], MIX)
             tensors_of_parts, programs = (query, key, value, output, saved, mixed), count * rows["parts"]
@@ -73,9 +73,9 @@ class Hopper:
         strides = [query.stride(), grad.stride(), grads[0].stride()]
         count, sizes = saved.numel(), _sizes(grad)
         if rows := partition(count, grad.shape[2], grad.device):
-            sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.LENGTH.value, sizes | rows)
+            sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.PART_SUMS.value, sizes | rows)
             products = _sums(parts.products_kernel, (query, key, grad), strides[:2], fused.ENTRIES.value, sizes | rows)
-            scratch = query.new_empty(count, parts.KEPT.value)
+            scratch = query.new_empty(count, parts.HEAD_SCRATCH.value)
             launch.launch(parts.mix_backward_kernel, count, (sums, products, scale, grads[3], saved, scratch), [], MIX)
             tensors_of_parts, programs = (query, key, value, grad, *grads[:3], saved, scratch), count * rows["parts"]
             launch.launch(parts.apply_backward_kernel, programs, tensors_of_parts, strides, sizes | rows | APPLY_BACKWARD)
@@ -115,7 +115,7 @@ def _sums(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, size
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
     """Launches a kernel for the heads that need one product a term, then for those that need three."""
     for options, share in ((BY_ONE, 2), (BY_THREE, 1)):
-        size = stepped.scratch_of(bool(options["THREE"]), is_backward)
+        size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
         launch.launch(kernel, programs, (*tensors, scratch), strides, sizes | options | {"SCRATCH": size})
 

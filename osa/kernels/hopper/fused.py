@@ -5,161 +5,162 @@ tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers t
 shared memory, so that no product waits for memory. The sum ends with the first term that no longer matters: each head has a
 degree of its own. A second loop reads the tokens again and writes the output.
 
-One product of bfloat16 a term leaves an error near the rounding of the output up to a ‖Z‖_F of MOST_NORM, or where no row of
-|Z| sums to more than half of it: that bounds ‖Z‖₂ where tokens are many and independent. A head that asks for more gets a
-`state` of 0 and is left to stepped.py; all others get 1. Matrices of WIDTH columns are padded to D in registers.
+One product of bfloat16 a term leaves an error near the rounding of the output if ‖Z‖_F is at most MAX_NORM, or if no row of
+|Z| sums to more than half of it, which bounds ‖Z‖₂ where tokens are many and independent. Such a head gets a `state` of 1.
+Every other head gets a `state` of 0, and stepped.py computes it. Matrices of WIDTH columns are padded to D in registers.
 """
 
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import split
+from osa.kernels.tiles import high_low
 
 D = tl.constexpr(64)  # columns of query, key and value in registers
-SIZE = tl.constexpr(128)  # columns of M
-ENTRIES = tl.constexpr(8192)  # entries of a term, (D, SIZE)
-MOST = tl.constexpr(11)  # terms, which end near the norm of a step of stepped.py
-MOST_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
+COLUMNS = tl.constexpr(128)  # columns of M
+ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
+MAX_TERMS = tl.constexpr(11)  # terms, which suffice up to about the norm of one step in stepped.py
+MAX_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
 SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
 EPS = tl.constexpr(2.0**-6)  # share of the output below which a term ends the sum: a quarter of the output's rounding
 
 
 @triton.jit
-def halves(x):
-    """The left and the right half of the columns."""
-    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+def halves(b_x):
+    """Splits a matrix into the left and the right half of its columns."""
+    return tl.split(tl.permute(tl.reshape(b_x, (b_x.shape[0], 2, b_x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def joined(left, right):
-    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 2 * left.shape[1]))
+def join(b_left, b_right):
+    return tl.reshape(tl.permute(tl.join(b_left, b_right), (0, 2, 1)), (b_left.shape[0], 2 * b_left.shape[1]))
 
 
 @triton.jit
-def times_jt(x):
+def times_jt(b_x):
     """X Jᵀ = [X₂, −X₁]."""
-    left, right = halves(x)
-    return joined(right, -left)
+    b_left, b_right = halves(b_x)
+    return join(b_right, -b_left)
 
 
 @triton.jit
-def load_m(query, key, row_stride, rows, tokens, WIDTH: tl.constexpr):
+def load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
     """Rows of M = [Q, K], by copies of 16 bytes: the pointers of both halves are those of one matrix with a gap."""
-    columns = tl.arange(0, SIZE)
-    gap = (key.to(tl.int64) - query.to(tl.int64)) // 2 - D  # entries
-    at = query + tl.where(columns < D, columns, columns + gap)[None, :] + rows[:, None] * row_stride
-    at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 8))
-    mask = (rows < tokens)[:, None]
+    o_columns = tl.arange(0, COLUMNS)
+    o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # entries
+    p_m = p_q + tl.where(o_columns < D, o_columns, o_columns + o_gap)[None, :] + o_rows[:, None] * row_stride
+    p_m = tl.max_contiguous(tl.multiple_of(p_m, (1, 16)), (1, 8))
+    mask = (o_rows < tokens)[:, None]
     if WIDTH < D:
-        mask = mask & (columns % D < WIDTH)[None, :]
-    return tl.load(at, mask=mask, other=0.0)
+        mask = mask & (o_columns % D < WIDTH)[None, :]
+    return tl.load(p_m, mask=mask, other=0.0)
 
 
 @triton.jit
-def rows_at(pointer, row_stride, rows):
-    return pointer + tl.arange(0, D)[None, :] + rows[:, None] * row_stride
+def p_rows(p_x, row_stride, o_rows):
+    return p_x + tl.arange(0, D)[None, :] + o_rows[:, None] * row_stride
 
 
 @triton.jit
-def inside(rows, tokens, WIDTH: tl.constexpr):
-    mask = (rows < tokens)[:, None]
+def row_mask(o_rows, tokens, WIDTH: tl.constexpr):
+    mask = (o_rows < tokens)[:, None]
     if WIDTH < D:
         mask = mask & (tl.arange(0, D) < WIDTH)[None, :]
     return mask
 
 
 @triton.jit
-def tile_of(pointer, row_stride, rows, tokens, WIDTH: tl.constexpr):
-    return tl.load(rows_at(pointer, row_stride, rows), mask=inside(rows, tokens, WIDTH), other=0.0)
+def load_rows(p_x, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
+    return tl.load(p_rows(p_x, row_stride, o_rows), mask=row_mask(o_rows, tokens, WIDTH), other=0.0)
 
 
 @triton.jit
-def first_of(i, heads, strides):
-    """Entries of a tensor before those of a head."""
-    return (i // heads).to(tl.int64) * strides[0] + (i % heads).to(tl.int64) * strides[1]
+def o_head(i_head, heads, strides):
+    """Offset of a head in a tensor."""
+    return (i_head // heads).to(tl.int64) * strides[0] + (i_head % heads).to(tl.int64) * strides[1]
 
 
 @triton.jit
-def scale_of(scale, head):
-    """c of a head, or for 0 a tiny number with the same output: the gradient of c is divided by c."""
-    c = tl.load(scale + head).to(tl.float32)
+def load_scale(scale, i_head):
+    """Loads c of a head. A c of 0 becomes tiny, with the same output, because the gradient of c is divided by c."""
+    c = tl.load(scale + i_head).to(tl.float32)
     return tl.where(c == 0, 1e-30, c)
 
 
 @triton.jit
-def gram_and_sums(q, k, v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """G, (SIZE, SIZE), and (MᵀV)ᵀ, (D, SIZE)."""
-    gram, sums = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((D, SIZE), tl.float32)
+def gram_and_sums(p_q, p_k, p_v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """G, (COLUMNS, COLUMNS), and (MᵀV)ᵀ, (D, COLUMNS)."""
+    b_gram, b_vm = tl.zeros((COLUMNS, COLUMNS), tl.float32), tl.zeros((D, COLUMNS), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        m, value = load_m(q, k, row_stride, rows, tokens, WIDTH), tile_of(v, row_stride, rows, tokens, WIDTH)
-        gram = tl.dot(tl.trans(m), m, gram)
-        sums = tl.dot(tl.trans(value), m, sums)
-    return gram, sums
+        o_rows = start + tl.arange(0, ROWS)
+        b_m, b_v = load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH), load_rows(p_v, row_stride, o_rows, tokens, WIDTH)
+        b_gram = tl.dot(tl.trans(b_m), b_m, b_gram)
+        b_vm = tl.dot(tl.trans(b_v), b_m, b_vm)
+    return b_gram, b_vm
 
 
 @triton.jit
-def products(q, k, e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """Fᵀ, (D, SIZE)."""
-    f = tl.zeros((D, SIZE), tl.float32)
+def products(p_q, p_k, p_e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """Fᵀ, (D, COLUMNS)."""
+    b_f = tl.zeros((D, COLUMNS), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        e_rows = tile_of(e, e_stride, rows, tokens, WIDTH)
-        f = tl.dot(tl.trans(e_rows), load_m(q, k, row_stride, rows, tokens, WIDTH), f)
-    return f
+        o_rows = start + tl.arange(0, ROWS)
+        b_e = load_rows(p_e, e_stride, o_rows, tokens, WIDTH)
+        b_f = tl.dot(tl.trans(b_e), load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH), b_f)
+    return b_f
 
 
 @triton.jit
-def term_at(base):
-    """Pointers to a matrix of D rows and SIZE columns."""
-    return base + tl.arange(0, D)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+def p_panel(p_x):
+    """Pointers to a matrix of D rows and COLUMNS columns."""
+    return p_x + tl.arange(0, D)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
-def sum_terms(gram, sums, c, terms, KEEP: tl.constexpr):
-    """Tᵀ, Zᵀ, the number of terms that follow Y, and whether they and one product for each suffice.
+def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
+    """Returns Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
 
-    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂; ‖G‖_F stands for
-    ‖M‖₂². KEEP stores Y and all terms but the last, of a head that they suffice for.
+    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂, where ‖M‖₂² is
+    replaced by ‖G‖_F. STORE stores Y and all terms but the last, for a head that is known to need no more.
     """
-    gram *= c
-    total = c * times_jt(sums)
-    norm = tl.sqrt(tl.sum(gram * gram))
+    b_gram *= c
+    b_total = c * times_jt(b_vm)
+    norm = tl.sqrt(tl.sum(b_gram * b_gram))
     factor = EPS / tl.maximum(norm, 1e-9)
     factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
-    fits = norm <= MOST_NORM
-    if not KEEP:
-        fits = fits | (tl.sum(tl.where(tl.sum(tl.abs(gram), 1) <= MOST_NORM / 2, 0, 1)) == 0)
+    fits = norm <= MAX_NORM
+    if not STORE:
+        fits = fits | (tl.sum(tl.where(tl.sum(tl.abs(b_gram), 1) <= MAX_NORM / 2, 0, 1)) == 0)
         size = tl.where(fits, 1.0, 0.0)
-    term, z = total, times_jt(gram).to(tl.bfloat16)
-    if KEEP:
-        tl.store(terms + 2 * MOST * ENTRIES, term.to(tl.bfloat16))
-    for k in range(MOST):
+    b_term, b_z = b_total, times_jt(b_gram).to(tl.bfloat16)
+    if STORE:
+        tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
+    for i_term in range(MAX_TERMS):
         if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
-            size = tl.sum(term * term)
-            least = tl.where(k == 0, factor * size, least)
+            size = tl.sum(b_term * b_term)
+            least = tl.where(i_term == 0, factor * size, least)
             if size > least:
                 degree += 1
-                rounded = term.to(tl.bfloat16)
-                if KEEP:
-                    tl.store(terms + k * ENTRIES, rounded)
-                term = tl.dot(rounded, z) * (1.0 / (k + 2))
-                total += term
-    return total, z, degree, fits & (size <= least)  # False where anything is NaN
+                b_rounded = b_term.to(tl.bfloat16)
+                if STORE:
+                    tl.store(p_terms + i_term * ENTRIES, b_rounded)
+                b_term = tl.dot(b_rounded, b_z) * (1.0 / (i_term + 2))
+                b_total += b_term
+    return b_total, b_z, degree, fits & (size <= least)  # False where anything is NaN
 
 
 @triton.jit
 def apply(
-    q, k, v, output, row_stride, out_stride, tokens, high, low, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
+    p_q, p_k, p_v, p_out, row_stride, out_stride, tokens, b_high, b_low,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Stores V + M T, given Tᵀ in two parts."""
-    t, t_low = tl.trans(high), tl.trans(low)
+    """Stores V + M T, given the high and the low part of Tᵀ."""
+    b_t, b_t_low = tl.trans(b_high), tl.trans(b_low)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        m = load_m(q, k, row_stride, rows, tokens, WIDTH)
-        out = tl.dot(m, t_low, tl.dot(m, t))
-        out += tile_of(v, row_stride, rows, tokens, WIDTH).to(tl.float32)
-        tl.store(rows_at(output, out_stride, rows), out.to(tl.bfloat16), mask=inside(rows, tokens, WIDTH))
+        o_rows = start + tl.arange(0, ROWS)
+        b_m = load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH)
+        b_out = tl.dot(b_m, b_t_low, tl.dot(b_m, b_t))
+        b_out += load_rows(p_v, row_stride, o_rows, tokens, WIDTH).to(tl.float32)
+        tl.store(p_rows(p_out, out_stride, o_rows), b_out.to(tl.bfloat16), mask=row_mask(o_rows, tokens, WIDTH))
 
 
 @triton.jit(do_not_specialize=["heads", "tokens"])
@@ -167,63 +168,63 @@ def forward_kernel(
     query, key, value, output, scale, state, strides, out_strides, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The output of each head that one product a term suffices for, and its `state`.
+    """Sets the state of every head, and computes the output of heads for which one product a term suffices.
 
     Query, key and value have the same strides, multiples of 8, and adjacent columns.
     """
-    i = tl.program_id(0)
-    first = first_of(i, heads, strides)
-    q, k, v, c = query + first, key + first, value + first, scale_of(scale, i)
-    gram, sums = gram_and_sums(q, k, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
-    total, _, _, suffices = sum_terms(gram, sums, c, state, False)
-    tl.store(state + i, tl.where(suffices, 1.0, 0.0))
+    i_head = tl.program_id(0)
+    o_input = o_head(i_head, heads, strides)
+    p_q, p_k, p_v, c = query + o_input, key + o_input, value + o_input, load_scale(scale, i_head)
+    b_gram, b_vm = gram_and_sums(p_q, p_k, p_v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
+    b_total, _, _, suffices = sum_terms(b_gram, b_vm, c, state, False)
+    tl.store(state + i_head, tl.where(suffices, 1.0, 0.0))
     if suffices:
-        high, low = split(total)
-        out = output + first_of(i, heads, out_strides)
-        apply(q, k, v, out, strides[2], out_strides[2], tokens, high, low, WIDTH, ROWS, STAGES)
+        b_high, b_low = high_low(b_total)
+        p_out = output + o_head(i_head, heads, out_strides)
+        apply(p_q, p_k, p_v, p_out, strides[2], out_strides[2], tokens, b_high, b_low, WIDTH, ROWS, STAGES)
 
 
 @triton.jit
-def adjoint(f, t, z, degree, c, terms):
-    """The gradient of c, A₂ᵀ and A₃, as in `backward_kernel`, given Fᵀ and what `sum_terms` found and kept."""
+def adjoint(b_f, b_t, b_z, degree, c, p_terms):
+    """Returns the gradient of c, A₂ᵀ and A₃ of `backward_kernel`, given Fᵀ and what `sum_terms` returned and stored."""
     tl.debug_barrier()  # waits: other threads have stored the terms
-    gradient = tl.sum(f * (tl.dot(t, z) + tl.load(terms + 2 * MOST * ENTRIES).to(tl.float32))) / c
-    factors = terms + MOST * ENTRIES
-    f = -c * times_jt(f)
-    u = f
-    for j in range(degree):
-        k = degree - 1 - j
-        s = (u * (1.0 / (k + 2))).to(tl.bfloat16)
-        tl.store(factors + k * ENTRIES, s)
-        u = f - tl.dot(s, z)
-    a2 = u.to(tl.bfloat16)
+    grad_c = tl.sum(b_f * (tl.dot(b_t, b_z) + tl.load(p_terms + 2 * MAX_TERMS * ENTRIES).to(tl.float32))) / c
+    p_factors = p_terms + MAX_TERMS * ENTRIES
+    b_f = -c * times_jt(b_f)
+    b_u = b_f
+    for i_back in range(degree):
+        i_term = degree - 1 - i_back
+        b_s = (b_u * (1.0 / (i_term + 2))).to(tl.bfloat16)
+        tl.store(p_factors + i_term * ENTRIES, b_s)
+        b_u = b_f - tl.dot(b_s, b_z)
+    b_a2 = b_u.to(tl.bfloat16)
     tl.debug_barrier()
-    product = tl.zeros((SIZE, SIZE), tl.float32)
-    for k in tl.range(0, degree, num_stages=2):
-        product = tl.dot(tl.trans(tl.load(factors + k * ENTRIES)), tl.load(terms + k * ENTRIES), product)
-    half = product.to(tl.bfloat16)
-    return gradient, a2, (half.to(tl.float32) + tl.trans(half).to(tl.float32)).to(tl.bfloat16)
+    b_product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
+    for i_term in tl.range(0, degree, num_stages=2):
+        b_product = tl.dot(tl.trans(tl.load(p_factors + i_term * ENTRIES)), tl.load(p_terms + i_term * ENTRIES), b_product)
+    b_half = b_product.to(tl.bfloat16)
+    return grad_c, b_a2, (b_half.to(tl.float32) + tl.trans(b_half).to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
 def apply_backward(
-    q, k, v, e, grad_query, grad_key, grad_value, row_stride, e_stride, grad_stride, tokens, t, a2, a3,
+    p_q, p_k, p_v, p_e, p_grad_q, p_grad_k, p_grad_v, row_stride, e_stride, grad_stride, tokens, b_t, b_a2, b_a3,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients of Q, K and V."""
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)
-        m = load_m(q, k, row_stride, rows, tokens, WIDTH)
-        v_rows, e_rows = tile_of(v, row_stride, rows, tokens, WIDTH), tile_of(e, e_stride, rows, tokens, WIDTH)
-        grad_m = tl.dot(e_rows, t)
-        grad_m = tl.dot(v_rows, a2, grad_m)
-        grad_m = tl.dot(m, a3, grad_m)
-        grad_q, grad_k = halves(grad_m)
-        mask = inside(rows, tokens, WIDTH)
-        tl.store(rows_at(grad_query, grad_stride, rows), grad_q.to(tl.bfloat16), mask=mask)
-        tl.store(rows_at(grad_key, grad_stride, rows), grad_k.to(tl.bfloat16), mask=mask)
-        grad_v = tl.dot(m, tl.trans(a2)) + e_rows.to(tl.float32)
-        tl.store(rows_at(grad_value, grad_stride, rows), grad_v.to(tl.bfloat16), mask=mask)
+        o_rows = start + tl.arange(0, ROWS)
+        b_m = load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH)
+        b_v, b_e = load_rows(p_v, row_stride, o_rows, tokens, WIDTH), load_rows(p_e, e_stride, o_rows, tokens, WIDTH)
+        b_grad_m = tl.dot(b_e, b_t)
+        b_grad_m = tl.dot(b_v, b_a2, b_grad_m)
+        b_grad_m = tl.dot(b_m, b_a3, b_grad_m)
+        b_grad_q, b_grad_k = halves(b_grad_m)
+        mask = row_mask(o_rows, tokens, WIDTH)
+        tl.store(p_rows(p_grad_q, grad_stride, o_rows), b_grad_q.to(tl.bfloat16), mask=mask)
+        tl.store(p_rows(p_grad_k, grad_stride, o_rows), b_grad_k.to(tl.bfloat16), mask=mask)
+        b_grad_v = tl.dot(b_m, tl.trans(b_a2)) + b_e.to(tl.float32)
+        tl.store(p_rows(p_grad_v, grad_stride, o_rows), b_grad_v.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count", "heads", "tokens"])
@@ -232,29 +233,31 @@ def backward_kernel(
     strides, e_strides, grad_strides, count, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of Q, K, V and c of each head whose `state` is 1, from that of the output, E.
+    """Computes the gradients of Q, K, V and c of heads with state 1, given the gradient E of the output.
 
     With t_0 = Y, t_{k+1} = Z t_k / (k + 2), T = Σ t_k and F = MᵀE, u = c Fᵀ J and then for k downwards s_k = u / (k + 2) and
     u ← c Fᵀ J − s_k Zᵀ. So A₂ = grad X = uᵀ, grad G = c Σ s_kᵀ t_kᵀ and A₃ = grad G + (grad G)ᵀ, and
 
         grad V = E + M A₂,        grad M = c E Tᵀ + V A₂ᵀ + M A₃,        grad c = ⟨F, e^Z Y⟩ = ⟨F, Y + Z T⟩.
 
-    A program takes one head after another. All gradients have the same strides. `scratch` holds a program's t_k,
-    s_k and Y, (D, SIZE) each, which stay in the caches.
+    A program takes one head after another. All gradients have the same strides. `scratch` holds a program's t_k, s_k and Y,
+    (D, COLUMNS) each, which stay in the caches.
     """
-    terms = term_at(scratch + tl.program_id(0).to(tl.int64) * SCRATCH)
-    for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        if tl.load(state + i) == 1.0:
-            first, place = first_of(i, heads, strides), first_of(i, heads, grad_strides)
-            q, k, v, e = query + first, key + first, value + first, grad + first_of(i, heads, e_strides)
-            c = scale_of(scale, i)
-            gram, sums = gram_and_sums(q, k, v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
-            total, z, degree, _ = sum_terms(gram, sums, c, terms, True)
-            t = total.to(tl.bfloat16)
-            f = products(q, k, e, strides[2], e_strides[2], tokens, WIDTH, GRAM_ROWS, 2)
-            gradient, a2, a3 = adjoint(f, t, z, degree, c, terms)
-            tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
-            gq, gk, gv = grad_query + place, grad_key + place, grad_value + place
-            strides_of_rows = strides[2], e_strides[2], grad_strides[2]
-            apply_backward(q, k, v, e, gq, gk, gv, *strides_of_rows, tokens, t, a2, a3, WIDTH, ROWS, STAGES)
+    p_terms = p_panel(scratch + tl.program_id(0).to(tl.int64) * SCRATCH)
+    for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
+        if tl.load(state + i_head) == 1.0:
+            o_input, o_grad = o_head(i_head, heads, strides), o_head(i_head, heads, grad_strides)
+            p_q, p_k, p_v, p_e = query + o_input, key + o_input, value + o_input, grad + o_head(i_head, heads, e_strides)
+            c = load_scale(scale, i_head)
+            b_gram, b_vm = gram_and_sums(p_q, p_k, p_v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
+            b_total, b_z, degree, _ = sum_terms(b_gram, b_vm, c, p_terms, True)
+            b_t = b_total.to(tl.bfloat16)
+            b_f = products(p_q, p_k, p_e, strides[2], e_strides[2], tokens, WIDTH, GRAM_ROWS, 2)
+            grad_c, b_a2, b_a3 = adjoint(b_f, b_t, b_z, degree, c, p_terms)
+            tl.store(grad_scale + i_head, grad_c.to(grad_scale.dtype.element_ty))
+            p_grad_q, p_grad_k, p_grad_v = grad_query + o_grad, grad_key + o_grad, grad_value + o_grad
+            row_strides = strides[2], e_strides[2], grad_strides[2]
+            apply_backward(
+                p_q, p_k, p_v, p_e, p_grad_q, p_grad_k, p_grad_v, *row_strides, tokens, b_t, b_a2, b_a3, WIDTH, ROWS, STAGES
+            )
             tl.debug_barrier()  # waits: the next head's terms take the place of these

@@ -1,4 +1,4 @@
-"""Few heads of long sequences: a head's tokens in parts, each with a program, where fused.py has one for all.
+"""Few heads of long sequences: one program for each part of a head's tokens, where fused.py has one for the whole head.
 
     gram_kernel            G and (MᵀV)ᵀ of each part, in both passes
     mix_kernel             Tᵀ of each head, given the sums over its parts
@@ -7,26 +7,26 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-The functions are those of fused.py. torch adds up the parts, in an order that is always the same: a program alone reads
-memory too slowly for it.
+The functions are those of fused.py. torch adds up the parts, always in the same order, as one program would read memory too
+slowly.
 """
 
 import triton
 import triton.language as tl
 
 from osa.kernels.hopper import fused
-from osa.kernels.hopper.fused import ENTRIES, SCRATCH, SIZE, first_of, scale_of, term_at
-from osa.kernels.tiles import split
+from osa.kernels.hopper.fused import COLUMNS, ENTRIES, SCRATCH, load_scale, o_head, p_panel
+from osa.kernels.tiles import high_low
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
-LENGTH = tl.constexpr(3 * 8192)  # entries of G and (MᵀV)ᵀ
-KEPT = tl.constexpr(27 * 8192)  # entries of a head's scratch, of fused.py's and then Tᵀ, A₂ᵀ and A₃
+PART_SUMS = tl.constexpr(3 * 8192)  # entries of G and (MᵀV)ᵀ
+HEAD_SCRATCH = tl.constexpr(27 * 8192)  # entries of a head's scratch: that of fused.py, then Tᵀ, A₂ᵀ and A₃
 
 
 @triton.jit
-def square():
-    """Places of a matrix of SIZE rows and columns."""
-    return tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+def o_gram():
+    """Offsets of a matrix of COLUMNS rows and columns."""
+    return tl.arange(0, COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
@@ -41,12 +41,12 @@ def gram_kernel(
     query, key, value, sums, strides, heads, tokens, parts, rows,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    i, start, count = part_of(tokens, parts, rows)
-    first = first_of(i, heads, strides) + start * strides[2]
-    q, k, v, own = query + first, key + first, value + first, sums + tl.program_id(0).to(tl.int64) * LENGTH
-    gram, vm = fused.gram_and_sums(q, k, v, strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES)
-    tl.store(own + square(), gram)
-    tl.store(term_at(own + SIZE * SIZE), vm)
+    i_head, start, count = part_of(tokens, parts, rows)
+    o_input = o_head(i_head, heads, strides) + start * strides[2]
+    p_q, p_k, p_v, p_sums = query + o_input, key + o_input, value + o_input, sums + tl.program_id(0).to(tl.int64) * PART_SUMS
+    b_gram, b_vm = fused.gram_and_sums(p_q, p_k, p_v, strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES)
+    tl.store(p_sums + o_gram(), b_gram)
+    tl.store(p_panel(p_sums + COLUMNS * COLUMNS), b_vm)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -54,23 +54,24 @@ def products_kernel(
     query, key, grad, sums, strides, e_strides, heads, tokens, parts, rows,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    i, start, count = part_of(tokens, parts, rows)
-    first, place = first_of(i, heads, strides) + start * strides[2], first_of(i, heads, e_strides) + start * e_strides[2]
-    q, k, e, own = query + first, key + first, grad + place, sums + tl.program_id(0).to(tl.int64) * ENTRIES
-    tl.store(term_at(own), fused.products(q, k, e, strides[2], e_strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES))
+    i_head, start, count = part_of(tokens, parts, rows)
+    o_input = o_head(i_head, heads, strides) + start * strides[2]
+    o_grad = o_head(i_head, heads, e_strides) + start * e_strides[2]
+    p_q, p_k, p_e, p_sums = query + o_input, key + o_input, grad + o_grad, sums + tl.program_id(0).to(tl.int64) * ENTRIES
+    tl.store(p_panel(p_sums), fused.products(p_q, p_k, p_e, strides[2], e_strides[2], count, WIDTH, GRAM_ROWS, GRAM_STAGES))
 
 
 @triton.jit
 def mix_kernel(sums, scale, state, mixed):
-    """Tᵀ in two parts of each head that one product a term suffices for, and its `state`, as in `fused.forward_kernel`."""
-    i = tl.program_id(0)
-    own, kept = sums + i.to(tl.int64) * LENGTH, term_at(mixed + i.to(tl.int64) * 2 * ENTRIES)
-    gram, vm = tl.load(own + square()), tl.load(term_at(own + SIZE * SIZE))
-    total, _, _, suffices = fused.sum_terms(gram, vm, scale_of(scale, i), kept, False)
-    tl.store(state + i, tl.where(suffices, 1.0, 0.0))
-    high, low = split(total)
-    tl.store(kept, high)
-    tl.store(kept + ENTRIES, low)
+    """Stores the state of each head, as `fused.forward_kernel` does, and the high and the low part of Tᵀ."""
+    i_head = tl.program_id(0)
+    p_sums, p_mixed = sums + i_head.to(tl.int64) * PART_SUMS, p_panel(mixed + i_head.to(tl.int64) * 2 * ENTRIES)
+    b_gram, b_vm = tl.load(p_sums + o_gram()), tl.load(p_panel(p_sums + COLUMNS * COLUMNS))
+    b_total, _, _, suffices = fused.sum_terms(b_gram, b_vm, load_scale(scale, i_head), p_mixed, False)
+    tl.store(state + i_head, tl.where(suffices, 1.0, 0.0))
+    b_high, b_low = high_low(b_total)
+    tl.store(p_mixed, b_high)
+    tl.store(p_mixed + ENTRIES, b_low)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -78,29 +79,31 @@ def apply_kernel(
     query, key, value, output, state, mixed, strides, out_strides, heads, tokens, parts, rows,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i, start, count = part_of(tokens, parts, rows)
-    if tl.load(state + i) == 1.0:
-        first = first_of(i, heads, strides) + start * strides[2]
-        out = output + first_of(i, heads, out_strides) + start * out_strides[2]
-        kept = term_at(mixed + i.to(tl.int64) * 2 * ENTRIES)
-        high, low = tl.load(kept), tl.load(kept + ENTRIES)
-        q, k, v = query + first, key + first, value + first
-        fused.apply(q, k, v, out, strides[2], out_strides[2], count, high, low, WIDTH, ROWS, STAGES)
+    i_head, start, count = part_of(tokens, parts, rows)
+    if tl.load(state + i_head) == 1.0:
+        o_input = o_head(i_head, heads, strides) + start * strides[2]
+        p_out = output + o_head(i_head, heads, out_strides) + start * out_strides[2]
+        p_mixed = p_panel(mixed + i_head.to(tl.int64) * 2 * ENTRIES)
+        b_high, b_low = tl.load(p_mixed), tl.load(p_mixed + ENTRIES)
+        p_q, p_k, p_v = query + o_input, key + o_input, value + o_input
+        fused.apply(p_q, p_k, p_v, p_out, strides[2], out_strides[2], count, b_high, b_low, WIDTH, ROWS, STAGES)
 
 
 @triton.jit
 def mix_backward_kernel(sums, products, scale, grad_scale, state, scratch):
-    i = tl.program_id(0)
-    if tl.load(state + i) == 1.0:
-        own, terms = sums + i.to(tl.int64) * LENGTH, term_at(scratch + i.to(tl.int64) * KEPT)
-        c, gram, vm = scale_of(scale, i), tl.load(own + square()), tl.load(term_at(own + SIZE * SIZE))
-        total, z, degree, _ = fused.sum_terms(gram, vm, c, terms, True)
-        t = total.to(tl.bfloat16)
-        gradient, a2, a3 = fused.adjoint(tl.load(term_at(products + i.to(tl.int64) * ENTRIES)), t, z, degree, c, terms)
-        tl.store(grad_scale + i, gradient.to(grad_scale.dtype.element_ty))
-        tl.store(terms + SCRATCH, t)
-        tl.store(terms + SCRATCH + ENTRIES, a2)
-        tl.store(scratch + i.to(tl.int64) * KEPT + SCRATCH + 2 * ENTRIES + square(), a3)
+    i_head = tl.program_id(0)
+    if tl.load(state + i_head) == 1.0:
+        p_sums, p_terms = sums + i_head.to(tl.int64) * PART_SUMS, p_panel(scratch + i_head.to(tl.int64) * HEAD_SCRATCH)
+        c, b_gram, b_vm = load_scale(scale, i_head), tl.load(p_sums + o_gram()), tl.load(p_panel(p_sums + COLUMNS * COLUMNS))
+        b_total, b_z, degree, _ = fused.sum_terms(b_gram, b_vm, c, p_terms, True)
+        b_t = b_total.to(tl.bfloat16)
+        grad_c, b_a2, b_a3 = fused.adjoint(
+            tl.load(p_panel(products + i_head.to(tl.int64) * ENTRIES)), b_t, b_z, degree, c, p_terms
+        )
+        tl.store(grad_scale + i_head, grad_c.to(grad_scale.dtype.element_ty))
+        tl.store(p_terms + SCRATCH, b_t)
+        tl.store(p_terms + SCRATCH + ENTRIES, b_a2)
+        tl.store(scratch + i_head.to(tl.int64) * HEAD_SCRATCH + SCRATCH + 2 * ENTRIES + o_gram(), b_a3)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -109,20 +112,22 @@ def apply_backward_kernel(
     strides, e_strides, grad_strides, heads, tokens, parts, rows,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    i, start, count = part_of(tokens, parts, rows)
-    if tl.load(state + i) == 1.0:
-        first = first_of(i, heads, strides) + start * strides[2]
-        place = first_of(i, heads, grad_strides) + start * grad_strides[2]
-        e = grad + first_of(i, heads, e_strides) + start * e_strides[2]
-        kept = scratch + i.to(tl.int64) * KEPT + SCRATCH
-        t, a2, a3 = tl.load(term_at(kept)), tl.load(term_at(kept + ENTRIES)), tl.load(kept + 2 * ENTRIES + square())
-        q, k, v, gq, gk, gv = (
-            query + first,
-            key + first,
-            value + first,
-            grad_query + place,
-            grad_key + place,
-            grad_value + place,
+    i_head, start, count = part_of(tokens, parts, rows)
+    if tl.load(state + i_head) == 1.0:
+        o_input = o_head(i_head, heads, strides) + start * strides[2]
+        o_grad = o_head(i_head, heads, grad_strides) + start * grad_strides[2]
+        p_e = grad + o_head(i_head, heads, e_strides) + start * e_strides[2]
+        p_mixed = scratch + i_head.to(tl.int64) * HEAD_SCRATCH + SCRATCH
+        b_t = tl.load(p_panel(p_mixed))
+        b_a2 = tl.load(p_panel(p_mixed + ENTRIES))
+        b_a3 = tl.load(p_mixed + 2 * ENTRIES + o_gram())
+        p_q = query + o_input
+        p_k = key + o_input
+        p_v = value + o_input
+        p_grad_q = grad_query + o_grad
+        p_grad_k = grad_key + o_grad
+        p_grad_v = grad_value + o_grad
+        row_strides = strides[2], e_strides[2], grad_strides[2]
+        fused.apply_backward(
+            p_q, p_k, p_v, p_e, p_grad_q, p_grad_k, p_grad_v, *row_strides, count, b_t, b_a2, b_a3, WIDTH, ROWS, STAGES
         )
-        strides_of_rows = strides[2], e_strides[2], grad_strides[2]
-        fused.apply_backward(q, k, v, e, gq, gk, gv, *strides_of_rows, count, t, a2, a3, WIDTH, ROWS, STAGES)

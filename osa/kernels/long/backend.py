@@ -20,9 +20,9 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
 MAX_WIDTH = 128  # columns of query, key and value
 LEAST_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
-LEAST = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
-KEPT = 2.0**-5  # share of a column's square norm that balancing leaves, below which float32 has lost five bits of it
-MOST_ROUNDING = 8.0  # rounding of G over (Σ|λ|²)^½ up to which errors stay below 100 eps ‖S‖₂: at 16 they grow with ‖S‖₂²
+LEAST_SHARE = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
+LEAST_LEFT = 2.0**-5  # share of a column's square norm that balancing leaves, below which float32 has lost five bits of it
+MAX_ROUNDING = 8.0  # rounding of G over (Σ|λ|²)^½ up to which errors stay below 100 eps ‖S‖₂: at 16 they grow with ‖S‖₂²
 MATRICES = 128  # matrices at a time, whose gradients keep the steps to T: 2 MB each at a width of 64
 Mixing = Callable[..., Tensor]  # gives T of G, X and c, and for "exact" of R and R⁻¹
 
@@ -37,11 +37,11 @@ class Long:
         return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Saves a row for each matrix, which `_kept` takes apart."""
+        """Saves a row for each matrix, which `_matrices` takes apart."""
         query, key, value, scale = inputs
-        kept = _kept(saved, query, value)
-        length = 3 * query.shape[-1] ** 2 + kept[4][0].numel()
-        sums = query.new_empty(len(saved), split(query, value)[0], length, dtype=torch.float32)
+        matrices = _matrices(saved, query, value)
+        length = 3 * query.shape[-1] ** 2 + matrices[4][0].numel()
+        sums = query.new_empty(len(saved), partition(query, value)[0], length, dtype=torch.float32)
         gram, products = _gram_and_products(inputs, sums)
         c = scale.reshape(-1, 1, 1).float()
         if self.method == "exact":
@@ -51,14 +51,14 @@ class Long:
             products = torch.where(is_lost, again[1], _sheared(products, shear))
             sigma = _lengths(gram)
             gram, products = sigma * gram * sigma.mT, sigma * products
-            *turns, is_lost = _turn(gram, c)
+            *r_and_inverse, is_lost = _r_and_inverse(gram, c)
         else:
-            shear, sigma = torch.zeros_like(kept[0]), torch.ones_like(kept[1])
+            shear, sigma = torch.zeros_like(matrices[0]), torch.ones_like(matrices[1])
             square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-            turns, is_lost = [], c.abs() * square_norm > NO_DIGIT_ABOVE.value
+            r_and_inverse, is_lost = [], c.abs() * square_norm > NO_DIGIT_ABOVE.value
         c = c.masked_fill(is_lost, math.nan)
-        mixed = _mixing(self.method, num_iterations, epsilon)(gram, products, c, *turns)
-        rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *turns[1:])]
+        mixed = _mixing(self.method, num_iterations, epsilon)(gram, products, c, *r_and_inverse)
+        rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *r_and_inverse[1:])]
         torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
         _launch(passes.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
 
@@ -66,13 +66,14 @@ class Long:
         self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
     ) -> None:
         query, key, value, _ = inputs
-        _, _, mixed, *given, back = _kept(saved, query, value)
-        turns: tuple[Tensor, ...] = ()
+        _, _, mixed, *given, r_inverse = _matrices(saved, query, value)
+        r_and_inverse: tuple[Tensor, ...] = ()
         if self.method == "exact":
-            turns = torch.linalg.solve_triangular(back, torch.eye(back.shape[-1], device=back.device), upper=True), back
-        sums = query.new_empty(len(saved), split(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
+            identity = torch.eye(r_inverse.shape[-1], device=r_inverse.device)
+            r_and_inverse = torch.linalg.solve_triangular(r_inverse, identity, upper=True), r_inverse
+        sums = query.new_empty(len(saved), partition(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
         _launch_parts(passes.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
-        parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *turns)), strict=True)
+        parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *r_and_inverse)), strict=True)
         mixing = _mixing(self.method, num_iterations, epsilon)
         found = [_mixing_gradients(mixing, *part) for part in parts]
         grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
@@ -83,33 +84,33 @@ class Long:
         )
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, int]:
-        return math.prod(query.shape[:2]), -(-sum(map(math.prod, _kept_shapes(query, value))) // 16) * 16
+        return math.prod(query.shape[:2]), -(-sum(map(math.prod, _shapes(query, value))) // 16) * 16
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        return _kept(saved, query, value)[-2] if self.method == "exact" else None
+        return _matrices(saved, query, value)[-2] if self.method == "exact" else None
 
 
-def _kept_shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
+def _shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
     size, width = 2 * query.shape[-1], value.shape[-1]
     return [(size, 1), (size, 1), (size, width), (size, size), (size, width), (1, 1), (size, size)]
 
 
-def _kept(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
+def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
     """γ, σ, T, G, X, c and R⁻¹ of each matrix, (matrices, rows, columns); the kernels take the first three."""
-    shapes = _kept_shapes(query, value)
+    shapes = _shapes(query, value)
     rows = saved[:, : sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes], 1)
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
 def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
-    """The mixing of a method, in full float32."""
+    """The function of a method that gives T, in full float32."""
 
-    def mixing(gram: Tensor, products: Tensor, c: Tensor, *turns: Tensor) -> Tensor:
+    def mixing(gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
         with linalg.full_precision(gram.device), linalg.without_autocast(gram.device):
             if method == "exact":
-                turn, back = turns
-                z = torch.bmm(torch.bmm(turn, linalg.apply_j(c * gram)), back)
-                return c * torch.bmm(back, linalg.phi1_times(z, torch.bmm(turn, linalg.apply_j(products))))
+                r, r_inverse = r_and_inverse
+                z = torch.bmm(torch.bmm(r, linalg.apply_j(c * gram)), r_inverse)
+                return c * torch.bmm(r_inverse, linalg.phi1_times(z, torch.bmm(r, linalg.apply_j(products))))
             projector = _projector(gram, num_iterations, epsilon)
             z = torch.bmm(projector, linalg.apply_j(c * gram))
             return c * linalg.phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
@@ -117,33 +118,34 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
     return mixing
 
 
-def _turn(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R and R⁻¹, and whether no digit is left: M R⁻¹ stands for M where Z = c J G is too far from normal for φ₁, else M.
+def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R, R⁻¹, and whether no digit is left. R is I unless Z = c J G is too far from normal for φ₁.
 
-    R Z R⁻¹ is near to skew with R of `osa.linalg.root`, and R is a constant, as the result is the same for any R. The
-    rounding ΔG of G gives R Z R⁻¹ the error c R J ΔG R⁻¹: for random entries of size eps |m_i| |m_j| it is about
-    eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii, which is 1 for orthogonal columns.
+    M R⁻¹ then replaces M. With R of `osa.linalg.root`, R Z R⁻¹ is nearly skew. The result is the same for any R, and
+    R therefore constant in derivatives. The rounding ΔG of G gives R Z R⁻¹ the error c R J ΔG R⁻¹: for random entries of
+    size eps |m_i| |m_j| it is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii, which is 1 for orthogonal
+    columns.
     """
     z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
     spectrum = linalg.square_moduli(z)
     is_far = linalg.imbalance(z, spectrum) > linalg.IMBALANCE
-    turn = torch.where(is_far, linalg.root(gram), identity)
-    back = torch.linalg.solve_triangular(turn, identity, upper=True)
+    r = torch.where(is_far, linalg.root(gram), identity)
+    r_inverse = torch.linalg.solve_triangular(r, identity, upper=True)
     squares = gram.diagonal(dim1=-2, dim2=-1)[..., None]
-    inflation = (squares * back.square()).sum((-2, -1), keepdim=True)  # times 2d
+    inflation = (squares * r_inverse.square()).sum((-2, -1), keepdim=True)  # times 2d
     rounding = (c * squares).square().sum(-2, keepdim=True) * inflation
-    is_lost = rounding > MOST_ROUNDING**2 * gram.shape[-1] * spectrum.clamp(min=1)
-    return turn, back, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
+    is_lost = rounding > MAX_ROUNDING**2 * gram.shape[-1] * spectrum.clamp(min=1)
+    return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
 @torch.inference_mode(False)  # brings autograd back, with enable_grad, within an operator, which lies below autograd
 @torch.enable_grad()
 def _mixing_gradients(
-    mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *turns: Tensor
+    mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of G, X and c, given the gradient of T."""
     small = [x.detach().requires_grad_() for x in (gram, products, c)]
-    mixed = mixing(*small, *turns)
+    mixed = mixing(*small, *r_and_inverse)
     with linalg.full_precision(grad.device), linalg.without_autocast(grad.device):
         return torch.autograd.grad(mixed, small, grad)
 
@@ -158,7 +160,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """G = MᵀM and X = MᵀV; given γ, lost matrices get the sums of the columns that γ shears, and all others keep theirs."""
+    """G = MᵀM and X = MᵀV. Given γ, sums over sheared columns for the lost matrices, and leaves the sums of the others."""
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
@@ -177,30 +179,30 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 
 
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """γ, (matrices, 2d, 1), the multiple of a pair's longer column that the shorter loses, and whether digits go with it."""
+    """γ, the multiple of a pair's longer column that the shorter loses, (matrices, 2d, 1), and whether G loses digits."""
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
     longer, shorter = torch.maximum(q_q, k_k), torch.minimum(q_q, k_k)
     ratio = q_k / longer.clamp(min=1e-37)
     of_query = ratio * (k_k >= q_q)
     shear = torch.cat([of_query, ratio - of_query], -1)
-    return shear[..., None], (shorter - ratio * q_k < KEPT * shorter).any(-1)[:, None, None]
+    return shear[..., None], (shorter - ratio * q_k < LEAST_LEFT * shorter).any(-1)[:, None, None]
 
 
 def _lengths(gram: Tensor) -> Tensor:
-    """σ, (matrices, 2d, 1): s and 1/s, powers of two, which make the lengths of each pair of columns alike."""
+    """σ, s and 1/s for the two columns of a pair, powers of two that make them about equally long, (matrices, 2d, 1)."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
-    least = LEAST * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio where one is a multiple of the other
+    least = LEAST_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio where one is a multiple of the other
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
     exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]
 
 
 def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, **constants) -> None:
-    """Launches a program for each part of each sequence and each block of columns of a left factor."""
-    splits, rows = split(tensors[0], tensors[2])
+    """Launches a program for each part of each sequence and each block of columns of the left factor."""
+    parts, rows = partition(tensors[0], tensors[2])
     _, part, columns, _ = tile["TILE"]
-    _launch(kernel, tensors, others, tile, splits, columns // part, rows_of_split=rows, **constants)
+    _launch(kernel, tensors, others, tile, parts, columns // part, rows_of_part=rows, **constants)
 
 
 def _launch(
@@ -208,60 +210,60 @@ def _launch(
     tensors: tuple[Tensor, ...],
     others: tuple[Tensor, ...],
     tile: dict,
-    splits: int | None = None,
+    parts: int | None = None,
     blocks: int = 1,
     **constants,
 ) -> None:
-    """Launches a program for each tile of rows, or for each of `splits` parts and `blocks` of a matrix.
+    """Launches a program for each tile of rows, or for each of `parts` parts and `blocks` blocks of a matrix.
 
     `tensors` begin with query, key, and a tensor as wide as value.
     """
     query, _, value, *_ = tensors
     batch, heads, tokens, width = query.shape
-    splits = splits or ratio_up(tokens, tile["TILE"][0])
-    constants |= {"WIDTH": width, "VALUE_WIDTH": value.shape[-1], "SPLIT": is_split(query, value)}
-    numbers, strides = {"heads": heads, "tokens": tokens, "splits": splits}, [x.stride() for x in tensors]
-    launch.launch(kernel, batch * heads * splits * blocks, (*tensors, *others), strides, numbers | constants | tile)
+    parts = parts or ratio_up(tokens, tile["TILE"][0])
+    constants |= {"WIDTH": width, "VALUE_WIDTH": value.shape[-1], "TENSOR_CORES": uses_tensor_cores(query, value)}
+    numbers, strides = {"heads": heads, "tokens": tokens, "parts": parts}, [x.stride() for x in tensors]
+    launch.launch(kernel, batch * heads * parts * blocks, (*tensors, *others), strides, numbers | constants | tile)
 
 
-def split(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """The number of a sequence's parts, and the rows of each."""
+def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
+    """The number of parts of a sequence, and the rows of each."""
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, LEAST_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
     return ratio_up(tokens, rows), rows
 
 
-def is_split(*tensors: Tensor) -> bool:
-    """Tells whether tensor cores take the products."""
+def uses_tensor_cores(*tensors: Tensor) -> bool:
+    """True if the tensor cores compute the products."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
 
 
 def gram_tile(query: Tensor, value: Tensor) -> dict:
-    """Rows, columns of the left factor and of both right ones, and registers, for five products at a time."""
-    width, value_width, is_halved = padded(query.shape[-1]), padded(value.shape[-1]), is_split(query, value)
+    """Tile for five products at a time: rows, columns of the left factor and of both right ones, and registers."""
+    width, value_width, is_halved = padded(query.shape[-1]), padded(value.shape[-1]), uses_tensor_cores(query, value)
     if is_halved and width == 64 >= value_width and launch.has_wgmma(query.device):
         return {"TILE": (64, width, width, value_width), "num_warps": 8, "num_stages": 3, "maxnreg": 128}
     return _tile(32 if is_halved else 16, 32, query, value, 3)
 
 
 def sheared_tile(query: Tensor, value: Tensor) -> dict:
-    """The tile of `gram_tile` for columns that a kernel shears as it loads them."""
+    """`gram_tile` for columns that the kernel shears as it loads them."""
     return _tile(16, 32, query, value, 1) | {"maxnreg": 255}
 
 
 def products_tile(query: Tensor, value: Tensor) -> dict:
-    """The tile of `gram_tile` for two products. Tensor cores take 16 rows at a time, of loads that are issued ahead."""
-    return _tile(64, 32, query, value, 3) if is_split(query, value) else _tile(16, 32, query, value, 1)
+    """`gram_tile` for two products. Tensor cores take 16 rows at a time, and their loads are issued ahead."""
+    return _tile(64, 32, query, value, 3) if uses_tensor_cores(query, value) else _tile(16, 32, query, value, 1)
 
 
 def apply_tile(query: Tensor, value: Tensor) -> dict:
-    """Rows, the length of an inner product, and columns, with T loaded once for all rows."""
-    return _tile(128 if is_split(query, value) else 32, 16, query, value, 1)
+    """Tile for M T, with T loaded once for all rows: rows, the length of an inner product, and columns."""
+    return _tile(128 if uses_tensor_cores(query, value) else 32, 16, query, value, 1)
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """The tile of `apply_tile` for three results, with fewer rows where registers would run out."""
+    """`apply_tile` for three results, with fewer rows where registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)
@@ -271,5 +273,6 @@ def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
 def _tile(rows: int, part: int, query: Tensor, value: Tensor, stages: int) -> dict:
     width, value_width = padded(query.shape[-1]), padded(value.shape[-1])
     tile, widest = (rows, min(part, width), width, value_width), max(width, value_width)
-    registers = 128 if widest == 64 and is_split(query, value) else 255  # 128 let two programs share a multiprocessor
+    is_shared = widest == 64 and uses_tensor_cores(query, value)  # two programs of 128 registers share a multiprocessor
+    registers = 128 if is_shared else 255
     return {"TILE": tile, "num_warps": 4 if widest <= 32 else 8, "num_stages": stages, "maxnreg": registers}

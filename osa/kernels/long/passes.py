@@ -1,16 +1,16 @@
-"""Orthogonal attention of long sequences on CUDA, by two passes over query, key and value, each by many programs a matrix.
+"""Orthogonal attention of long sequences on CUDA: two passes over query, key and value, with many programs for each matrix.
 
-With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, backend.py finds T from G and X, and the second pass
-gives V + M T:
+With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass gives
+V + M T:
 
-    gram_kernel            partial sums of G and X, for each part of a sequence; a second time where the first lose digits
+    gram_kernel            partial sums of G and X, for each part of a sequence; again where these have lost digits
     apply_kernel           V + M T
     products_kernel        partial sums of F = MᵀE, given the gradient E of the output
     apply_backward_kernel  the gradients of Q, K and V, once those of G and X are known
 
-M is balanced as in `osa.linalg.balanced`, M T = M diag(σ) sheared by γ, with γ and σ from G, which costs no pass: the
-shorter column of each pair loses its projection on the longer. Where little is left of a column, G has lost its digits, and
-a second call of gram_kernel sums the products of the sheared columns.
+M is balanced as in `osa.linalg.balanced`, but from G alone, which costs no pass. γ takes the projection on the longer column
+of each pair from the shorter one, and σ makes the two about equally long. Where little is left of a column, G has lost its
+digits, and a second call of gram_kernel sums the products of the sheared columns.
 """
 
 import triton
@@ -19,153 +19,157 @@ import triton.language as tl
 from osa.kernels.long.rows import balanced, product, saved_matrices, sheared, times
 from osa.kernels.tiles import head, load, matrix, slice_of, store, transpose
 
-NUMBERS = ["heads", "tokens", "splits", "rows_of_split"]
+NUMBERS = ["heads", "tokens", "parts", "rows_of_part"]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def gram_kernel(
-    query, key, value, sums, shears, is_lost, q_strides, k_strides, v_strides, heads, tokens, splits, rows_of_split,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SHEARED: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, sums, shears, is_lost, q_strides, k_strides, v_strides, heads, tokens, parts, rows_of_part,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SHEARED: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, splits, 3d² + 2d·d_value).
+    """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    SHEARED takes the columns that γ has sheared, of the matrices whose first sums have lost digits.
+    SHEARED sums over the columns that γ has sheared, for the matrices whose first sums have lost digits.
     """
     ROWS: tl.constexpr = TILE[0]
-    PART: tl.constexpr = TILE[1]
+    LEFT_COLUMNS: tl.constexpr = TILE[1]
     COLUMNS: tl.constexpr = TILE[2]
     VALUE_COLUMNS: tl.constexpr = TILE[3]
-    BLOCKS: tl.constexpr = COLUMNS // PART
-    part = tl.program_id(0) // BLOCKS
-    i, split = part // splits, part % splits
-    lefts = tl.program_id(0) % BLOCKS * PART + tl.arange(0, PART)
-    columns, value_columns = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
-    q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
-    v = head(value, v_strides, i, heads, tokens, VALUE_WIDTH)
-    start, stop = split * rows_of_split, tl.minimum(tokens, (split + 1) * rows_of_split)
+    BLOCKS: tl.constexpr = COLUMNS // LEFT_COLUMNS
+    i_sums = tl.program_id(0) // BLOCKS
+    i_head, i_part = i_sums // parts, i_sums % parts
+    o_left = tl.program_id(0) % BLOCKS * LEFT_COLUMNS + tl.arange(0, LEFT_COLUMNS)
+    o_columns, o_value_columns = tl.arange(0, COLUMNS), tl.arange(0, VALUE_COLUMNS)
+    q, k = head(query, q_strides, i_head, heads, tokens, WIDTH), head(key, k_strides, i_head, heads, tokens, WIDTH)
+    v = head(value, v_strides, i_head, heads, tokens, VALUE_WIDTH)
+    start, stop = i_part * rows_of_part, tl.minimum(tokens, (i_part + 1) * rows_of_part)
     if SHEARED:
-        shear, _ = matrix(slice_of(shears, i, 2 * WIDTH), 2 * WIDTH, 1)
-        stop = tl.where(tl.load(is_lost + i) > 0, stop, start)
-    q_q = tl.zeros((PART, COLUMNS), tl.float32)
-    q_k, k_k = q_q, q_q
-    q_v = tl.zeros((PART, VALUE_COLUMNS), tl.float32)
-    k_v = q_v
+        shear, _ = matrix(slice_of(shears, i_head, 2 * WIDTH), 2 * WIDTH, 1)
+        stop = tl.where(tl.load(is_lost + i_head) > 0, stop, start)
+    b_qq = tl.zeros((LEFT_COLUMNS, COLUMNS), tl.float32)
+    b_qk, b_kk = b_qq, b_qq
+    b_qv = tl.zeros((LEFT_COLUMNS, VALUE_COLUMNS), tl.float32)
+    b_kv = b_qv
     for row in range(start, stop, ROWS):
-        rows = row + tl.arange(0, ROWS)
-        v_tile = load(v, rows, value_columns)
+        o_rows = row + tl.arange(0, ROWS)
+        b_v = load(v, o_rows, o_value_columns)
         if SHEARED:
-            q_tile, k_tile = sheared(q, k, shear, rows, columns, WIDTH)
-            q_left, k_left = sheared(q, k, shear, rows, lefts, WIDTH)
+            b_q, b_k = sheared(q, k, shear, o_rows, o_columns, WIDTH)
+            b_q_left, b_k_left = sheared(q, k, shear, o_rows, o_left, WIDTH)
         else:
-            q_tile, k_tile = load(q, rows, columns), load(k, rows, columns)
-            if PART < COLUMNS:
-                q_left, k_left = load(q, rows, lefts), load(k, rows, lefts)
+            b_q, b_k = load(q, o_rows, o_columns), load(k, o_rows, o_columns)
+            if LEFT_COLUMNS < COLUMNS:
+                b_q_left, b_k_left = load(q, o_rows, o_left), load(k, o_rows, o_left)
             else:
-                q_left, k_left = q_tile, k_tile
-        q_left, k_left = tl.trans(q_left), tl.trans(k_left)
-        q_q, q_k = product(q_q, q_left, q_tile, SPLIT), product(q_k, q_left, k_tile, SPLIT)
-        k_k = product(k_k, k_left, k_tile, SPLIT)
-        q_v, k_v = product(q_v, q_left, v_tile, SPLIT), product(k_v, k_left, v_tile, SPLIT)
+                b_q_left, b_k_left = b_q, b_k
+        b_q_left, b_k_left = tl.trans(b_q_left), tl.trans(b_k_left)
+        b_qq, b_qk = product(b_qq, b_q_left, b_q, TENSOR_CORES), product(b_qk, b_q_left, b_k, TENSOR_CORES)
+        b_kk = product(b_kk, b_k_left, b_k, TENSOR_CORES)
+        b_qv, b_kv = product(b_qv, b_q_left, b_v, TENSOR_CORES), product(b_kv, b_k_left, b_v, TENSOR_CORES)
     if start < stop:
-        own = slice_of(sums, part, 3 * WIDTH * WIDTH + 2 * WIDTH * VALUE_WIDTH)
-        block, own = matrix(own, WIDTH, WIDTH)
-        store(block, lefts, columns, q_q)
-        block, own = matrix(own, WIDTH, WIDTH)
-        store(block, lefts, columns, q_k)
-        block, own = matrix(own, WIDTH, WIDTH)
-        store(block, lefts, columns, k_k)
-        block, own = matrix(own, WIDTH, VALUE_WIDTH)
-        store(block, lefts, value_columns, q_v)
-        block, own = matrix(own, WIDTH, VALUE_WIDTH)
-        store(block, lefts, value_columns, k_v)
+        free = slice_of(sums, i_sums, 3 * WIDTH * WIDTH + 2 * WIDTH * VALUE_WIDTH)
+        block, free = matrix(free, WIDTH, WIDTH)
+        store(block, o_left, o_columns, b_qq)
+        block, free = matrix(free, WIDTH, WIDTH)
+        store(block, o_left, o_columns, b_qk)
+        block, free = matrix(free, WIDTH, WIDTH)
+        store(block, o_left, o_columns, b_kk)
+        block, free = matrix(free, WIDTH, VALUE_WIDTH)
+        store(block, o_left, o_value_columns, b_qv)
+        block, free = matrix(free, WIDTH, VALUE_WIDTH)
+        store(block, o_left, o_value_columns, b_kv)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def apply_kernel(
-    query, key, value, output, saved, q_strides, k_strides, v_strides, o_strides, heads, tokens, splits,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, output, saved, q_strides, k_strides, v_strides, o_strides, heads, tokens, parts,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """output = V + M T, a tile of rows a program."""
+    """Stores V + M T, a tile of rows for each program."""
     ROWS: tl.constexpr = TILE[0]
     VALUE_COLUMNS: tl.constexpr = TILE[3]
-    i, rows = tl.program_id(0) // splits, tl.program_id(0) % splits * ROWS + tl.arange(0, ROWS)
-    q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
-    v, o = head(value, v_strides, i, heads, tokens, VALUE_WIDTH), head(output, o_strides, i, heads, tokens, VALUE_WIDTH)
-    kept = saved_matrices(saved, i, WIDTH, VALUE_WIDTH)
-    value_columns, sums = tl.arange(0, VALUE_COLUMNS), tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
-    sums = times(sums, q, k, kept, kept[2], rows, value_columns, WIDTH, SPLIT, TILE)
-    store(o, rows, value_columns, load(v, rows, value_columns).to(tl.float32) + sums)
+    i_head, o_rows = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    q, k = head(query, q_strides, i_head, heads, tokens, WIDTH), head(key, k_strides, i_head, heads, tokens, WIDTH)
+    v = head(value, v_strides, i_head, heads, tokens, VALUE_WIDTH)
+    o = head(output, o_strides, i_head, heads, tokens, VALUE_WIDTH)
+    matrices = saved_matrices(saved, i_head, WIDTH, VALUE_WIDTH)
+    o_value_columns, b_sums = tl.arange(0, VALUE_COLUMNS), tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
+    b_sums = times(b_sums, q, k, matrices, matrices[2], o_rows, o_value_columns, WIDTH, TENSOR_CORES, TILE)
+    store(o, o_rows, o_value_columns, load(v, o_rows, o_value_columns).to(tl.float32) + b_sums)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def products_kernel(
-    query, key, grad, sums, saved, q_strides, k_strides, e_strides, heads, tokens, splits, rows_of_split,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    query, key, grad, sums, saved, q_strides, k_strides, e_strides, heads, tokens, parts, rows_of_part,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The summand of F = MᵀE from each part of each matrix, (matrices, splits, 2d, d_value)."""
+    """Stores the part's summand of F = MᵀE, for each part of each matrix, (matrices, parts, 2d, d_value)."""
     ROWS: tl.constexpr = TILE[0]
-    PART: tl.constexpr = TILE[1]
+    LEFT_COLUMNS: tl.constexpr = TILE[1]
     COLUMNS: tl.constexpr = TILE[2]
     VALUE_COLUMNS: tl.constexpr = TILE[3]
-    BLOCKS: tl.constexpr = COLUMNS // PART
-    part = tl.program_id(0) // BLOCKS
-    lefts, columns = tl.program_id(0) % BLOCKS * PART + tl.arange(0, PART), tl.arange(0, VALUE_COLUMNS)
-    i, split = part // splits, part % splits
-    q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
-    e, kept = head(grad, e_strides, i, heads, tokens, VALUE_WIDTH), saved_matrices(saved, i, WIDTH, VALUE_WIDTH)
-    q_e = tl.zeros((PART, VALUE_COLUMNS), tl.float32)
-    k_e = q_e
-    for row in range(split * rows_of_split, tl.minimum(tokens, (split + 1) * rows_of_split), ROWS):
-        rows = row + tl.arange(0, ROWS)
-        q_tile, k_tile = balanced(q, k, kept, rows, lefts, WIDTH)
-        e_tile = load(e, rows, columns)
-        q_e = product(q_e, tl.trans(q_tile), e_tile, SPLIT)
-        k_e = product(k_e, tl.trans(k_tile), e_tile, SPLIT)
-    own, rest = matrix(slice_of(sums, part, 2 * WIDTH * VALUE_WIDTH), WIDTH, VALUE_WIDTH)
-    store(own, lefts, columns, q_e)
+    BLOCKS: tl.constexpr = COLUMNS // LEFT_COLUMNS
+    i_sums = tl.program_id(0) // BLOCKS
+    o_left, o_columns = tl.program_id(0) % BLOCKS * LEFT_COLUMNS + tl.arange(0, LEFT_COLUMNS), tl.arange(0, VALUE_COLUMNS)
+    i_head, i_part = i_sums // parts, i_sums % parts
+    q, k = head(query, q_strides, i_head, heads, tokens, WIDTH), head(key, k_strides, i_head, heads, tokens, WIDTH)
+    e = head(grad, e_strides, i_head, heads, tokens, VALUE_WIDTH)
+    matrices = saved_matrices(saved, i_head, WIDTH, VALUE_WIDTH)
+    b_qe = tl.zeros((LEFT_COLUMNS, VALUE_COLUMNS), tl.float32)
+    b_ke = b_qe
+    for row in range(i_part * rows_of_part, tl.minimum(tokens, (i_part + 1) * rows_of_part), ROWS):
+        o_rows = row + tl.arange(0, ROWS)
+        b_q, b_k = balanced(q, k, matrices, o_rows, o_left, WIDTH)
+        b_e = load(e, o_rows, o_columns)
+        b_qe = product(b_qe, tl.trans(b_q), b_e, TENSOR_CORES)
+        b_ke = product(b_ke, tl.trans(b_k), b_e, TENSOR_CORES)
+    own, rest = matrix(slice_of(sums, i_sums, 2 * WIDTH * VALUE_WIDTH), WIDTH, VALUE_WIDTH)
+    store(own, o_left, o_columns, b_qe)
     own, _ = matrix(rest, WIDTH, VALUE_WIDTH)
-    store(own, lefts, columns, k_e)
+    store(own, o_left, o_columns, b_ke)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def apply_backward_kernel(
     query, key, value, grad, grad_query, grad_key, grad_value, saved, a2s, a3s,
-    q_strides, k_strides, v_strides, e_strides, gq_strides, gk_strides, gv_strides, heads, tokens, splits,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    q_strides, k_strides, v_strides, e_strides, gq_strides, gk_strides, gv_strides, heads, tokens, parts,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """grad V = E + M A₂, and of grad M = E A₁ᵀ + V A₂ᵀ + M A₃ the gradients of Q and K; a tile of rows a program.
+    """Stores grad V = E + M A₂ and, from grad M = E A₁ᵀ + V A₂ᵀ + M A₃, the gradients of Q and K, a tile of rows each.
 
     The chain rule through G and X gives A₁ = T, A₂ = grad X and A₃ = grad G + (grad G)ᵀ.
     """
     ROWS: tl.constexpr = TILE[0]
-    PART: tl.constexpr = TILE[1]
+    LEFT_COLUMNS: tl.constexpr = TILE[1]
     COLUMNS: tl.constexpr = TILE[2]
     VALUE_COLUMNS: tl.constexpr = TILE[3]
-    i, rows = tl.program_id(0) // splits, tl.program_id(0) % splits * ROWS + tl.arange(0, ROWS)
-    q, k = head(query, q_strides, i, heads, tokens, WIDTH), head(key, k_strides, i, heads, tokens, WIDTH)
-    v, e = head(value, v_strides, i, heads, tokens, VALUE_WIDTH), head(grad, e_strides, i, heads, tokens, VALUE_WIDTH)
-    kept = saved_matrices(saved, i, WIDTH, VALUE_WIDTH)
-    a1 = kept[2]
-    a2, _ = matrix(slice_of(a2s, i, 2 * WIDTH * VALUE_WIDTH), 2 * WIDTH, VALUE_WIDTH)
-    a3, _ = matrix(slice_of(a3s, i, 4 * WIDTH * WIDTH), 2 * WIDTH, 2 * WIDTH)
-    value_columns, columns, one = tl.arange(0, VALUE_COLUMNS), tl.arange(0, COLUMNS), tl.arange(0, 1)
-    sums = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
-    sums = times(sums, q, k, kept, a2, rows, value_columns, WIDTH, SPLIT, TILE)
-    grad_v = head(grad_value, gv_strides, i, heads, tokens, VALUE_WIDTH)
-    store(grad_v, rows, value_columns, load(e, rows, value_columns).to(tl.float32) + sums)
-    grad_q = tl.zeros((ROWS, COLUMNS), tl.float32)
-    grad_k = grad_q
-    for start in range(0, VALUE_WIDTH, PART):
-        inner = start + tl.arange(0, PART)
-        e_tile, v_tile = load(e, rows, inner), load(v, rows, inner)
-        grad_q = product(grad_q, e_tile, load(transpose(a1), inner, columns), SPLIT)
-        grad_k = product(grad_k, e_tile, load(transpose(a1), inner, columns + WIDTH), SPLIT)
-        grad_q = product(grad_q, v_tile, load(transpose(a2), inner, columns), SPLIT)
-        grad_k = product(grad_k, v_tile, load(transpose(a2), inner, columns + WIDTH), SPLIT)
-    grad_q = times(grad_q, q, k, kept, a3, rows, columns, WIDTH, SPLIT, TILE)
-    grad_k = times(grad_k, q, k, kept, a3, rows, columns + WIDTH, WIDTH, SPLIT, TILE)
-    gamma, sigma = transpose(kept[0]), transpose(kept[1])
-    grad_q, grad_k = load(sigma, one, columns) * grad_q, load(sigma, one, columns + WIDTH) * grad_k
-    gq, gk = head(grad_query, gq_strides, i, heads, tokens, WIDTH), head(grad_key, gk_strides, i, heads, tokens, WIDTH)
-    store(gq, rows, columns, grad_q - load(gamma, one, columns + WIDTH) * grad_k)
-    store(gk, rows, columns, grad_k - load(gamma, one, columns) * grad_q)
+    i_head, o_rows = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    q, k = head(query, q_strides, i_head, heads, tokens, WIDTH), head(key, k_strides, i_head, heads, tokens, WIDTH)
+    v = head(value, v_strides, i_head, heads, tokens, VALUE_WIDTH)
+    e = head(grad, e_strides, i_head, heads, tokens, VALUE_WIDTH)
+    matrices = saved_matrices(saved, i_head, WIDTH, VALUE_WIDTH)
+    a1 = matrices[2]
+    a2, _ = matrix(slice_of(a2s, i_head, 2 * WIDTH * VALUE_WIDTH), 2 * WIDTH, VALUE_WIDTH)
+    a3, _ = matrix(slice_of(a3s, i_head, 4 * WIDTH * WIDTH), 2 * WIDTH, 2 * WIDTH)
+    o_value_columns, o_columns, o_first = tl.arange(0, VALUE_COLUMNS), tl.arange(0, COLUMNS), tl.arange(0, 1)
+    b_sums = tl.zeros((ROWS, VALUE_COLUMNS), tl.float32)
+    b_sums = times(b_sums, q, k, matrices, a2, o_rows, o_value_columns, WIDTH, TENSOR_CORES, TILE)
+    grad_v = head(grad_value, gv_strides, i_head, heads, tokens, VALUE_WIDTH)
+    store(grad_v, o_rows, o_value_columns, load(e, o_rows, o_value_columns).to(tl.float32) + b_sums)
+    b_grad_q = tl.zeros((ROWS, COLUMNS), tl.float32)
+    b_grad_k = b_grad_q
+    for start in range(0, VALUE_WIDTH, LEFT_COLUMNS):
+        o_inner = start + tl.arange(0, LEFT_COLUMNS)
+        b_e, b_v = load(e, o_rows, o_inner), load(v, o_rows, o_inner)
+        b_grad_q = product(b_grad_q, b_e, load(transpose(a1), o_inner, o_columns), TENSOR_CORES)
+        b_grad_k = product(b_grad_k, b_e, load(transpose(a1), o_inner, o_columns + WIDTH), TENSOR_CORES)
+        b_grad_q = product(b_grad_q, b_v, load(transpose(a2), o_inner, o_columns), TENSOR_CORES)
+        b_grad_k = product(b_grad_k, b_v, load(transpose(a2), o_inner, o_columns + WIDTH), TENSOR_CORES)
+    b_grad_q = times(b_grad_q, q, k, matrices, a3, o_rows, o_columns, WIDTH, TENSOR_CORES, TILE)
+    b_grad_k = times(b_grad_k, q, k, matrices, a3, o_rows, o_columns + WIDTH, WIDTH, TENSOR_CORES, TILE)
+    gamma, sigma = transpose(matrices[0]), transpose(matrices[1])
+    b_grad_q, b_grad_k = load(sigma, o_first, o_columns) * b_grad_q, load(sigma, o_first, o_columns + WIDTH) * b_grad_k
+    grad_q = head(grad_query, gq_strides, i_head, heads, tokens, WIDTH)
+    grad_k = head(grad_key, gk_strides, i_head, heads, tokens, WIDTH)
+    store(grad_q, o_rows, o_columns, b_grad_q - load(gamma, o_first, o_columns + WIDTH) * b_grad_k)
+    store(grad_k, o_rows, o_columns, b_grad_k - load(gamma, o_first, o_columns) * b_grad_q)

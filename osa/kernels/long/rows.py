@@ -1,62 +1,62 @@
-"""Tiles of rows of a long sequence: M = [Q, K] balanced, and its products.
+"""Tiles of rows of a long sequence: the balanced M = [Q, K], and its products.
 
-Tensor cores take the products of bfloat16, exactly, and sum them in float32; a float32 operand of such a product is the sum
-of two bfloat16, 16 bits. All other products are in full float32.
+Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand of such a product is the sum of two bfloat16,
+which have 16 bits. All other products are in full float32.
 """
 
 import triton
 import triton.language as tl
 
-from osa.kernels.tiles import dot, load, matrix, slice_of, split, transpose
+from osa.kernels.tiles import dot, high_low, load, matrix, slice_of, transpose
 
 
 @triton.jit
-def product(sums, left, right, SPLIT: tl.constexpr):
-    """sums + left · right; for SPLIT by products of bfloat16, where a float32 operand has a high and a low part."""
-    if SPLIT:
-        high, right_high = left.to(tl.bfloat16), right.to(tl.bfloat16)
-        if left.dtype == tl.float32:
-            sums = tl.dot(split(left)[1], right_high, sums)
-        if right.dtype == tl.float32:
-            sums = tl.dot(high, split(right)[1], sums)
-        sums = tl.dot(high, right_high, sums)
+def product(b_sums, b_left, b_right, TENSOR_CORES: tl.constexpr):
+    """sums + left · right, with TENSOR_CORES by products of bfloat16, for which a float32 operand has two parts."""
+    if TENSOR_CORES:
+        b_high, b_right_high = b_left.to(tl.bfloat16), b_right.to(tl.bfloat16)
+        if b_left.dtype == tl.float32:
+            b_sums = tl.dot(high_low(b_left)[1], b_right_high, b_sums)
+        if b_right.dtype == tl.float32:
+            b_sums = tl.dot(b_high, high_low(b_right)[1], b_sums)
+        b_sums = tl.dot(b_high, b_right_high, b_sums)
     else:
-        sums = dot(left.to(tl.float32), right.to(tl.float32), sums)
-    return sums
+        b_sums = dot(b_left.to(tl.float32), b_right.to(tl.float32), b_sums)
+    return b_sums
 
 
 @triton.jit
-def sheared(q, k, shear, rows, columns, WIDTH: tl.constexpr):
-    """Columns of Q − a ∘ K and of K − b ∘ Q, rounded once."""
-    q_tile, k_tile = load(q, rows, columns).to(tl.float32), load(k, rows, columns).to(tl.float32)
-    a = load(transpose(shear), tl.arange(0, 1), columns) + tl.zeros_like(q_tile)
-    b = load(transpose(shear), tl.arange(0, 1), columns + WIDTH) + tl.zeros_like(q_tile)
-    return tl.fma(-a, k_tile, q_tile), tl.fma(-b, q_tile, k_tile)
+def sheared(q, k, shear, o_rows, o_columns, WIDTH: tl.constexpr):
+    """Columns of Q and K, each less γ times its partner, rounded once."""
+    b_q, b_k = load(q, o_rows, o_columns).to(tl.float32), load(k, o_rows, o_columns).to(tl.float32)
+    b_shear_q = load(transpose(shear), tl.arange(0, 1), o_columns) + tl.zeros_like(b_q)
+    b_shear_k = load(transpose(shear), tl.arange(0, 1), o_columns + WIDTH) + tl.zeros_like(b_q)
+    return tl.fma(-b_shear_q, b_k, b_q), tl.fma(-b_shear_k, b_q, b_k)
 
 
 @triton.jit
-def balanced(q, k, kept, rows, columns, WIDTH: tl.constexpr):
-    """Columns of the two halves of M, balanced."""
-    q_tile, k_tile = sheared(q, k, kept[0], rows, columns, WIDTH)
-    sigma = transpose(kept[1])
-    return (load(sigma, tl.arange(0, 1), columns) * q_tile, load(sigma, tl.arange(0, 1), columns + WIDTH) * k_tile)
+def balanced(q, k, saved, o_rows, o_columns, WIDTH: tl.constexpr):
+    """Columns of Q and K, sheared by γ and scaled by σ."""
+    b_q, b_k = sheared(q, k, saved[0], o_rows, o_columns, WIDTH)
+    sigma = transpose(saved[1])
+    return (load(sigma, tl.arange(0, 1), o_columns) * b_q, load(sigma, tl.arange(0, 1), o_columns + WIDTH) * b_k)
 
 
 @triton.jit
-def times(sums, q, k, kept, a, rows, columns, WIDTH: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr):
-    """sums + M A, for some rows of M and columns of A."""
-    PART: tl.constexpr = TILE[1]
-    for start in range(0, WIDTH, PART):
-        inner = start + tl.arange(0, PART)
-        q_tile, k_tile = balanced(q, k, kept, rows, inner, WIDTH)
-        sums = product(sums, q_tile, load(a, inner, columns), SPLIT)
-        sums = product(sums, k_tile, load(a, inner + WIDTH, columns), SPLIT)
-    return sums
+def times(b_sums, q, k, saved, a, o_rows, o_columns, WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr):
+    """sums + M A, for rows of M and columns of A."""
+    LEFT_COLUMNS: tl.constexpr = TILE[1]
+    for start in range(0, WIDTH, LEFT_COLUMNS):
+        o_inner = start + tl.arange(0, LEFT_COLUMNS)
+        b_q, b_k = balanced(q, k, saved, o_rows, o_inner, WIDTH)
+        b_sums = product(b_sums, b_q, load(a, o_inner, o_columns), TENSOR_CORES)
+        b_sums = product(b_sums, b_k, load(a, o_inner + WIDTH, o_columns), TENSOR_CORES)
+    return b_sums
 
 
 @triton.jit
 def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """Finds the γ, σ and T that a pass over a sequence needs in the saved row of a matrix, before G, X, c and R⁻¹."""
+    """γ, σ and T from the saved row of a matrix (G, X, c and R⁻¹ follow)."""
     LENGTH: tl.constexpr = 4 * WIDTH + 8 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
     scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)

@@ -10,11 +10,11 @@ from torch import Tensor
 from osa.kernels import launch
 from osa.kernels.launch import Inputs
 from osa.kernels.short import attention, phi1
-from osa.kernels.tiles import BLOCK, SIZE
+from osa.kernels.tiles import BLOCK, MAX_ROWS
 
 METHODS = ("exact", "newton_schulz", "qr")
 MAX_TOKENS, MAX_WIDTH = 256, 16  # the small matrices of such a query and key fit the registers of one program
-MAX_PHI1_ROWS = SIZE.value
+MAX_PHI1_ROWS = MAX_ROWS.value
 ENTRIES = 64  # entries of a basis in each thread, which Gram–Schmidt holds in registers
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp for a matrix, in half the time of four on an H100
 
@@ -62,7 +62,7 @@ class Short:
         """
         names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": self.method}
         constants, rows = names | {"ITERATIONS": num_iterations} | WARP, launch.padded(query.shape[-2])
-        warps = rows * SIZE.value // (32 * ENTRIES)
+        warps = rows * MAX_ROWS.value // (32 * ENTRIES)
         if (self.method, kernel) == ("qr", "forward"):
             constants["num_warps"] = max(constants["num_warps"], warps)
         elif self.method != "exact" or warps > constants["num_warps"]:
@@ -72,7 +72,7 @@ class Short:
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
     """Fills the output with φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
-    constants = {"SIZE": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
+    constants = {"N": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
     launch.launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 2 * z.shape[-1] ** 2, constants)
 
 
@@ -80,7 +80,7 @@ def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Te
     """Fills the gradients of Z and Y, given that of φ₁(Z) Y."""
     count, size, width = y.shape
     scratch_size = 4 * size**2 + size * width + _terms_size(size)
-    constants = {"SIZE": size, "VALUE_WIDTH": width, **WARP}
+    constants = {"N": size, "VALUE_WIDTH": width, **WARP}
     launch.launch_resident(phi1.backward_kernel, count, (z, y, grad, grad_z, grad_y), [], scratch_size, constants)
 
 
@@ -99,4 +99,4 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 def _terms_size(size: int) -> int:
     """Entries of the scratch memory in which `phi1.phi1_gradients` stores the terms of a block of columns."""
-    return phi1.MOST_TERMS.value * BLOCK.value * size
+    return phi1.MAX_TERMS.value * BLOCK.value * size

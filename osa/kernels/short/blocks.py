@@ -1,8 +1,8 @@
-"""Matrices of at most 32 rows held in registers, as four blocks of 16 x 16, for products that a kernel repeats.
+"""Matrices of at most 32 rows in registers, as four blocks of 16 × 16, for products that a kernel repeats.
 
-A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. A term of a series or
-an iteration waits for the one before, so that waiting takes all the time. Blocks have the smallest size that `tl.dot` takes,
-whose operands need few registers: the matrices of all methods fit one warp.
+A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. As each term of a
+series, or each iteration, waits for the one before it, the waiting would take all the time. Blocks have the smallest size
+that `tl.dot` takes and need few registers: the matrices of every method fit one warp.
 """
 
 import triton
@@ -14,29 +14,29 @@ from osa.kernels.tiles import BLOCK, dot, load, store
 @triton.jit
 def load_square(a, alpha):
     """The blocks (A₁₁, A₁₂, A₂₁, A₂₂) of α A."""
-    upper, lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
+    o_upper, o_lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
     return (
-        alpha * load(a, upper, upper),
-        alpha * load(a, upper, lower),
-        alpha * load(a, lower, upper),
-        alpha * load(a, lower, lower),
+        alpha * load(a, o_upper, o_upper),
+        alpha * load(a, o_upper, o_lower),
+        alpha * load(a, o_lower, o_upper),
+        alpha * load(a, o_lower, o_lower),
     )
 
 
 @triton.jit
 def store_square(out, a):
-    upper, lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
-    store(out, upper, upper, a[0])
-    store(out, upper, lower, a[1])
-    store(out, lower, upper, a[2])
-    store(out, lower, lower, a[3])
+    o_upper, o_lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
+    store(out, o_upper, o_upper, a[0])
+    store(out, o_upper, o_lower, a[1])
+    store(out, o_lower, o_upper, a[2])
+    store(out, o_lower, o_lower, a[3])
 
 
 @triton.jit
 def load_symmetric(a):
     """The blocks (A₁₁, A₁₂, A₂₂) of a symmetric A."""
-    upper, lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
-    return load(a, upper, upper), load(a, upper, lower), load(a, lower, lower)
+    o_upper, o_lower = tl.arange(0, BLOCK), BLOCK + tl.arange(0, BLOCK)
+    return load(a, o_upper, o_upper), load(a, o_upper, o_lower), load(a, o_lower, o_lower)
 
 
 @triton.jit
@@ -45,15 +45,15 @@ def store_symmetric(out, a):
 
 
 @triton.jit
-def load_panel(a, columns):
+def load_panel(a, o_columns):
     """The upper and the lower block of some columns."""
-    return load(a, tl.arange(0, BLOCK), columns), load(a, BLOCK + tl.arange(0, BLOCK), columns)
+    return load(a, tl.arange(0, BLOCK), o_columns), load(a, BLOCK + tl.arange(0, BLOCK), o_columns)
 
 
 @triton.jit
-def store_panel(out, columns, a):
-    store(out, tl.arange(0, BLOCK), columns, a[0])
-    store(out, BLOCK + tl.arange(0, BLOCK), columns, a[1])
+def store_panel(out, o_columns, a):
+    store(out, tl.arange(0, BLOCK), o_columns, a[0])
+    store(out, BLOCK + tl.arange(0, BLOCK), o_columns, a[1])
 
 
 @triton.jit

@@ -18,8 +18,8 @@ import triton.language as tl
 from osa.kernels.short import blocks
 from osa.kernels.short.phi1 import phi1_gradients, phi1_times
 from osa.kernels.tiles import (
+    MAX_ROWS,
     NO_DIGIT_ABOVE,
-    SIZE,
     add,
     apply_j,
     columns_of,
@@ -40,7 +40,7 @@ IMBALANCE = tl.constexpr(128.0)  # imbalance up to which "exact" keeps its digit
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """Tells whether `osa.linalg.imbalance` of a matrix is within the limit, and φ₁ has digits; NaN counts as balanced."""
+    """True if `osa.linalg.imbalance` of Z is within the limit, so that φ₁ has digits, or if it is NaN."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
@@ -50,15 +50,15 @@ def is_balanced(gram, scale, scratch):
 
 @triton.jit(noinline=True)
 def _projector(gram, grams, ITERATIONS: tl.constexpr):
-    """G ← Π = G_K of G_{k+1} = T G T, where T = ½ (3I − G), and `grams` ← G_0 to G_{K−1}, if it is not None."""
-    g = blocks.load_symmetric(gram)
-    for k in range(ITERATIONS):
+    """G ← Π = G_K by G_{k+1} = T G T with T = ½ (3I − G). Stores G_0 to G_{K−1} in `grams`, unless it is None."""
+    b_g = blocks.load_symmetric(gram)
+    for i_iteration in range(ITERATIONS):
         if grams is not None:
-            blocks.store_symmetric(rows_of(grams, k * gram[3], gram[3]), g)
-        g_t = blocks.combine(1.5, g, -0.5, blocks.times_commuting(g, g))
-        g = blocks.combine(1.5, g_t, -0.5, blocks.times_commuting(g_t, g))
+            blocks.store_symmetric(rows_of(grams, i_iteration * gram[3], gram[3]), b_g)
+        b_gt = blocks.combine(1.5, b_g, -0.5, blocks.times_commuting(b_g, b_g))
+        b_g = blocks.combine(1.5, b_gt, -0.5, blocks.times_commuting(b_gt, b_g))
     tl.debug_barrier()
-    blocks.store_symmetric(gram, g)
+    blocks.store_symmetric(gram, b_g)
     tl.debug_barrier()
 
 
@@ -69,18 +69,19 @@ def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
     An iteration turns the gradient E of G_{k+1} into that of G = G_k as `_NewtonSchulzGram` of osa/linalg.py does:
     E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
     """
-    for k in range(ITERATIONS):
-        g = blocks.load_square(rows_of(grams, (ITERATIONS - 1 - k) * grad[3], grad[3]), 1.0)
-        e = blocks.load_square(grad, 1.0)
-        y = blocks.times_square(e, g)
-        y = (y[0] - 4.0 * e[0], y[1] - 4.0 * e[1], y[2] - 4.0 * e[2], y[3] - 4.0 * e[3])
-        y_t = blocks.square_transpose(y)
-        r = blocks.times_square((y[0] + 0.5 * y_t[0], y[1] + 0.5 * y_t[1], y[2] + 0.5 * y_t[2], y[3] + 0.5 * y_t[3]), g)
-        r_t = blocks.square_transpose(r)
-        e = blocks.load_symmetric(grad)
-        e = blocks.combine(2.25, e, 0.25, (r[0] + r_t[0], r[1] + r_t[1], r[3] + r_t[3]))
+    for i_iteration in range(ITERATIONS):
+        b_g = blocks.load_square(rows_of(grams, (ITERATIONS - 1 - i_iteration) * grad[3], grad[3]), 1.0)
+        b_e = blocks.load_square(grad, 1.0)
+        b_y = blocks.times_square(b_e, b_g)
+        b_y = (b_y[0] - 4.0 * b_e[0], b_y[1] - 4.0 * b_e[1], b_y[2] - 4.0 * b_e[2], b_y[3] - 4.0 * b_e[3])
+        b_yt = blocks.square_transpose(b_y)
+        b_sum = (b_y[0] + 0.5 * b_yt[0], b_y[1] + 0.5 * b_yt[1], b_y[2] + 0.5 * b_yt[2], b_y[3] + 0.5 * b_yt[3])
+        b_r = blocks.times_square(b_sum, b_g)
+        b_rt = blocks.square_transpose(b_r)
+        b_e = blocks.load_symmetric(grad)
+        b_e = blocks.combine(2.25, b_e, 0.25, (b_r[0] + b_rt[0], b_r[1] + b_rt[1], b_r[3] + b_rt[3]))
         tl.debug_barrier()
-        blocks.store_symmetric(grad, e)
+        blocks.store_symmetric(grad, b_e)
         tl.debug_barrier()
 
 
@@ -97,14 +98,14 @@ def _skew(out, coordinates, scale, half):
 @triton.jit
 def _normaliser(gram, epsilon):
     """‖M‖_F = (tr G)^½ and 1 / (‖M‖_F + ε)."""
-    rows, columns = tl.arange(0, SIZE), tl.arange(0, 1)
-    norm = tl.sqrt(tl.sum(load(diagonal(gram), rows, columns)))
+    o_rows, o_columns = tl.arange(0, MAX_ROWS), tl.arange(0, 1)
+    norm = tl.sqrt(tl.sum(load(diagonal(gram), o_rows, o_columns)))
     return norm, 1.0 / (norm + epsilon)
 
 
 @triton.jit
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
-    """Stores Z = c Π J G, NaN where it has no digit, Y = Π J Π X, Π, its `grams` and J Π X.
+    """Stores Z = c Π J G, or NaN where it has no digit, Y = Π J Π X, Π, its `grams` and J Π X.
 
     Returns ‖M‖_F and 1 / (‖M‖_F + ε).
     """
@@ -226,7 +227,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         add(z, grad, inverse * inverse)
         copy(a3, z, 1.0)
         add(a3, transpose(z), 1.0)
-        rows, columns = tl.arange(0, SIZE), tl.arange(0, 1)
-        store(diagonal(a3), rows, columns, load(diagonal(a3), rows, columns) + 2 * grad_square)
+        o_rows, o_columns = tl.arange(0, MAX_ROWS), tl.arange(0, 1)
+        store(diagonal(a3), o_rows, o_columns, load(diagonal(a3), o_rows, o_columns) + 2 * grad_square)
         tl.debug_barrier()
     return grad_scale

@@ -1,6 +1,6 @@
 """φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own.
 
-Registers hold Z, which has up to 32 rows (blocks.py).
+Z has up to 32 rows and stays in registers (blocks.py).
 """
 
 import triton
@@ -21,12 +21,12 @@ from osa.kernels.tiles import (
 
 RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
 EPS = tl.constexpr(1.2e-7)
-MOST_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18
+MAX_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18
 
 
 @triton.jit
 def _terms(z):
-    """Plans the sum φ₁(Z) Y: how often Z is halved, the Taylor degree m, and 2^−(halvings).
+    """Returns how often φ₁(Z) Y halves Z, the Taylor degree m, and the fraction of Z, 2^−halvings, NaN if no digit is left.
 
     ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The second term covers its rounding.
     Z is halved until ρ ≤ 3, so that the terms lose no digit; m is the least with ρ^{m+1} / (m + 1)! ≤ eps/4.
@@ -50,17 +50,17 @@ def _terms(z):
 @triton.jit(noinline=True)
 def _taylor(out, z, fraction, y, degree):
     """out ← Σ_{k ≤ m} Z^k Y / (k + 1)! with Z times the fraction, by Horner's rule."""
-    z_blocks = blocks.load_square(z, fraction)
+    b_z = blocks.load_square(z, fraction)
     for column in range(0, out[4], blocks.BLOCK):
-        columns = column + tl.arange(0, blocks.BLOCK)
-        y_upper, y_lower = blocks.load_panel(y, columns)
-        upper, lower = y_upper, y_lower
-        for k in range(degree):
-            z_upper, z_lower = blocks.times_panel(z_blocks, (upper, lower))
-            weight = 1.0 / (degree + 1 - k)
-            upper, lower = y_upper + weight * z_upper, y_lower + weight * z_lower
+        o_columns = column + tl.arange(0, blocks.BLOCK)
+        b_y_upper, b_y_lower = blocks.load_panel(y, o_columns)
+        b_upper, b_lower = b_y_upper, b_y_lower
+        for i_term in range(degree):
+            b_z_upper, b_z_lower = blocks.times_panel(b_z, (b_upper, b_lower))
+            weight = 1.0 / (degree + 1 - i_term)
+            b_upper, b_lower = b_y_upper + weight * b_z_upper, b_y_lower + weight * b_z_lower
         tl.debug_barrier()  # `out` may be Y
-        blocks.store_panel(out, columns, (upper, lower))
+        blocks.store_panel(out, o_columns, (b_upper, b_lower))
     tl.debug_barrier()
 
 
@@ -107,7 +107,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
     """
     halvings, degree, fraction = _terms(z)
     size = y[3]
-    terms, scratch = matrix(scratch, size, MOST_TERMS * blocks.BLOCK)
+    terms, scratch = matrix(scratch, size, MAX_TERMS * blocks.BLOCK)
     _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms)
     if halvings > 0:
         expm1, scratch = matrix(scratch, size, size)
@@ -133,57 +133,57 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Does what `phi1_gradients` does, for Z times the fraction, with the W_k in scratch memory, where nothing waits."""
+    """`phi1_gradients` for Z times the fraction. The W_k lie in scratch memory, whose loads nothing waits for."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
-    sums = (zero, zero, zero, zero)
-    z_blocks = blocks.load_square(z, fraction)
-    transposed = blocks.square_transpose(z_blocks)
+    b_sums = (zero, zero, zero, zero)
+    b_z = blocks.load_square(z, fraction)
+    b_zt = blocks.square_transpose(b_z)
     for column in range(0, y[4], blocks.BLOCK):
-        columns, own = column + tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.BLOCK)
-        y_upper, y_lower = blocks.load_panel(y, columns)
-        upper, lower = y_upper / (degree + 2), y_lower / (degree + 2)
-        for i in range(degree + 1):
-            k = degree - i
-            blocks.store_panel(columns_of(terms, k * blocks.BLOCK, blocks.BLOCK), own, (upper, lower))
-            z_upper, z_lower = blocks.times_panel(z_blocks, (upper, lower))
-            weight = 1.0 / (k + 1)
-            upper, lower = weight * (y_upper + z_upper), weight * (y_lower + z_lower)
-        blocks.store_panel(u, columns, (upper, lower))
+        o_columns, o_term = column + tl.arange(0, blocks.BLOCK), tl.arange(0, blocks.BLOCK)
+        b_y_upper, b_y_lower = blocks.load_panel(y, o_columns)
+        b_upper, b_lower = b_y_upper / (degree + 2), b_y_lower / (degree + 2)
+        for i_back in range(degree + 1):
+            i_term = degree - i_back
+            blocks.store_panel(columns_of(terms, i_term * blocks.BLOCK, blocks.BLOCK), o_term, (b_upper, b_lower))
+            b_z_upper, b_z_lower = blocks.times_panel(b_z, (b_upper, b_lower))
+            weight = 1.0 / (i_term + 1)
+            b_upper, b_lower = weight * (b_y_upper + b_z_upper), weight * (b_y_lower + b_z_lower)
+        blocks.store_panel(u, o_columns, (b_upper, b_lower))
         tl.debug_barrier()
-        upper, lower = blocks.load_panel(h, columns)
-        sum_upper, sum_lower = upper, lower
-        for k in range(degree + 1):
-            term = blocks.load_panel(columns_of(terms, k * blocks.BLOCK, blocks.BLOCK), own)
-            sums = blocks.add_outer(sums, (upper, lower), term)
-            z_upper, z_lower = blocks.times_panel(transposed, (upper, lower))
-            weight = 1.0 / (k + 2)
-            upper, lower = weight * z_upper, weight * z_lower
-            sum_upper, sum_lower = sum_upper + upper, sum_lower + lower
-        blocks.store_panel(grad_y, columns, (sum_upper, sum_lower))
+        b_upper, b_lower = blocks.load_panel(h, o_columns)
+        b_sum_upper, b_sum_lower = b_upper, b_lower
+        for i_term in range(degree + 1):
+            b_term = blocks.load_panel(columns_of(terms, i_term * blocks.BLOCK, blocks.BLOCK), o_term)
+            b_sums = blocks.add_outer(b_sums, (b_upper, b_lower), b_term)
+            b_z_upper, b_z_lower = blocks.times_panel(b_zt, (b_upper, b_lower))
+            weight = 1.0 / (i_term + 2)
+            b_upper, b_lower = weight * b_z_upper, weight * b_z_lower
+            b_sum_upper, b_sum_lower = b_sum_upper + b_upper, b_sum_lower + b_lower
+        blocks.store_panel(grad_y, o_columns, (b_sum_upper, b_sum_lower))
         tl.debug_barrier()
-    blocks.store_square(grad_z, sums)
+    blocks.store_square(grad_z, b_sums)
     tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["count"])
-def forward_kernel(z, y, output, scratch, count, scratch_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def forward_kernel(z, y, output, scratch, count, scratch_size, N: tl.constexpr, VALUE_WIDTH: tl.constexpr):
     """output = φ₁(Z) Y of `count` contiguous matrices."""
-    own = slice_of(scratch, tl.program_id(0), scratch_size)
-    for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        z_i, _ = matrix(slice_of(z, i, SIZE * SIZE), SIZE, SIZE)
-        y_i, _ = matrix(slice_of(y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        output_i, _ = matrix(slice_of(output, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        phi1_times(output_i, z_i, y_i, own)
+    free = slice_of(scratch, tl.program_id(0), scratch_size)
+    for i_matrix in range(tl.program_id(0), count, tl.num_programs(0)):
+        z_i, _ = matrix(slice_of(z, i_matrix, N * N), N, N)
+        y_i, _ = matrix(slice_of(y, i_matrix, N * VALUE_WIDTH), N, VALUE_WIDTH)
+        output_i, _ = matrix(slice_of(output, i_matrix, N * VALUE_WIDTH), N, VALUE_WIDTH)
+        phi1_times(output_i, z_i, y_i, free)
 
 
 @triton.jit(do_not_specialize=["count"])
-def backward_kernel(z, y, grad, grad_z, grad_y, scratch, count, scratch_size, SIZE: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+def backward_kernel(z, y, grad, grad_z, grad_y, scratch, count, scratch_size, N: tl.constexpr, VALUE_WIDTH: tl.constexpr):
     """The gradients of Z and Y from the gradient of φ₁(Z) Y."""
-    u, own = matrix(slice_of(scratch, tl.program_id(0), scratch_size), SIZE, VALUE_WIDTH)
-    for i in range(tl.program_id(0), count, tl.num_programs(0)):
-        z_i, _ = matrix(slice_of(z, i, SIZE * SIZE), SIZE, SIZE)
-        y_i, _ = matrix(slice_of(y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        grad_i, _ = matrix(slice_of(grad, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        grad_z_i, _ = matrix(slice_of(grad_z, i, SIZE * SIZE), SIZE, SIZE)
-        grad_y_i, _ = matrix(slice_of(grad_y, i, SIZE * VALUE_WIDTH), SIZE, VALUE_WIDTH)
-        phi1_gradients(u, grad_y_i, grad_z_i, z_i, y_i, grad_i, own)
+    u, free = matrix(slice_of(scratch, tl.program_id(0), scratch_size), N, VALUE_WIDTH)
+    for i_matrix in range(tl.program_id(0), count, tl.num_programs(0)):
+        z_i, _ = matrix(slice_of(z, i_matrix, N * N), N, N)
+        y_i, _ = matrix(slice_of(y, i_matrix, N * VALUE_WIDTH), N, VALUE_WIDTH)
+        grad_i, _ = matrix(slice_of(grad, i_matrix, N * VALUE_WIDTH), N, VALUE_WIDTH)
+        grad_z_i, _ = matrix(slice_of(grad_z, i_matrix, N * N), N, N)
+        grad_y_i, _ = matrix(slice_of(grad_y, i_matrix, N * VALUE_WIDTH), N, VALUE_WIDTH)
+        phi1_gradients(u, grad_y_i, grad_z_i, z_i, y_i, grad_i, free)

@@ -1,7 +1,8 @@
-"""Orthogonal attention on the CPU as torch.compile sees it: one operator, which chooses its route by values.
+"""Orthogonal attention on the CPU under torch.compile: one operator, which chooses its route by values.
 
-A trace has no values, and the routes of osa/functional.py then take a fixed number of doublings where one series would do: a
-compiled step of osa_exact, of 128 images on one core, takes 2.8 s by these routes, and 0.30 s by the operator, as eagerly.
+A trace has no values. Without them the routes of osa/functional.py take a fixed number of doublings where one series would
+do: a compiled step of osa_exact, with 128 images on one core, takes 2.8 s by these routes, and 0.30 s by the operator, as it
+does eagerly.
 """
 
 import itertools
@@ -12,19 +13,19 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from osa import functional, linalg
+from osa import functional
 from osa.linalg import Scale
-from osa.runtime import autograd_in_an_operator, constant_to_a_trace, is_transformed
+from osa.runtime import KERNELS, autograd_in_an_operator, constant_to_a_trace, in_own_types, is_transformed
 
-KEPT: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of autograd's graph, for the backward pass
+GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of autograd's graph, for the backward pass
 NUMBERS = itertools.count()
 INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """Tells whether torch.compile traces these tensors on the CPU, outside of function transforms, which split operators.
+    """True if torch.compile traces these tensors on the CPU, outside of function transforms, which split operators.
 
-    A program that torch.export or ONNX takes elsewhere has torch's own operators alone.
+    A program for torch.export or ONNX runs elsewhere, and has torch's own operators alone.
     """
     return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 
@@ -48,7 +49,7 @@ def attend(
     "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
-    """The heads, and the number under which `KEPT` has their graph for as long as that number lives."""
+    """The heads, and a number as a tensor: while this tensor lives, `GRAPHS` holds the graph of the heads under it."""
     options, number = (method, num_iterations, epsilon), torch.tensor(next(NUMBERS), device="cpu")
     if not keep:
         return functional.plain_attention(query, key, value, scale, *options).contiguous(), number
@@ -56,8 +57,8 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
         key = key.clone()  # like the next two kept by autograd, though the compiled program may write to their memory again
     inputs, output = _recorded(query, key, value.clone(), scale.clone(), *options)
     entry = int(number)
-    KEPT[entry] = inputs, output
-    weakref.finalize(number, lambda: KEPT.pop(entry, None))
+    GRAPHS[entry] = inputs, output
+    weakref.finalize(number, lambda: GRAPHS.pop(entry, None))
     return output.detach().contiguous(), number
 
 
@@ -65,8 +66,8 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     "osa::attend_by_value_backward", mutates_args=(), schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]"
 )
 def _gradients(query, key, value, scale, number, grad, *options):
-    """Gradients from the graph that is kept, whose tensors have no shape that a trace could know, or from a new graph."""
-    inputs, output = KEPT.get(number.item()) or _recorded(query, key, value, scale, *options)
+    """Gradients from the stored graph, or from a new one. No trace could know the shapes of the graph's own tensors."""
+    inputs, output = GRAPHS.get(number.item()) or _recorded(query, key, value, scale, *options)
     with autograd_in_an_operator():
         grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)
     return [x.clone(memory_format=torch.contiguous_format) for x in grads]  # copies, as query's and key's share memory
@@ -83,7 +84,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, output[1])
 
 
-@linalg.in_own_types
+@in_own_types
 def _backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
     grads = _gradients(*ctx.saved_tensors, grad, ctx.method, ctx.num_iterations, ctx.epsilon)
     return *grads, None, None, None, None
@@ -101,7 +102,7 @@ def _(query, key, value, scale, *others):
 
 
 _operator.register_autograd(_backward, setup_context=_save)
-linalg.KERNELS.setdefault("attend", []).append((fits, attend))
+KERNELS.setdefault("attend", []).append((fits, attend))
 
 if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
     try:

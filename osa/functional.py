@@ -1,6 +1,6 @@
 """Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
 
-Read from the top: the equations, the plain code of the equations, the checks of arguments, and the fast routes.
+From the top: `orthogonal_attention` with its equations, the same in plain code, the checks of arguments, the fast routes.
 """
 
 import math
@@ -15,32 +15,35 @@ from osa.linalg import (
     IMBALANCE,
     Scale,
     apply_j,
+    as_batch,
     balanced,
-    flat,
-    full_precision,
+    gram_factor,
     imbalance,
-    in_own_types,
     is_balanced,
-    is_readable,
-    is_recorded,
-    kernel,
     newton_schulz_gram,
     phi1_times,
     polar_express_gram,
     qr_basis,
-    recorded_grad,
     resolvent_times,
-    root,
     square_moduli,
-    warn_where_lost,
-    without_autocast,
 )
 from osa.masking import check_neutral, check_tensors, repeated, without_padding
 from osa.options import EPSILON, ITERATIONS, Method, check_method
-from osa.runtime import constant_to_a_trace
+from osa.runtime import (
+    constant_to_a_trace,
+    full_precision,
+    in_own_types,
+    is_readable,
+    is_recorded,
+    kernel,
+    recorded_grad,
+    warn_where_lost,
+    without_autocast,
+)
 
 SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
-WIDE, LOST = 2.0**-10, 2.0**-3  # eps · scale · ‖M‖_F² above which iterations go on in float64, and above which in no type
+# eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
+FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
 
 def orthogonal_attention(
@@ -96,7 +99,7 @@ def orthogonal_attention(
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: for Q ≈ K, for tokens that share a
     large part, for outliers. Where the error would show, "exact" and "cayley" take M T of the same S (see `balanced`), and
     where balancing is not enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read,
-    "exact" and "cayley" take M R⁻¹ (see `_without_reading`), and all methods but "qr" compute in float64 on the CPU. A
+    "exact" and "cayley" take M R⁻¹ (see `_by_cholesky`), and all methods but "qr" compute in float64 on the CPU. A
     kernel of CUDA chooses by itself: between M T and a basis up to 64 tokens of width 16, and beyond 256 tokens or that
     width between M T and M R⁻¹. Where this is not enough, and where a method has no digit left, the result is NaN, with a
     warning; exp(S) of an S whose ‖S‖_F cannot be read and exceeds 69,000 is NaN too, in a kernel from 23,000 on. On CUDA
@@ -145,6 +148,7 @@ def orthogonal_attention(
 def orthogonal_attention_matrix(
     query: Tensor,
     key: Tensor,
+    attn_mask: Tensor | None = None,
     *,
     scale: Scale | None = None,
     method: Method = "exact",
@@ -165,6 +169,8 @@ def orthogonal_attention_matrix(
     """
     check_tensors(query, key)
     scale = _checked(query, key, query, scale, method, num_iterations, epsilon)
+    if attn_mask is not None:
+        query, key = without_padding(query, key, attn_mask)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     return plain_attention(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
@@ -199,7 +205,7 @@ def _checked(
     num_iterations: int | None,
     epsilon: float,
 ) -> Scale:
-    """Checks all arguments and returns the scale."""
+    """Checks the arguments and returns the scale."""
     check_method(method, num_iterations, epsilon)
     if method in ("qr", "qr_literal") and _goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
@@ -239,7 +245,7 @@ def _checked(
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """One of `_ROUTES` on tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
+    """Calls a route of `_ROUTES` with tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
     with without_autocast(query.device), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
         dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
@@ -248,24 +254,24 @@ def plain_attention(
         shape = *batch, *value.shape[-2:]
         inputs = *(x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value)), scale.expand(*batch, 1, 1)
         options = (num_iterations or ITERATIONS[method], epsilon) if method in ITERATIONS else ()
-        return _ROUTES[method](*map(flat, inputs), *options).view(shape).to(value.dtype)
+        return _ROUTES[method](*map(as_batch, inputs), *options).view(shape).to(value.dtype)
 
 
-Function = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y of the f with A = I + S f(S): φ₁, or (I − Z/2)⁻¹ of Cayley
+PhiTimes = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y of the f with A = I + S f(S): φ₁, or (I − Z/2)⁻¹ of Cayley
 
 
-def _by_basis(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
-def _by_any_gram(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Computes by Gram matrices of M, or of M T from `balanced` if M is unbalanced, or by a basis if both fail."""
+def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    """Uses the Gram matrices of M, or of the M T of `balanced` if M is unbalanced, or a basis if that does not suffice."""
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
-        wide = _wide(m)
+        wide = _safe_dtype(m)
         limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
-        return _without_reading(function, m.to(wide), value.to(wide), scale.to(wide), limit)
+        return _by_cholesky(function, m.to(wide), value.to(wide), scale.to(wide), limit)
     gram = _gram(m)
     if not is_balanced(gram, scale):
         m = balanced(m)
@@ -275,36 +281,36 @@ def _by_any_gram(function: Function, query: Tensor, key: Tensor, value: Tensor, 
     return _by_gram(m, value, scale, partial(_mixing, function), gram)
 
 
-def _mixing(function: Function, gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
+def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
     return scale * function(apply_j(scale * gram), apply_j(products))
 
 
-def _without_reading(function: Function, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
-    """Computes with M R⁻¹ for a constant R, and gives NaN where digits are lost: a NaN shows, a wrong number does not.
+def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
+    """Replaces M by M R⁻¹, whose columns are nearly orthonormal. Returns NaN, never a wrong number, where precision is lost.
 
-    A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, is right for any invertible R, which is therefore
-    constant in derivatives of every order. With R of `root`, M R⁻¹ is near to orthonormal and Z to skew whatever the rank of
-    M, and the error at most about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
+    A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, holds for any invertible R, which is therefore constant
+    in derivatives of every order. With R of `gram_factor` Z is nearly skew, whatever the rank of M, and the error at most
+    about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
     """
     m = balanced(m)
     if _goes_to_onnx():
         is_lost = imbalance(apply_j(scale * _gram(m))) > limit
         return _by_differentiable_gram(m, value, _nan_where(is_lost, scale), partial(_mixing, function))
-    turn = root(_gram(m.detach()))
-    basis = torch.linalg.solve_triangular(turn, m, upper=True, left=False)
-    z, y = (torch.bmm(turn, scale * apply_j(torch.bmm(m.mT, x))) for x in (basis, value))
+    r = gram_factor(_gram(m.detach()))
+    basis = torch.linalg.solve_triangular(r, m, upper=True, left=False)
+    z, y = (torch.bmm(r, scale * apply_j(torch.bmm(m.mT, x))) for x in (basis, value))
     if limit < math.inf:
         y = _nan_where(2 * _square_size(m, scale) > limit * square_moduli(z).clamp(min=1).sqrt(), y)
     return torch.baddbmm(value, basis, function(z, y))
 
 
-def _wide(m: Tensor) -> torch.dtype:
-    """The type that keeps digits where no value can be read: float64 on the CPU, where it costs twice the time."""
+def _safe_dtype(m: Tensor) -> torch.dtype:
+    """float64 on the CPU, where it costs twice the time, else the input's type: for traces, which hide the values."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
 def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """x, or NaN where digits are lost, with a warning: by a factor, so that the gradients are NaN too."""
+    """x, or NaN where digits are lost, with a warning. A factor makes the gradients NaN too."""
     if not _goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
@@ -328,9 +334,9 @@ def _iterated(
         return scale * phi1_times(z, torch.bmm(projector, apply_j(torch.bmm(projector, products))))
 
     m = torch.cat([query, key], dim=-1)
-    if not is_readable(m) or (_square_size(m, scale) * torch.finfo(m.dtype).eps > WIDE).any():
-        m, value, scale = (x.to(_wide(m)) for x in (m, value, scale))
-        scale = _nan_where(_square_size(m, scale) * torch.finfo(m.dtype).eps > LOST, scale)
+    if not is_readable(m) or (_square_size(m, scale) * torch.finfo(m.dtype).eps > FLOAT64_ABOVE).any():
+        m, value, scale = (x.to(_safe_dtype(m)) for x in (m, value, scale))
+        scale = _nan_where(_square_size(m, scale) * torch.finfo(m.dtype).eps > NO_DIGIT_ABOVE, scale)
     return _by_gram(m, value, scale, mixing)
 
 
@@ -357,7 +363,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """Computes by Gram matrices alone, (b, N, 2d) and (b, N, d_value); `gram` is MᵀM if known, without a gradient."""
+    """Uses Gram matrices alone, of (b, N, 2d) and (b, N, d_value). `gram` is MᵀM if known, without a gradient."""
     if is_recorded(m, v, scale):
         return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
     return _by_differentiable_gram(m, v, scale, mixing, gram)
@@ -395,7 +401,7 @@ class _ByGram(torch.autograd.Function):
             return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, None, None
 
 
-def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor:
+def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
     """Computes by an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(torch.bmm(basis.mT, m)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
@@ -404,7 +410,7 @@ def _by_differentiable_basis(m: Tensor, v: Tensor, function: Function) -> Tensor
 
 
 def _is_small(skew: Tensor) -> bool:
-    """Tells whether [S] f([S]) W is as exact as f([S]) [S] W: a large [S] enlarges the rounding of f by its norm."""
+    """True if [S] f([S]) W is as accurate as f([S]) [S] W: a large [S] multiplies the rounding of f by its norm."""
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
 
 
@@ -425,11 +431,11 @@ class _ByBasis(torch.autograd.Function):
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
     This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. With
-    create_graph=True the gradient and its derivatives come from `_without_reading`, the same function, in float64.
+    create_graph=True the gradient and its derivatives come from `_by_cholesky`, the same function, in float64.
     """
 
     @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor, function: Function) -> Tensor:
+    def forward(ctx, m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
         basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
         coordinates = torch.bmm(basis.mT, m)  # C, (b, r, 2d)
         with torch.enable_grad():
@@ -460,10 +466,10 @@ class _ByBasis(torch.autograd.Function):
             return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1), None
 
 
-def _in_double(function: Function, m: Tensor, v: Tensor) -> Tensor:
-    """The function of S = M J Mᵀ in float64, with derivatives of every order and no branch."""
+def _in_double(function: PhiTimes, m: Tensor, v: Tensor) -> Tensor:
+    """The same function of S = M J Mᵀ in float64, without a branch and with derivatives of every order."""
     one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
-    return _without_reading(function, m.double(), v.double(), one).to(v.dtype)
+    return _by_cholesky(function, m.double(), v.double(), one).to(v.dtype)
 
 
 def _times_j(x: Tensor) -> Tensor:

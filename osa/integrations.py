@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from osa.functional import orthogonal_attention
+from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.masking import repeated
 from osa.options import EPSILON, Method, MethodOptions, check_method, is_finite
 
@@ -251,8 +251,7 @@ def _attend(
     heads = orthogonal_attention(query, key, value, attention_mask, dropout, causal, scale=scale, **options)
     matrices = None
     if output_attentions:
-        identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
-        matrices = orthogonal_attention(query, key, identity, attention_mask, scale=scale, **options)  # A = exp(S) I
+        matrices = orthogonal_attention_matrix(query, key, attention_mask, scale=scale, **options)
     return heads.transpose(1, 2).contiguous(), matrices
 
 

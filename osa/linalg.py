@@ -4,19 +4,14 @@ Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import wraps
 
 import torch
 from torch import Tensor
 
 from osa.options import EPSILON as EPSILON
-from osa.runtime import has_values, is_eager
+from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_grad
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
-KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # function → (test of arguments, kernel)
 
 POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -33,24 +28,6 @@ _RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 1
 _MAX_DOUBLINGS = 14  # where ρ cannot be read off the data
 _LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
 IMBALANCE = 128.0  # largest `imbalance` whose loss is allowed: A = exp(S) is then orthogonal to 100 eps max(1, ‖S‖₂) or so
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Runs operators in the types of their inputs, whatever autocast the program has chosen for the device."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the former only knows shapes
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
-def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Wraps a backward pass in `without_autocast`, as its operators take operands of one type."""
-
-    @wraps(backward)
-    def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:
-        with without_autocast(grad.device):
-            return backward(ctx, grad, *others)
-
-    return plain
 
 
 def qr_basis(m: Tensor) -> Tensor:
@@ -103,8 +80,8 @@ def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
         num_iterations: K ≥ 1. Appendix D: 6.
     """
     if is_readable(gram):
-        return _NewtonSchulzGram.apply(flat(gram), num_iterations).view(gram.shape)
-    return _newton_schulz_gram(flat(gram), num_iterations)[-1].view(gram.shape)
+        return _NewtonSchulzGram.apply(as_batch(gram), num_iterations).view(gram.shape)
+    return _newton_schulz_gram(as_batch(gram), num_iterations)[-1].view(gram.shape)
 
 
 def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
@@ -177,7 +154,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
         y: (..., n, m), the same batch dimensions.
     """
-    shape, z, y = y.shape, flat(z), flat(y)
+    shape, z, y = y.shape, as_batch(z), as_batch(y)
     return (kernel("phi1_times", z, y) or plain_phi1_times)(z, y).view(shape)
 
 
@@ -229,9 +206,9 @@ def solved_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """Tells whether Z = scale · J MᵀM is so near to normal that φ₁(Z) keeps its digits: `imbalance` ≤ 128 everywhere.
+    """True if every Z = scale · J MᵀM is near enough to normal for φ₁(Z) to keep its digits: `imbalance` ≤ 128.
 
-    A Gram matrix that overflows has no digits to keep.
+    A Gram matrix that overflows is not: it has no digits.
 
     Args:
         gram: MᵀM, (b, 2d, 2d), whose values can be read.
@@ -261,8 +238,8 @@ def square_moduli(z: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def root(gram: Tensor) -> Tensor:
-    """R of M R⁻¹ with columns that are orthonormal, or short where M is as good as rank-deficient, (b, 2d, 2d).
+def gram_factor(gram: Tensor) -> Tensor:
+    """Upper triangular R, (b, 2d, 2d), with the columns of M R⁻¹ orthonormal, or short where M is nearly rank-deficient.
 
     RᵀR = MᵀM + δI by the Cholesky decomposition, and δ a little more than the rounding of MᵀM.
 
@@ -273,37 +250,6 @@ def root(gram: Tensor) -> Tensor:
     shift = gram.shape[-1] * torch.finfo(gram.dtype).eps * size + torch.finfo(gram.dtype).tiny
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     return torch.linalg.cholesky_ex(gram + shift * identity).L.mT
-
-
-def warn_of_loss(is_lost: Tensor) -> None:
-    """Warns if any entry is true: on CUDA in a later call, as nobody waits for its answers, and not from a CUDA graph."""
-    answers = []
-    if not is_lost.is_cuda:
-        answers = [is_lost.any()]
-    elif not is_captured(is_lost):
-        while _UNREAD and _UNREAD[0][0].query():
-            answers.append(_UNREAD.pop(0)[1])
-        event, answer = torch.cuda.Event(), torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(is_lost.any(), non_blocking=True)
-        event.record(torch.cuda.current_stream(is_lost.device))
-        _UNREAD.append((event, answer))
-    if any(answers):
-        cause = "orthogonal attention is NaN where S is so large, or query and key cancel so far, that no digit is sure"
-        warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
-
-
-_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # answers of CUDA, on their way
-
-
-@torch.library.custom_op("osa::warn_where_lost", mutates_args=())
-def warn_where_lost(is_lost: Tensor) -> Tensor:
-    """Calls `warn_of_loss` in an operator, so that traces and function transforms warn too."""
-    warn_of_loss(is_lost)
-    return is_lost.clone()
-
-
-warn_where_lost.register_fake(torch.empty_like)
-warn_where_lost.register_vmap(lambda _, in_dims, is_lost: (warn_where_lost(is_lost), in_dims[0]))
 
 
 def balanced(m: Tensor) -> Tensor:
@@ -339,54 +285,9 @@ def apply_j(x: Tensor) -> Tensor:
     return torch.cat([lower, -upper], dim=-2)
 
 
-def full_precision(device: torch.device) -> AbstractContextManager:
-    """Keeps products of float32 matrices in float32 on CUDA: TF32, of 10 bits, would leave A orthogonal to 10⁻³ only."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return nullcontext()
-    return _ieee_products()
-
-
-@contextmanager
-def _ieee_products() -> Iterator[None]:
-    """Switches TF32 off by both of torch's settings, of which one raises where the other was changed alone."""
-    matmul = torch.backends.cuda.matmul
-    before, legacy = matmul.fp32_precision, None
-    with suppress(RuntimeError):  # the program has changed the newer one alone
-        legacy = torch.get_float32_matmul_precision()
-    if legacy is None:
-        matmul.fp32_precision = "ieee"
-    else:
-        matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        if legacy not in (None, "highest"):
-            torch.set_float32_matmul_precision(legacy)
-        matmul.fp32_precision = before
-
-
-def flat(x: Tensor) -> Tensor:
+def as_batch(x: Tensor) -> Tensor:
+    """(..., N, d) → (b, N, d)."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-
-
-def is_captured(x: Tensor) -> bool:
-    """Tells whether a CUDA graph records the operations on x, for later."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def is_recorded(*inputs: Tensor) -> bool:
-    """Tells whether autograd, and no trace or function transform, records the operations on the inputs."""
-    return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-
-
-def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
-    """The first kernel that has registered itself in `KERNELS` for a function, and takes these arguments."""
-    return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
-
-
-def is_readable(x: Tensor) -> bool:
-    """Tells whether a value of x may be read: it exists, and reading it does not stop an accelerator."""
-    return x.device.type == "cpu" and is_eager(x) and has_values(x)
 
 
 def _spectral_radius(square: Tensor) -> float:
@@ -459,11 +360,3 @@ class _Phi1Times(torch.autograd.Function):
         if len(partial) > 1:
             grad_z.baddbmm_(z.mT, grad_square).baddbmm_(grad_square, z.mT)
         return grad_z, grad_y.baddbmm_(z.mT, grad_first), None, None
-
-
-def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of function(*inputs) as autograd finds it, for a backward pass that is itself to be differentiated."""
-    views = [x.view_as(x) for x in inputs]  # an input may depend on another: their gradients stay apart
-    needed = [x for x in views if x.requires_grad]
-    grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
-    return tuple(next(grads) if x.requires_grad else None for x in views)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from osa.linalg import is_captured
-from osa.runtime import assert_later, has_values, is_eager
+from osa.runtime import assert_later, has_values, is_captured, is_eager
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -1,11 +1,13 @@
-"""The state of torch at the moment: the one place that leans on names which torch does not document.
+"""Torch at run time: traces and transforms, autocast and TF32, warnings from a device, and which kernel takes a call.
 
-A version of torch that changes one of them breaks this file and no other; the scheduled tests run it with the oldest and the
-newest.
+No other file uses names that torch does not document: a new version of torch can break this file alone. The scheduled tests
+run it with the oldest and the newest version.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +19,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
+KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # function → (test of arguments, kernel)
+
+
+def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
+    """The first kernel in `KERNELS` that computes this function and takes these arguments."""
+    return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
 
 
 def is_eager(x: Tensor, *but: TransformType) -> bool:
-    """Tells whether operations on x run now and once: no trace, function transform or forward-mode derivative.
+    """True if operations on x run now and once, in no trace, function transform or forward-mode derivative.
 
-    `but` names function transforms that are allowed. A transform may be under way that does not wrap x itself.
+    `but` names function transforms that are allowed. A transform counts even if it does not wrap x itself.
     """
     return not (
         torch.compiler.is_compiling()
@@ -41,28 +49,43 @@ def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
 
 @constant_to_a_trace
 def is_transformed() -> bool:
-    """Tells whether a function transform or a forward-mode derivative is under way, in code that a compiler traces too."""
+    """True in a function transform or a forward-mode derivative, also in code that a compiler traces."""
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
 def known(size: int) -> int:
-    """A size that a trace knows as a number, as the length of a range is no symbol: another size makes another graph."""
+    """The size as a plain number in a trace too, since the length of a range is never symbolic: each size is traced anew."""
     return len(range(size))
 
 
 def has_values(x: Tensor) -> bool:
-    """Tells whether x has values: a fake tensor has its shape, type and device alone."""
+    """False for a fake tensor, which has only a shape, a type and a device."""
     return not is_fake(x)
 
 
+def is_captured(x: Tensor) -> bool:
+    """True while a CUDA graph records the operations on x, to run them later."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def is_recorded(*inputs: Tensor) -> bool:
+    """True if autograd records the operations on the inputs, and no trace or function transform does."""
+    return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def is_readable(x: Tensor) -> bool:
+    """True if x has values, and reading one does not wait for an accelerator."""
+    return x.device.type == "cpu" and is_eager(x) and has_values(x)
+
+
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises on the device where the condition, (), is false: nobody waits for its value, and traces keep it."""
+    """Raises on the device if the condition, (), is false, without waiting for its value. Traces keep the check."""
     torch._assert_async(condition, message)
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Runs with real tensors and no function transform, inside of any trace or transform."""
+    """Uses real tensors and no function transform, even inside a trace or a transform."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
@@ -75,12 +98,98 @@ def autograd_in_an_operator() -> AbstractContextManager:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Switches autocast off for the device, so that operators run in the types of their inputs."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the former only knows shapes
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """Wraps a backward pass in `without_autocast`, because its operators need operands of one type."""
+
+    @wraps(backward)
+    def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:
+        with without_autocast(grad.device):
+            return backward(ctx, grad, *others)
+
+    return plain
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """Keeps products of float32 matrices in float32 on CUDA: TF32, of 10 bits, would leave A orthogonal to 10⁻³ only."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return nullcontext()
+    return _ieee_products()
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """Switches TF32 off by both of torch's settings. Reading the older one raises if the newer one was changed alone."""
+    matmul = torch.backends.cuda.matmul
+    before, legacy = matmul.fp32_precision, None
+    with suppress(RuntimeError):  # the program has changed the newer one alone
+        legacy = torch.get_float32_matmul_precision()
+    if legacy is None:
+        matmul.fp32_precision = "ieee"
+    else:
+        matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if legacy not in (None, "highest"):
+            torch.set_float32_matmul_precision(legacy)
+        matmul.fp32_precision = before
+
+
+def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of function(*inputs) by autograd, for a backward pass that is itself to be differentiated."""
+    views = [x.view_as(x) for x in inputs]  # an input may depend on another: their gradients stay apart
+    needed = [x for x in views if x.requires_grad]
+    grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
+    return tuple(next(grads) if x.requires_grad else None for x in views)
+
+
+def warn_of_loss(is_lost: Tensor) -> None:
+    """Warns if any entry is true.
+
+    On CUDA the check is asynchronous: the warning comes with a later call, and never from inside a CUDA graph.
+    """
+    answers = []
+    if not is_lost.is_cuda:
+        answers = [is_lost.any()]
+    elif not is_captured(is_lost):
+        while _UNREAD and _UNREAD[0][0].query():
+            answers.append(_UNREAD.pop(0)[1])
+        event, answer = torch.cuda.Event(), torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(is_lost.any(), non_blocking=True)
+        event.record(torch.cuda.current_stream(is_lost.device))
+        _UNREAD.append((event, answer))
+    if any(answers):
+        cause = "orthogonal attention is NaN where S is so large, or query and key cancel so far, that no digit is sure"
+        warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
+
+
+_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # answers of CUDA, on their way
+
+
+@torch.library.custom_op("osa::warn_where_lost", mutates_args=())
+def warn_where_lost(is_lost: Tensor) -> Tensor:
+    """`warn_of_loss` as an operator, which traces and function transforms keep."""
+    warn_of_loss(is_lost)
+    return is_lost.clone()
+
+
+warn_where_lost.register_fake(torch.empty_like)
+warn_where_lost.register_vmap(lambda _, in_dims, is_lost: (warn_where_lost(is_lost), in_dims[0]))
+
+
 def has_hooks(module: nn.Module) -> bool:
-    """Tells whether a call of the module does more than its `forward`."""
+    """True if a call of the module does more than its `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(map(bool, hooks))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that was given to torch.compile, or the model itself."""
+    """The model inside a compiled one, or the model itself."""
     return dict(model.named_children()).get("_orig_mod", model)

@@ -18,7 +18,8 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from osa.constrained.names import RETRACTION, HeadConstraint, Map, WholeConstraint
 from osa.functional import orthogonal_attention
-from osa.linalg import flat, full_precision, in_own_types, phi1_times, without_autocast
+from osa.linalg import as_batch, phi1_times, resolvent_times
+from osa.runtime import full_precision, in_own_types, without_autocast
 from osa.vit import blocks_of
 
 ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 leaves some 1e-6
@@ -54,7 +55,7 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """
     n = x.shape[-1]
     j, i = torch.tril_indices(n, n, -1, device=x.device)
-    rotation = _Givens.apply(flat(x)[:, j, i], i, j, n).view(x.shape)
+    rotation = _Givens.apply(as_batch(x)[:, j, i], i, j, n).view(x.shape)
     return rotation if base is None else rotation @ base
 
 
@@ -114,8 +115,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I: all of SO(n) without the eigenvalue −1.
 
-    The inverse is taken by LU. On CUDA it is (I + A/2)(I + AᵀA/4)⁻¹, by the Cholesky decomposition of I + AᵀA/4, which is
-    positive definite for any A. The map has no second derivative.
+    `osa.linalg.resolvent_times` computes the inverse. The map has no second derivative.
 
     Example:
         >>> orthogonality_error(cayley(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
@@ -129,8 +129,8 @@ class _Cayley(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
-        invert = _inverse_by_cholesky if x.is_cuda else _inverse_by_lu  # whose LU on CUDA cannot be captured in a graph
-        inverse = invert(_skew(x).div_(2))
+        a = _skew(x)
+        inverse = resolvent_times(a, _identity(a).expand_as(a))
         half_way = inverse @ base
         ctx.save_for_backward(inverse, half_way)
         return 2 * half_way - base
@@ -144,20 +144,6 @@ class _Cayley(torch.autograd.Function):
         of_skew = outer @ half_way.mT
         of_base = 2 * outer - grad if ctx.needs_input_grad[1] else None
         return (of_skew - of_skew.mT).tril_(-1), of_base
-
-
-def _inverse_by_lu(half: Tensor) -> Tensor:
-    """(I − H)⁻¹ of a skew-symmetric H."""
-    identity = _identity(half)
-    return torch.linalg.solve_ex(identity - half, identity.expand_as(half)).result
-
-
-def _inverse_by_cholesky(half: Tensor) -> Tensor:
-    """(I − H)⁻¹ of a skew-symmetric H as (I + H)(I + HᵀH)⁻¹."""
-    identity = _identity(half)
-    factor = torch.linalg.cholesky_ex(identity + half.mT @ half).L
-    inner = torch.linalg.solve_triangular(factor, (identity + half).mT, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, inner, upper=True).mT
 
 
 @_in_float32

@@ -1,6 +1,6 @@
-"""Triton kernels for CUDA, which this import registers with `osa.linalg`."""
+"""Triton kernels for CUDA, which this import registers with `osa.runtime`."""
 
-from osa import linalg
+from osa import runtime
 from osa.kernels import operators
 
 
@@ -12,4 +12,4 @@ for name, fits, function in (
     ("attend", operators.fits, operators.attend),
     ("phi1_times", operators.fits_phi1, operators.phi1_times),
 ):
-    linalg.KERNELS.setdefault(name, []).append((_on_cuda(fits), function))
+    runtime.KERNELS.setdefault(name, []).append((_on_cuda(fits), function))

@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from osa import functional, linalg
+from osa import functional, linalg, runtime
 from osa.compiled import INPUTS
 from osa.kernels.hopper import backend as hopper
 from osa.kernels.launch import Inputs, padded
@@ -142,7 +142,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*tensors, output[1])
 
     @staticmethod
-    @linalg.in_own_types
+    @runtime.in_own_types
     def backward(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         grads = _Gradients.apply(ctx.operator, *ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon)
         return None, *grads, None, None
@@ -166,7 +166,7 @@ class _Gradients(torch.autograd.Function):
         ctx.save_for_backward(*tensors, grad)
 
     @staticmethod
-    @linalg.in_own_types
+    @runtime.in_own_types
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         def gradients(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
             return torch.func.vjp(plain, query, key, value, scale)[1](grad)
@@ -211,8 +211,8 @@ def _register(name: str, backend: Backend) -> Operator:
         output, saved = empty_output(query, key, value, scale, *options)
         backend.forward((query, key, value, scale), output, saved, *options)
         valid = backend.scale_where_valid(query, value, saved)
-        if valid is not None and not linalg.is_captured(valid):  # warns inside the operator, where a compiler keeps it
-            linalg.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
+        if valid is not None and not runtime.is_captured(valid):  # warns inside the operator, where a compiler keeps it
+            runtime.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
     @torch.library.custom_op(f"osa::{name}_backward", mutates_args=(), schema=backward)
@@ -226,7 +226,7 @@ def _register(name: str, backend: Backend) -> Operator:
         ctx.set_materialize_grads(False)  # the saved output has no gradient
         ctx.save_for_backward(*tensors, output[1])
 
-    @linalg.in_own_types
+    @runtime.in_own_types
     def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
         return *gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
 
@@ -257,10 +257,10 @@ def _phi1_gradients_operator(z: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor
     return grad_z, grad_y
 
 
-@linalg.in_own_types
+@runtime.in_own_types
 def _phi1_autograd(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return linalg.recorded_grad(linalg.plain_phi1_times, ctx.saved_tensors, grad)
+        return runtime.recorded_grad(linalg.plain_phi1_times, ctx.saved_tensors, grad)
     return _phi1_gradients_operator(*ctx.saved_tensors, grad.contiguous())
 
 
@@ -338,7 +338,7 @@ def _agrees(
         outside_of_modes(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        linalg.without_autocast(device),
+        runtime.without_autocast(device),
     ):
         generator = torch.Generator().manual_seed(0)
         options: dict[str, Any] = {}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-from osa import linalg
+from osa import runtime
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on stderr that it found no CUDA device
 
@@ -107,11 +107,11 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _without_kernels() -> Iterator[None]:
-    before, linalg.KERNELS = linalg.KERNELS, {}
+    before, runtime.KERNELS = runtime.KERNELS, {}
     try:
         yield
     finally:
-        linalg.KERNELS = before
+        runtime.KERNELS = before
 
 
 def _multiply_adds(name: str, shapes: Shapes) -> int:

@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import osa  # noqa: E402
-from osa import functional, linalg  # noqa: E402
+from osa import functional, linalg, runtime  # noqa: E402
 
 SECONDS = 570
 SHARES = {"machine": 25, "forms": 130, "attention": 130, "split": 40, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
@@ -207,11 +207,11 @@ def copy(x: Tensor, count: int) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    kernels, linalg.KERNELS = linalg.KERNELS, {}
+    kernels, runtime.KERNELS = runtime.KERNELS, {}
     try:
         yield
     finally:
-        linalg.KERNELS = kernels
+        runtime.KERNELS = kernels
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
@@ -478,8 +478,8 @@ def interpreted() -> Iterator[None]:
     from osa.kernels import operators
     from tests.osa.interpreter import quick
 
-    linalg.KERNELS["attend"] = [(operators.fits, operators.attend)]
-    linalg.KERNELS["phi1_times"] = [(operators.fits_phi1, operators.phi1_times)]
+    runtime.KERNELS["attend"] = [(operators.fits, operators.attend)]
+    runtime.KERNELS["phi1_times"] = [(operators.fits_phi1, operators.phi1_times)]
     with quick():
         yield
 

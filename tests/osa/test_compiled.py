@@ -82,16 +82,16 @@ def test_a_compiled_model_runs_attention_once_a_step_and_keeps_nothing(monkeypat
         calls.clear()
         loss = traced(images).square().sum()
         if lose:
-            compiled.KEPT.clear()
+            compiled.GRAPHS.clear()
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         torch.testing.assert_close(gradients, expected)
-        assert (len(calls), len(compiled.KEPT)) == (runs, 0)
+        assert (len(calls), len(compiled.GRAPHS)) == (runs, 0)
     loss = traced(images).sum()
-    assert len(compiled.KEPT) == 2
+    assert len(compiled.GRAPHS) == 2
     del loss
     with torch.no_grad():
         traced(images)
-    assert not compiled.KEPT
+    assert not compiled.GRAPHS
 
 
 @pytest.mark.parametrize("method", sorted({*METHODS} - {"qr_literal"}))

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from osa import linalg, reference
+from osa import linalg, reference, runtime
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import DEGENERATE, relative_error, with_gradients
 
@@ -236,7 +236,7 @@ def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, norm, m
 
 @INTERPRETED
 def test_under_a_compiler_without_a_break(monkeypatch):
-    monkeypatch.setitem(linalg.KERNELS, "attend", [(operators.fits, operators.attend)])
+    monkeypatch.setitem(runtime.KERNELS, "attend", [(operators.fits, operators.attend)])
     *inputs, scale = (x.requires_grad_() for x in inputs_of(9, 8, 1.0))
     compiled = torch.compile(orthogonal_attention, backend="aot_eager", fullgraph=True)
     actual, expected = (f(*inputs, scale=scale) for f in (compiled, orthogonal_attention))

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from osa import functional, linalg, reference
+from osa import functional, linalg, reference, runtime
 from tests.osa.helpers import DEGENERATE, orthogonality_error, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
@@ -48,7 +48,7 @@ def attend_and_warn(*arguments):
         output = attend(*arguments)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        linalg.warn_of_loss(torch.tensor(False, device=DEVICE))
+        runtime.warn_of_loss(torch.tensor(False, device=DEVICE))
     assert all('take method="qr"' in str(each.message) for each in found)
     return output, len(found)
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import osa
-from osa import functional, linalg
+from osa import functional, runtime
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import relative_error
 
@@ -34,8 +34,8 @@ def as_on_cuda(monkeypatch):
     if DEVICE.type == "cuda":
         yield
         return
-    monkeypatch.setitem(linalg.KERNELS, "attend", [(operators.fits, operators.attend)])
-    monkeypatch.setitem(linalg.KERNELS, "phi1_times", [(operators.fits_phi1, operators.phi1_times)])
+    monkeypatch.setitem(runtime.KERNELS, "attend", [(operators.fits, operators.attend)])
+    monkeypatch.setitem(runtime.KERNELS, "phi1_times", [(operators.fits_phi1, operators.phi1_times)])
     with quick():
         yield
 
@@ -358,8 +358,8 @@ def test_rows_may_lie_2_to_the_31_entries_apart(monkeypatch, most):
 def test_the_library_knows_its_kernels_only_when_they_are_imported():
     """The library imports them only where there is a device."""
     script = "import sys, osa.functional; assert not {'triton', 'osa.kernels'} & sys.modules.keys()\n"
-    script += "before = len(osa.linalg.KERNELS)\n"
-    script += "import osa.kernels; assert len(osa.linalg.KERNELS) == before + 1 and len(osa.linalg.KERNELS['attend']) == 2"
+    script += "known = osa.runtime.KERNELS; before = len(known)\n"
+    script += "import osa.kernels; assert len(known) == before + 1 and len(known['attend']) == 2"
     if DEVICE.type == "cpu":
         subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -369,6 +369,6 @@ def test_the_products_of_an_operator_are_counted_as_those_of_the_plain_route(mon
 
     call = cost.Call(partial(orthogonal_attention, scale=0.05), tuple(random(3, 2, 2))).with_backward()
     fused = cost.cost(call, DEVICE)
-    monkeypatch.setattr(linalg, "KERNELS", {})
+    monkeypatch.setattr(runtime, "KERNELS", {})
     plain = cost.cost(call, DEVICE)
     assert fused.multiply_adds == plain.multiply_adds > 0 and fused.peak_bytes != plain.peak_bytes

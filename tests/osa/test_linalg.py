@@ -13,7 +13,6 @@ from osa.linalg import (
     EPSILON,
     balanced,
     cholesky_qr_basis,
-    full_precision,
     newton_schulz_gram,
     phi1_times,
     polar_express_gram,
@@ -21,6 +20,7 @@ from osa.linalg import (
     resolvent_times,
     solved_by_cholesky,
 )
+from osa.runtime import full_precision
 from tests.osa.helpers import Results, draw, orthogonality_error, relative_error
 
 DTYPES = [torch.float64, torch.float32]

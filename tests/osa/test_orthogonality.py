@@ -107,7 +107,7 @@ def without_values(query, key, scale, method):
     with pytest.MonkeyPatch.context() as patch:
         for module in (functional, linalg):
             patch.setattr(module, "is_readable", lambda x: False)
-        patch.setattr(functional, "_wide", lambda m: m.dtype)
+        patch.setattr(functional, "_safe_dtype", lambda m: m.dtype)
         return matrix(query, key, scale, method)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import osa
-from osa import linalg
+from osa import runtime
 from osa.functional import orthogonal_attention
 from osa.linalg import cholesky_qr_basis
 from pipeline.benchmarks.cost import FORMULAS, MADE_OF_OTHERS, Call, cholesky, cost, qr, sample_seconds, seconds
@@ -176,10 +176,10 @@ def own(a: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_products_of_a_kernel_are_those_of_the_plain_route(monkeypatch):
-    monkeypatch.setitem(linalg.KERNELS, "square", [(lambda a: True, own)])
+    monkeypatch.setitem(runtime.KERNELS, "square", [(lambda a: True, own)])
     a = torch.ones(3, 3)
-    assert cost_of(lambda: (linalg.kernel("square", a) or (lambda a: a @ a))(a)).multiply_adds == 3**3
-    assert "square" in linalg.KERNELS
+    assert cost_of(lambda: (runtime.kernel("square", a) or (lambda a: a @ a))(a)).multiply_adds == 3**3
+    assert "square" in runtime.KERNELS
     with pytest.raises(LookupError, match="osa::of_a_test"):  # without such a route they would pass for none
         cost_of(lambda: own(a))
 

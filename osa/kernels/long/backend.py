@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from osa import linalg
+from osa import linalg, runtime
 from osa.kernels import launch
 from osa.kernels.launch import Inputs, padded, ratio_up
 from osa.kernels.long import passes
@@ -106,7 +106,7 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
     """The function of a method that gives T, in full float32."""
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
-        with linalg.full_precision(gram.device), linalg.without_autocast(gram.device):
+        with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
             if method == "exact":
                 r, r_inverse = r_and_inverse
                 z = torch.bmm(torch.bmm(r, linalg.apply_j(c * gram)), r_inverse)
@@ -121,7 +121,7 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """R, R⁻¹, and whether no digit is left. R is I unless Z = c J G is too far from normal for φ₁.
 
-    M R⁻¹ then replaces M. With R of `osa.linalg.root`, R Z R⁻¹ is nearly skew. The result is the same for any R, and
+    M R⁻¹ then replaces M. With R of `osa.linalg.gram_factor`, R Z R⁻¹ is nearly skew. The result is the same for any R, and
     R therefore constant in derivatives. The rounding ΔG of G gives R Z R⁻¹ the error c R J ΔG R⁻¹: for random entries of
     size eps |m_i| |m_j| it is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii, which is 1 for orthogonal
     columns.
@@ -129,7 +129,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
     spectrum = linalg.square_moduli(z)
     is_far = linalg.imbalance(z, spectrum) > linalg.IMBALANCE
-    r = torch.where(is_far, linalg.root(gram), identity)
+    r = torch.where(is_far, linalg.gram_factor(gram), identity)
     r_inverse = torch.linalg.solve_triangular(r, identity, upper=True)
     squares = gram.diagonal(dim1=-2, dim2=-1)[..., None]
     inflation = (squares * r_inverse.square()).sum((-2, -1), keepdim=True)  # times 2d
@@ -146,7 +146,7 @@ def _mixing_gradients(
     """The gradients of G, X and c, given the gradient of T."""
     small = [x.detach().requires_grad_() for x in (gram, products, c)]
     mixed = mixing(*small, *r_and_inverse)
-    with linalg.full_precision(grad.device), linalg.without_autocast(grad.device):
+    with runtime.full_precision(grad.device), runtime.without_autocast(grad.device):
         return torch.autograd.grad(mixed, small, grad)
 
 

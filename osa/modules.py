@@ -73,21 +73,30 @@ class SelfAttention(nn.Module):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """The heads' outputs for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
+        """A_i V_i of each head for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """(B, N, embed_dim) or (N, embed_dim) → the same, or only the first `num_outputs` tokens of that.
+        """Σ_i A_i X W^V_i W^O_i (Eq. 4), (B, N, embed_dim) or (N, embed_dim), or only the first `num_outputs` tokens of it.
 
         Args:
-            attn_mask: boolean, (B, N) or (N,), True for tokens that take part and False for padding; or with three
-                dimensions or more as the attention of the heads takes it, (..., 1 or N, N).
+            attn_mask: boolean, True for tokens that take part and False for padding: (B, N) or (N,); or (..., 1 or N, N),
+                broadcast over heads.
 
         Raises:
             TypeError: x or the mask is no tensor.
             ValueError: x has another shape, is not floating-point or nested, there are inputs for key and value, too, or the
                 mask does not fit.
         """
+        self._check(x, num_outputs, *others)
+        mask = attn_mask if attn_mask is None else _for_heads(attn_mask, x)
+        query, key, value = self.project(x if x.dim() == 3 else x[None])
+        heads = self.mix(query, key, value, num_outputs, mask)  # A_i V_i, (B, h, N, d_v)
+        y = self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
+        return y if x.dim() == 3 else y[0]
+
+    def _check(self, x: Tensor, num_outputs: int | None, *others: Tensor) -> None:
+        """Raises TypeError or ValueError as `forward` does."""
         if others or isinstance(num_outputs, Tensor):
             raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
         if not isinstance(x, Tensor):
@@ -99,15 +108,10 @@ class SelfAttention(nn.Module):
         if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
             d = self.embed_dim
             raise ValueError(f"the tokens must be floating-point, (B, N, {d}) or (N, {d}), not {x.dtype}, {tuple(x.shape)}")
-        batch = x if x.dim() == 3 else x[None]
-        mask = attn_mask if attn_mask is None else _for_heads(attn_mask, x)
-        heads = self.mix(*self.project(batch), num_outputs, mask)
-        y = self.out(heads.transpose(1, 2).flatten(2))  # (B, N, d)
-        return y if x.dim() == 3 else y[0]
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """A mask of tokens, of the shape that x has without its last dimension, as (B or none, 1, 1, N); others as they are."""
+    """A mask of the tokens of x as (B or none, 1, 1, N); a mask of three dimensions or more as it is."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
     if attn_mask.dim() > 2:
@@ -126,7 +130,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (3d, d) and bias of one product that replaces the calls of three layers, or None if no product can."""
+    """Weight (3d, d) and bias of one layer that computes the same as three, or None if there is none."""
     if not all(map(_is_plain, parts)):
         return None
     weights = [part.weight for part in parts]
@@ -137,14 +141,14 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Tells whether a layer is torch's own Linear, parametrised or not: no subclass, no `forward` or hook of its own."""
+    """True for torch's own Linear, parametrised or not, without a hook: no subclass, and no other `forward`."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Tells whether tensors share shape, type, device and torch's own class, as a subclass may know no concatenation."""
+    """True if tensors share shape, type and device, and none is of a subclass, which may not support concatenation."""
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 

@@ -173,25 +173,31 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
     return build_vit(**MODELS[name] | changes, generator=generator)
 
 
-def build_vit(*, generator: Generator | None = None, **options: Unpack[Options]) -> VisionTransformer:
-    """A Vision Transformer of Appendix D from its options, initialised; it keeps them as its `config`.
+def build_vit(
+    config: ModelConfig | None = None, *, generator: Generator | None = None, **options: Unpack[Options]
+) -> VisionTransformer:
+    """A Vision Transformer of Appendix D, initialised, from a configuration or from its options. It keeps its `config`.
 
     Args:
+        config: the configuration.
         generator: a generator of the default device, for every draw. Default: torch's global one.
-        options: options of `ModelConfig`.
+        options: options of `ModelConfig`, in place of a configuration.
 
     Raises:
         ValueError: an option has an impossible value.
-        TypeError: there is no such option, or one without a default is missing.
+        TypeError: there is no such option, one without a default is missing, or there are a configuration and options.
 
     Example:
         >>> build_vit(attention="orthogonal", method="qr", skip=False, norm=False, mlp_init="suo").config.depth
         6
     """
-    for name in options:
-        if name not in OPTIONS:
-            raise TypeError(f"{name} is no option of a model; {did_you_mean(name, OPTIONS)}")
-    config = ModelConfig(**options)
+    if config is None:
+        for name in options:
+            if name not in OPTIONS:
+                raise TypeError(f"{name} is no option of a model; {did_you_mean(name, OPTIONS)}")
+        config = ModelConfig(**options)
+    elif options:
+        raise TypeError(f"build_vit takes a configuration or options: leave out {', '.join(options)}")
     make_attention, init_attention_ = ATTENTION[config.attention](config)
     activation, *moments = ACTIVATION[config.activation](config.depth)
     init_mlp_ = MLP_INIT[config.mlp_init](config, *moments)

@@ -121,7 +121,7 @@ def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> Non
 def _check_unchanged(model: VisionTransformer) -> None:
     """Raises ValueError where a module is not as the model's config builds it, or where layers share a parameter."""
     with torch.device("meta"):
-        built = dict(build_vit(**dataclasses.asdict(model.config)).named_modules())
+        built = dict(build_vit(model.config).named_modules())
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in built | modules:
         if ".parametrizations" in path:

@@ -277,17 +277,20 @@ class RunConfig(Shared):
 
     @model_validator(mode="after")
     def _model_fits(self):
-        p = self.model.patch_size
-        self.options(Images(1, p, 0) if self.data.source == FOLDER else None)  # absent until fetch has run
+        is_absent = self.data.source == FOLDER  # its images, until fetch has run
+        _ = self._options_for(Images(1, self.model.patch_size, 0)) if is_absent else self.options
         return self
 
-    def options(self, images: Images | None = None) -> ModelConfig:
-        """The options of the model, for the data's images or others.
+    @functools.cached_property
+    def options(self) -> ModelConfig:
+        """The options of the model for the data's images.
 
         Raises:
             ValueError: they do not fit together.
         """
-        images = images or self.data.images
+        return self._options_for(self.data.images)
+
+    def _options_for(self, images: Images) -> ModelConfig:
         sections = self.model.model_dump(exclude_none=True) | self.init.model_dump(exclude_none=True)
         sizes = {"image_size": images.size, "in_channels": images.channels}
         return ModelConfig(**sizes, **sections, **self.variant.architecture())

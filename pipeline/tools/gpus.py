@@ -48,7 +48,7 @@ def free_bytes() -> int:
 
 def need(config: RunConfig) -> int:
     """Bytes of a GPU's memory that a training takes at most: the process, the images, the float32 tokens of a batch."""
-    options, folder = config.options(), idx.folder(config.data.source)
+    options, folder = config.options, idx.folder(config.data.source)
     own = sum(path.stat().st_size for path in folder.glob("*.npy"))
     pixels = own or IMAGES * options.in_channels * options.image_size**2
     tensors = max(config.train.batch_size * options.depth * TENSORS_A_BLOCK, EVALUATED * TENSORS_EVALUATED)

@@ -3,7 +3,6 @@
 Whatever does not change a number, such as a progress bar, a record or a checkpoint, is an `Observer` of it.
 """
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -55,7 +54,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     """
     try:
         config.check_images()
-        model = osa.models.build_vit(**dataclasses.asdict(config.options()), generator=random_stream(seed, "init"))
+        model = osa.models.build_vit(config.options, generator=random_stream(seed, "init"))
     except ValueError as error:  # limits that only the parts know, such as how few blocks an activation can be shaped for
         raise UserError(f"there is no such model: {error}.") from None
     if draw := config.train.perturbation:

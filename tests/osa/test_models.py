@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import osa
-from osa import MODELS, create_model
+from osa import MODELS, ModelConfig, build_vit, create_model
 from tests.osa.helpers import REPRESENTATIVES, assert_uniform, skip_without_fake_draws
 
 ROOT = Path(__file__).parents[2]
@@ -270,3 +270,11 @@ def test_options_that_follow_what_is_said(name, refused, word, followed):
     with pytest.raises(ValueError, match=word):
         create_model(name, **options)
     create_model(name, **options | followed)
+
+
+def test_a_model_is_built_from_a_configuration_or_from_options_and_not_from_both():
+    config = ModelConfig(**MODELS["osa_exact"], depth=2)
+    model = build_vit(config, generator=torch.Generator().manual_seed(0))
+    assert model.config is config and torch.equal(weights(model), weights(create("osa_exact", depth=2)))
+    with pytest.raises(TypeError, match="leave out depth"):
+        build_vit(config, depth=3)

@@ -49,8 +49,8 @@ def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
         config = lab.config(OSA, changes | {"model": {"patch_size": patch}})
         images = lab.images(config.data.pixel_scaling)[0][: settings.images]
         layer, x = next(attention_inputs(lab.model(config, seed, torch.float64), images))
-        x, tokens = x.detach(), config.options().num_tokens
-        alpha = config.init.alpha * (lab.config(OSA).options().num_tokens / tokens if case == "following" else 1)
+        x, tokens = x.detach(), config.options.num_tokens
+        alpha = config.init.alpha * (lab.config(OSA).options.num_tokens / tokens if case == "following" else 1)
         scale, sizes = alpha / math.sqrt(layer.embed_dim / layer.num_heads), []
         start = lab.normal(seed, "long_sequences/direction", *x.shape[1:])
         for each, weights in itertools.product(x, head_weights(layer)):
@@ -100,7 +100,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     for name, training in settings.runs.items():
         config = lab.config(training.variant, training.set)
         own = runs[(runs["name"] == name) & (runs["status"] == "finished")]
-        options = config.options()
+        options = config.options
         row = {"variant": training.variant, "tokens": options.num_tokens, "n": len(own)}
         row |= {"normalised": options.normalise_tokens, "alpha": options.alpha}
         row["accuracy"] = 100 * own["test_accuracy"].mean()

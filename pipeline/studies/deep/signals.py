@@ -144,7 +144,7 @@ def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
     """
     for variant, depth in itertools.product(KEPT, settings.depths[:2]):
         config = lab.config(variant)
-        n, heads = config.options().num_tokens, config.model.num_heads
+        n, heads = config.options.num_tokens, config.model.num_heads
         width = heads * math.ceil(n / heads)
         changes = {"variant": {"repeated": 0.0}} if "spa" in variant else {}
         config = lab.config(variant, changes | {"model": {"depth": depth, "embed_dim": width}})

@@ -61,7 +61,7 @@ tour: setup-dev  ## run the notebook in place, and write it as notebooks/tour.ht
 
 # Links from the pages into the repository lead to SOURCES: from site/ the files beside it, where it is published their address.
 SOURCES ?= ..
-MODULES = osa $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard osa/*.py osa/deep/*.py osa/constrained/*.py))))
+MODULES = osa $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard osa/*.py osa/shaped/*.py osa/constrained/*.py))))
 .PHONY: site
 site: setup-dev  ## both pages and the reference of the package, as they are published, in site/
 	$(RUN) pdoc --docformat google --output-directory site/reference $(MODULES)

@@ -12,18 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from osa.deep.shaped import (
-    ShapedGELU,
-    SignalPreservingSelfAttention,
-    ValueSkipInitSelfAttention,
-    alpha_of_depth,
-    dks_gelu,
-    gain,
-    gelu,
-    gelu_tanh,
-    linear_share,
-    signal_preserving_attention,
-)
 from osa.init import (
     init_isometric_mlp_,
     init_ji_attention_,
@@ -53,6 +41,16 @@ from osa.options import (
     check_model,
     did_you_mean,
 )
+from osa.shaped.activations import (
+    ShapedGELU,
+    dks_gelu,
+    gain,
+    gelu,
+    gelu_tanh,
+    linear_share,
+)
+from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
+from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
 # Parts that an option can pick. Each entry takes the whole configuration. An attention's entry returns two functions, one
@@ -68,7 +66,7 @@ def _orthogonal_attention(config: ModelConfig) -> Parts:
     options = config.given("method", "num_iterations", "epsilon") | {"alpha_per_head": config.alpha_per_head}
     make = partial(OrthogonalSelfAttention, config.embed_dim, config.num_heads, **options)
     total = config.alpha_times_depth
-    alpha = config.alpha if total is None else alpha_of_depth(total, config.depth)
+    alpha = config.alpha if total is None else total / config.depth
     return lambda _: make(), partial(ATTENTION_INIT[config.attention_init or "section_4"](config), alpha=alpha)
 
 

@@ -56,7 +56,9 @@ class Architecture:
     num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
     epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
     alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
-    """Initial α times depth, instead of `alpha`: see `alpha_of_depth`."""
+    """α L, instead of `alpha`. With ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), L layers whose W^O is drawn for all h
+    heads together multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v). This stays bounded if α falls as 1/L and the
+    activation keeps ‖X‖₂."""
     kernel: Kernel | None = _option(None, attention=("signal_preserving",))
     """This and the next, which signal-preserving attention needs, and three more as for `signal_preserving_attention`."""
     kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))

@@ -191,5 +191,5 @@ def test_the_site_has_both_pages_and_the_reference_and_every_link_leads_somewher
                 assert target.exists(), f"{page.name}: {link}"
                 assert not anchor or f'id="{anchor}"' in target.read_text(encoding="utf-8"), f"{page.name}: {link}"
     modules = {path.relative_to(site / "reference").with_suffix("") for path in (site / "reference/osa").rglob("*.html")}
-    assert {Path("osa/init"), Path("osa/deep/shaped"), Path("osa/constrained/penalties")} <= modules
+    assert {Path("osa/init"), Path("osa/shaped/layers"), Path("osa/constrained/penalties")} <= modules
     assert 'id="create_model"' in (site / "reference/osa.html").read_text(encoding="utf-8")

@@ -17,7 +17,8 @@ def examples_of(name: str) -> list[doctest.DocTest]:
     return [each for each in found if any(doctest.SKIP not in example.options for example in each.examples)]
 
 
-MODULES = [each.name for each in pkgutil.walk_packages(osa.__path__, "osa.") if "kernels" not in each.name]  # need a GPU
+MODULES = [each.name for each in pkgutil.walk_packages(osa.__path__, "osa.")]
+MODULES = [name for name in MODULES if "kernels" not in name and "deep" not in name]  # which need a GPU, and have moved
 EXAMPLES = [example for name in MODULES for example in examples_of(name)]
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import osa
 from osa import orthogonal_attention
-from osa.deep.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from osa.options import METHODS
+from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from tests.osa.helpers import draw, relative_error
 
 TOKENS, LEFT, WIDTH = 17, 11, 4

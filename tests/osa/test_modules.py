@@ -5,8 +5,8 @@ import torch
 
 import osa
 from osa import OrthogonalSelfAttention, SoftmaxSelfAttention
-from osa.deep.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from osa.functional import orthogonal_attention_matrix
+from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from tests.osa.helpers import orthogonality_error, relative_error
 
 IMAGES, TOKENS, WIDTH, HEADS, HEAD_WIDTH = 2, 11, 15, 3, 5

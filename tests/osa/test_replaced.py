@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import osa
-from osa.deep.shaped import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
+from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from tests.osa.helpers import relative_error
 
 WIDTH, HEADS, TOKENS = 12, 3, 7

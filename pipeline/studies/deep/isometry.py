@@ -22,9 +22,9 @@ from pydantic import Field
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from osa.deep.shaped import dks_gelu, linear_share
 from osa.init import init_isometric_mlp_, init_suo_mlp_
 from osa.modules import MLP
+from osa.shaped.activations import dks_gelu, linear_share
 from pipeline.config.params import Name, PositiveInt, Section, Seeds
 from pipeline.results.measures import gradient_norm
 from pipeline.statistics.intervals import summary_of

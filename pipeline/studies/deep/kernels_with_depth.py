@@ -16,17 +16,16 @@ from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Generator, Tensor
 
-from osa.deep.shaped import (
+from osa.init import stiefel_uniform
+from osa.shaped.matrices import attention_between, signal_preserving_attention
+from osa.shaped.schedules import (
     KERNELS,
-    attention_between,
     exponential_kernel,
     exponential_schedule,
     residual_schedule,
-    signal_preserving_attention,
     uniform_kernel,
     uniform_schedule,
 )
-from osa.init import stiefel_uniform
 from pipeline.config.looks import look_of
 from pipeline.config.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
 from pipeline.results.measures import effective_rank, exponential, skew

@@ -20,8 +20,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from osa.constrained.penalties import attention_matrix
-from osa.deep.shaped import exponential_kernel, uniform_kernel
 from osa.init import stiefel_uniform
+from osa.shaped.schedules import exponential_kernel, uniform_kernel
 from osa.vit import VisionTransformer
 from pipeline.config.looks import look_of
 from pipeline.config.params import PositiveInt, Section, Seeds

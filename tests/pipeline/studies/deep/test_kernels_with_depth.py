@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import osa.models
-from osa.deep.shaped import exponential_schedule, residual_schedule
 from osa.init import init_orthogonal_attention_, stiefel_uniform
+from osa.shaped.schedules import exponential_schedule, residual_schedule
 from pipeline.studies.deep import kernels_with_depth
 from pipeline.studies.deep.kernels_with_depth import (
     Settings,

@@ -8,7 +8,7 @@ from torch import nn
 
 import osa
 import osa.models
-from osa.deep.shaped import signal_preserving_attention
+from osa.shaped.matrices import signal_preserving_attention
 from pipeline.studies.deep import signals
 from pipeline.studies.deep.signals import Settings, kept, measure, of_tokens
 

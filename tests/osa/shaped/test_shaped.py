@@ -1,5 +1,6 @@
 """Kernels, schedules and activations against known answers and other ways to compute them; the layers as initialised."""
 
+import importlib
 import itertools
 import math
 from functools import partial
@@ -10,24 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from osa import create_model
-from osa.deep.shaped import (
+from osa.init import init_signal_preserving_attention_
+from osa.shaped.activations import dks_gelu, gain, gelu, gelu_tanh, linear_share
+from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
+from osa.shaped.matrices import attention_between, signal_preserving_attention
+from osa.shaped.schedules import (
     KERNELS,
-    SignalPreservingSelfAttention,
-    ValueSkipInitSelfAttention,
-    attention_between,
-    dks_gelu,
     exponential_kernel,
     exponential_schedule,
-    gain,
-    gelu,
-    gelu_tanh,
-    linear_share,
     residual_schedule,
-    signal_preserving_attention,
     uniform_kernel,
     uniform_schedule,
 )
-from osa.init import init_signal_preserving_attention_
 
 IMAGES, TOKENS, WIDTH, HEADS = 2, 11, 15, 3
 LAST = {"uniform": 0.8, "exponential": 0.05}
@@ -240,3 +235,9 @@ def test_activations_of_numbers_are_those_of_tensors_and_their_linear_share_the_
 def test_what_no_schedule_and_no_activation_can_do_is_refused(call, cause):
     with pytest.raises(ValueError, match=cause):
         call()
+
+
+def test_the_old_path_forwards_and_warns():
+    with pytest.warns(DeprecationWarning, match="import from osa.shaped"):
+        old = importlib.import_module("osa.deep.shaped")
+    assert old.SignalPreservingSelfAttention is SignalPreservingSelfAttention and old.dks_gelu is dks_gelu

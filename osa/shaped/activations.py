@@ -1,0 +1,127 @@
+"""Activations with E φ(z)² = 1 for z ~ N(0, 1), shaped for the depth of a network, and moments of activations.
+
+Their numbers are solved for in plain floats.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ShapedGELU:
+    """φ(x) = c (GELU(a x + b) + e), its four numbers fixed (Martens et al. 2021)."""
+
+    input_scale: float  # a
+    input_shift: float  # b
+    output_scale: float  # c
+    output_shift: float  # e
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.output_scale * (F.gelu(self.input_scale * x + self.input_shift) + self.output_shift)
+
+    def of_number(self, x: float) -> float:
+        return self.output_scale * (gelu(self.input_scale * x + self.input_shift) + self.output_shift)
+
+
+@functools.cache
+def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
+    """GELU shaped by Deep Kernel Shaping for `depth` MLPs, one after the other (Martens et al. 2021, Section 8).
+
+    a, b, c and e are such that for z ~ N(0, 1)
+
+        E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}:
+
+    in the limit of wide layers q = 1 is kept, tokens without correlation stay without, and the cosine map of the whole
+    network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1).
+
+    Raises:
+        ValueError: no GELU is as curved as so few MLPs need: a slope of 5 needs 5 or more.
+
+    Example:
+        >>> round(float(dks_gelu(36)(torch.randn(1_000_000)).square().mean()), 1)
+        1.0
+    """
+    if depth < 1:
+        raise ValueError(f"depth must be 1 or more, not {depth}")
+    target = slope ** (1 / depth)
+    limit = math.pi / (math.pi - 1)  # limit of a ReLU, as a → ∞
+    if not 1 < target < limit:
+        raise ValueError(
+            f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
+        )
+    log_scale, shift = 0.0, 0.0
+    for _ in range(50):  # Newton's method, with steps of at most 1; 4 to 9 are enough
+        residual = [moment - aim for moment, aim in zip(_slopes(log_scale, shift), (1, target), strict=True)]
+        if max(map(abs, residual)) < 1e-12:
+            scale = math.exp(log_scale)
+            mean, variance = _gelu_moments(scale, shift)
+            return ShapedGELU(scale, shift, 1 / math.sqrt(variance), -mean)
+        step = _newton_step(log_scale, shift, residual)
+        damping = max(1.0, *map(abs, step))
+        log_scale, shift = log_scale - step[0] / damping, shift - step[1] / damping
+    raise ValueError(f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers or a smaller slope")
+
+
+def gain(activation: Callable[[float], float]) -> float:
+    """1/√E φ(z)² for z ~ N(0, 1): the factor of a weight behind φ that keeps q = 1 (He et al. 2023, H.1).
+
+    Example:
+        >>> round(gain(gelu), 3)
+        1.534
+    """
+    return 1 / math.sqrt(_mean(lambda z: activation(z) ** 2))
+
+
+def linear_share(activation: Callable[[float], float]) -> float:
+    """κ = E φ(z) z/√E φ(z)² for z ~ N(0, 1): the cosine between φ, a function of floats, and the identity."""
+    return _mean(lambda z: activation(z) * z) / math.sqrt(_mean(lambda z: activation(z) ** 2))
+
+
+def gelu_tanh(x: float) -> float:
+    """x (1 + tanh(√(2/π) (x + 0.044715 x³)))/2: `F.gelu` with approximate="tanh", for a float."""
+    return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+# the trapezoidal rule on [−12, 12] integrates functions as smooth as a Gaussian to the last bit
+GRID = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]  # z and its weight
+
+
+def _mean(function: Callable[[float], float]) -> float:
+    return math.fsum(weight * function(z) for z, weight in GRID)
+
+
+def gelu(x: float) -> float:
+    """x Φ(x): `F.gelu`, for a float."""
+    return x * (1 + math.erf(x / math.sqrt(2))) / 2
+
+
+def _gelu_slope(x: float) -> float:
+    return (1 + math.erf(x / math.sqrt(2))) / 2 + x * math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
+    """Mean and variance of GELU(a z + b)."""
+    mean = _mean(lambda z: gelu(scale * z + shift))
+    return mean, _mean(lambda z: (gelu(scale * z + shift) - mean) ** 2)
+
+
+def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
+    """E φ φ' z and E φ'² of the φ that has E φ = 0 and E φ² = 1."""
+    scale = math.exp(log_scale)
+    mean, variance = _gelu_moments(scale, shift)
+    of_norms = _mean(lambda z: (gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)
+    of_cosines = _mean(lambda z: (scale * _gelu_slope(scale * z + shift)) ** 2)
+    return of_norms / variance, of_cosines / variance
+
+
+def _newton_step(log_scale: float, shift: float, residual: list[float], h: float = 1e-6) -> tuple[float, float]:
+    """J⁻¹ residual, with the derivatives of `_slopes` by central differences."""
+    ends = [(_slopes(log_scale + i * h, shift), _slopes(log_scale, shift + i * h)) for i in (1, -1)]
+    (a, c), (b, d) = ([(up - down) / (2 * h) for up, down in zip(*pair, strict=True)] for pair in zip(*ends, strict=True))
+    determinant = a * d - b * c
+    return (d * residual[0] - b * residual[1]) / determinant, (a * residual[1] - c * residual[0]) / determinant

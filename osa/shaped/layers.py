@@ -1,0 +1,78 @@
+"""Attention layers that start as a given matrix, or as the identity (He et al. 2023)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from osa.init import init_signal_preserving_attention_, init_value_skipinit_attention_
+from osa.modules import Device, Dtype, SelfAttention, first_rows
+
+
+class SignalPreservingSelfAttention(SelfAttention):
+    """Multi-head softmax attention that starts as a given matrix A ≥ 0 in every head (He et al. 2023, Eq. 10, Algorithm 1).
+
+        heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
+
+    with D, the row sums of A, and log P, the least float where A is 0, fixed. W^Q = 0 at first, so that heads_i = A V_i; W^V
+    and W^O are each one orthogonal matrix, so that the layer is X → A X W with W orthogonal. No biases.
+
+    Args:
+        embed_dim: d.
+        num_heads: h.
+        matrix: A (N, N), for tokens in this order; the layer's buffers, D and log P, lie on its device.
+
+    Raises:
+        ValueError: h does not divide d, or A is not square.
+    """
+
+    gain: Tensor
+    bias: Tensor
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, matrix: Tensor, *, device: Device = None, dtype: Dtype = None
+    ) -> None:
+        super().__init__(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
+        if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"the attention matrix must be (N, N), not {tuple(matrix.shape)}")
+        gain = matrix.sum(-1, keepdim=True)
+        dtype = dtype or torch.get_default_dtype()
+        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # no −∞, which an average makes NaN
+        self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
+        self.register_buffer("bias", bias.to(device))  # (N, N)
+        init_signal_preserving_attention_(self)
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is refused: the matrix A is of a fixed number of tokens, and padding is none of them"
+            )
+        mask = self.bias[:num_outputs]
+        heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
+        return self.gain[:num_outputs] * heads  # (B, h, n, d_v)
+
+
+class ValueSkipInitSelfAttention(SelfAttention):
+    """Multi-head softmax attention that starts as the identity (Value-SkipInit; He et al. 2023, Eq. 7).
+
+        heads_i = α_i V_i + β_i softmax(Q_i K_iᵀ/√d_v) V_i
+
+    with α_i = 1 and β_i = 0 at first, here `shortcut` and `residual`, one of each for every head. No biases.
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, *, device: Device = None, dtype: Dtype = None) -> None:
+        super().__init__(embed_dim, num_heads, bias=False, device=device, dtype=dtype)
+        self.shortcut = torch.nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.residual = torch.nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        init_value_skipinit_attention_(self)
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        mask = first_rows(attn_mask, num_outputs)
+        heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
+        return self.shortcut[:, None, None] * value[:, :, :num_outputs] + self.residual[:, None, None] * heads

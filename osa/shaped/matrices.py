@@ -1,0 +1,144 @@
+"""Attention matrices that take the tokens' kernel from one block's to the next (He et al. 2023, Eq. 8 to 15)."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from osa.options import Kernel
+from osa.shaped.schedules import (
+    KERNELS,
+    exponential_kernel,
+    exponential_schedule,
+    eye,
+    places,
+    residual_schedule,
+    uniform_kernel,
+    uniform_schedule,
+)
+
+FLOOR = 1e-15  # least entry: positive, but below what an eigendecomposition tells from 0
+
+
+def attention_between(kernel: Kernel, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
+    """A = R(after) R(before)^{-1}, which takes the one kernel to the other: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
+
+    Causal: R is the Cholesky factor, A lower triangular and not negative (Theorems 1 and 2), for exponential kernels in the
+    closed form of Theorem 3. Otherwise R is the symmetric root (Appendix A): not negative by all numerical evidence for
+    exponential kernels, and for uniform ones as
+
+        A = s₂ I + (s₁ − s₂) 11ᵀ/N,        s₁² = (1 + (N − 1)ρ_l)/(1 + (N − 1)ρ_{l−1}),        s₂² = (1 − ρ_l)/(1 − ρ_{l−1}).
+
+    Returns:
+        (N, N), float64.
+
+    Raises:
+        ValueError: there is no such kernel, or a cosine would fall, which needs negative entries.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNELS)}")
+    if before > after if kernel == "uniform" else before < after:
+        raise ValueError(f"cosines of a {kernel} kernel must not fall from block to block: {before:g} to {after:g}")
+    if kernel == "uniform":
+        return (_causal_uniform_attention if causal else _uniform_attention)(num_tokens, before, after)
+    if causal:
+        return _causal_exponential_attention(num_tokens, before, after)
+    forward = _power(exponential_kernel(num_tokens, after), 0.5)
+    return (forward @ _power(exponential_kernel(num_tokens, before), -0.5)).clamp(min=FLOOR)
+
+
+def _power(kernel: Tensor, exponent: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(kernel)
+    return vectors * values**exponent @ vectors.mT
+
+
+def _uniform_attention(num_tokens: int, before: float, after: float) -> Tensor:
+    alike = math.sqrt((1 + (num_tokens - 1) * after) / (1 + (num_tokens - 1) * before))  # s₁
+    apart = math.sqrt((1 - after) / (1 - before))  # s₂
+    return apart * eye(num_tokens) + (alike - apart) / num_tokens
+
+
+def _causal_uniform_attention(num_tokens: int, before: float, after: float) -> Tensor:
+    factors = (torch.linalg.cholesky(uniform_kernel(num_tokens, rho)) for rho in (before, after))
+    return torch.linalg.solve_triangular(*factors, upper=False, left=False)
+
+
+def _causal_exponential_attention(num_tokens: int, before: float, after: float) -> Tensor:
+    """Theorem 3, with differences of exponentials that do not cancel."""
+    decay = math.exp(-after)
+    ratio = math.sqrt(math.expm1(-2 * after) / math.expm1(-2 * before))  # λ
+    difference = -decay * math.expm1(after - before)  # e^{−γ'} − e^{−γ}
+    distance = places(num_tokens)[:, None] - places(num_tokens)
+    matrix = ratio * difference * (-after * (distance - 1)).exp()
+    matrix[:, 0] = (difference + (1 - ratio) * math.exp(-before)) * (-after * (distance[:, 0] - 1)).exp()
+    matrix = matrix.tril(-1) + ratio * eye(num_tokens)
+    matrix[0, 0] = 1
+    return matrix
+
+
+def signal_preserving_attention(
+    kernel: Kernel,
+    num_tokens: int,
+    depth: int,
+    last: float,
+    *,
+    causal: bool = False,
+    repeated: float = 0.0,
+    shortcut: float = 0.0,
+    cls_index: int | None = None,
+) -> Tensor:
+    """The attention matrices A_1, …, A_L of U-SPA (uniform kernels) and E-SPA (exponential ones), in the order of tokens.
+
+    With tokens of which a fraction r repeats another, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from
+    ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l keeps the diagonal 1 (Eq. 15).
+
+    Args:
+        kernel: one of `KERNELS`.
+        num_tokens: N.
+        depth: L.
+        last: ρ_L or γ_L.
+        causal: tokens see those before them alone.
+        repeated: r, or the mean cosine that stands for it.
+        shortcut: α of a normalised skip around the attention, 0 for none; with it r must be 0.
+        cls_index: where the first token, [cls], stands in the sequence: last by default if causal, so that it sees all
+            tokens, and in the middle otherwise.
+
+    Returns:
+        (L, N, N), float64.
+
+    Raises:
+        ValueError: an argument has an impossible value.
+
+    Example:
+        >>> signal_preserving_attention("exponential", num_tokens=50, depth=36, last=0.2).shape
+        torch.Size([36, 50, 50])
+    """
+    if num_tokens < 1 or depth < 1:
+        raise ValueError(f"num_tokens and depth must be 1 or more, not {num_tokens} and {depth}")
+    if not 0 <= repeated < 1:
+        raise ValueError(f"repeated is a fraction of the tokens, in [0, 1), not {repeated}")
+    if not 0 <= shortcut < 1 or (shortcut and repeated):
+        raise ValueError(f"shortcut must be in [0, 1), and with one repeated must be 0, not {shortcut} and {repeated}")
+    place = (num_tokens - 1 if causal else (num_tokens - 1) // 2) if cls_index is None else cls_index
+    if not 0 <= place < num_tokens:
+        raise ValueError(f"cls_index must be 0 to {num_tokens - 1}, not {place}")
+    uniform = kernel == "uniform"
+    schedule = uniform_schedule(depth, last, repeated) if uniform else exponential_schedule(depth, last)
+    reached = residual_schedule(kernel, schedule, shortcut)
+    ends = zip(schedule, reached, strict=False)
+    matrices = [attention_between(kernel, num_tokens, before, after, causal=causal) for before, after in ends]
+    if not shortcut:
+        matrices = list(_rescaled(matrices, uniform_kernel(num_tokens, repeated)))
+    order = [place, *range(place), *range(place + 1, num_tokens)]
+    return torch.stack(matrices)[:, order][:, :, order]
+
+
+def _rescaled(matrices: list[Tensor], kernel: Tensor) -> Iterator[Tensor]:
+    """D̄_l^{−½} A_l D̄_{l−1}^{½} with D̄_l the diagonal of (A_l ⋯ A_1) Σ̄_0 (A_l ⋯ A_1)ᵀ, and D̄_0 = I (Eq. 15)."""
+    before = kernel.diagonal().sqrt()
+    for matrix in matrices:
+        kernel = matrix @ kernel @ matrix.mT
+        after = kernel.diagonal().sqrt()
+        yield matrix * before / after[:, None]
+        before = after

@@ -1,0 +1,96 @@
+"""Kernels of tokens, Σ = X Xᵀ/d, and their schedules over the blocks (He et al. 2023, Section 3.2 and Appendix C).
+
+Kernels are float64 and on the CPU, whatever the default device.
+"""
+
+import itertools
+import math
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from osa.options import Kernel
+
+KERNELS = get_args(Kernel)
+FASTEST = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
+
+
+def eye(num_tokens: int) -> Tensor:
+    """I, (N, N), float64."""
+    return torch.eye(num_tokens, dtype=torch.float64, device="cpu")
+
+
+def places(num_tokens: int) -> Tensor:
+    """0, …, N − 1, float64."""
+    return torch.arange(num_tokens, dtype=torch.float64, device="cpu")
+
+
+def uniform_kernel(num_tokens: int, rho: float) -> Tensor:
+    """Σ(ρ) = (1 − ρ) I + ρ 11ᵀ, every two tokens with the cosine ρ (Section 3.2), (N, N)."""
+    return (1 - rho) * eye(num_tokens) + rho
+
+
+def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
+    """Σ(γ)_ij = exp(−γ|i − j|) (Section 3.2), (N, N); γ = ∞ gives I."""
+    if math.isinf(gamma):
+        return eye(num_tokens)
+    place = places(num_tokens)
+    return (-gamma * (place[:, None] - place).abs()).exp()
+
+
+def uniform_schedule(depth: int, last: float, first: float = 0.0) -> list[float]:
+    """ρ_0, …, ρ_L, linear in depth (Appendix C).
+
+    Example:
+        >>> uniform_schedule(depth=4, last=0.5)
+        [0.0, 0.125, 0.25, 0.375, 0.5]
+    """
+    if not 0 <= first <= last < 1:
+        raise ValueError(f"a uniform kernel needs 0 <= first <= last < 1, not {first} and {last}")
+    return [first + (last - first) * block / depth for block in range(depth + 1)]
+
+
+def exponential_schedule(depth: int, last: float) -> list[float]:
+    """γ_0 = ∞, …, γ_L with a(γ_l) = a(γ_L)^{l/L} for a(γ) = √(1 − e^{−2γ}) (Appendix C).
+
+    The diagonal of every A_l is then a(γ_L)^{1/L}, but for the first token's (Theorem 3).
+    """
+    if not 0 < last <= FASTEST:
+        raise ValueError(f"an exponential kernel needs a positive rate of decay, {FASTEST:g} at most, not {last}")
+    squared = -math.expm1(-2 * last)  # a(γ_L)²
+    return [math.inf, *(-math.log1p(-(squared ** (block / depth))) / 2 for block in range(1, depth + 1))]
+
+
+def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) -> list[float]:
+    """Kernels that the attention of each block must reach so that a normalised skip α x + √(1 − α²) f(x) is on schedule.
+
+    Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
+    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23;
+    Eq. 25 as printed has λ_α² in the place of λ_α, and disagrees with Eq. 24.
+
+    Args:
+        kernel: one of `KERNELS`.
+        schedule: numbers of blocks 0 to L.
+        shortcut: α, 0 for none.
+
+    Returns:
+        The numbers of blocks 1 to L.
+
+    Raises:
+        ValueError: there is no such kernel, because α is too large.
+    """
+    residual = 1 - shortcut**2
+    if kernel == "uniform":
+        reached = [(after - shortcut**2 * before) / residual for before, after in itertools.pairwise(schedule)]
+        if max(reached) >= 1:
+            raise ValueError(f"a skip of weight {shortcut:g} leaves the attention a kernel with cosines above 1: use less")
+        return reached
+    reached = []
+    for before, after in itertools.pairwise(schedule):
+        squared = -math.expm1(-2 * before)
+        factor = (math.expm1(-2 * after) / -squared - shortcut**2) / residual  # λ_α²
+        if factor <= 0:
+            raise ValueError(f"a skip of weight {shortcut:g} needs a kernel that changes less: a larger rate of decay")
+        reached.append(-math.log1p(-factor * squared) / 2)
+    return reached

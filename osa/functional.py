@@ -42,6 +42,7 @@ from osa.runtime import (
 )
 
 SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
+CANCELLATION = 16.0  # scale · ‖Q‖_F ‖K‖_F over max(1, ‖S‖_F) up to which S itself is used: √(d/2) for independent entries
 # eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
@@ -95,6 +96,8 @@ def orthogonal_attention(
     float32, or the result is NaN. "polar_express" does so to 10⁻⁵, or as float32 does, while the singular values of M lie
     in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by design: it equals its equations to about 30 eps · scale ·
     ‖M‖₂², or is NaN. "qr_literal" is as exact as torch's matrix exponential.
+
+    Where N < 2d S is smaller than G: "qr", and "exact" and "cayley" where the entries of S do not cancel, then use S itself.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: for Q ≈ K, for tokens that share a
     large part, for outliers. Where the error would show, "exact" and "cayley" take M T of the same S (see `balanced`), and
@@ -261,17 +264,26 @@ PhiTimes = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y of the f with A = I + S 
 
 
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+    if query.shape[-2] <= 2 * query.shape[-1]:  # a basis would be a rotation of all tokens
+        return value + _moved(function, _skew(query, scale * key), value)
     m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Uses the Gram matrices of M, or of the M T of `balanced` if M is unbalanced, or a basis if that does not suffice."""
+    """Uses the Gram matrices of M, or of the M T of `balanced` if M is unbalanced, or a basis if that does not suffice.
+
+    For N < 2d it uses S itself, which is smaller, unless its rounding would show.
+    """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
         wide = _safe_dtype(m)
         limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
         return _by_cholesky(function, m.to(wide), value.to(wide), scale.to(wide), limit)
+    if m.shape[-2] < m.shape[-1]:
+        skew = _skew(query, scale * key)
+        if _keeps_digits(skew, query, key, scale):
+            return value + _moved(function, skew, value)
     gram = _gram(m)
     if not is_balanced(gram, scale):
         m = balanced(m)
@@ -279,6 +291,13 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
         if not is_balanced(gram, scale):
             return _by_basis(function, *(x.double() for x in (query, key, value, scale)))
     return _by_gram(m, value, scale, partial(_mixing, function), gram)
+
+
+@torch.no_grad()
+def _keeps_digits(skew: Tensor, query: Tensor, key: Tensor, scale: Tensor) -> bool:
+    """True if the rounding of each S, eps · scale · ‖Q‖_F ‖K‖_F, is within CANCELLATION of that of exp(S)."""
+    q, k, s = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (query, key, skew))
+    return bool((scale.abs() * q * k <= CANCELLATION * s.clamp(min=1)).all())
 
 
 def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
@@ -404,9 +423,13 @@ class _ByGram(torch.autograd.Function):
 def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
     """Computes by an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
-    skew, w = _skew(torch.bmm(basis.mT, m)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
-    moved = torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
-    return torch.baddbmm(v, basis, moved)
+    skew, w = _skew(*torch.bmm(basis.mT, m).chunk(2, dim=-1)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
+    return torch.baddbmm(v, basis, _moved(function, skew, w))
+
+
+def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
+    """[S] f([S]) W, the change of W, in the order of products that rounds less."""
+    return torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
 
 
 def _is_small(skew: Tensor) -> bool:
@@ -414,9 +437,8 @@ def _is_small(skew: Tensor) -> bool:
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
 
 
-def _skew(coordinates: Tensor) -> Tensor:
-    """[S] = C J Cᵀ of C = BᵀM (Eq. 7), skew to the last bit."""
-    query, key = coordinates.chunk(2, dim=-1)
+def _skew(query: Tensor, key: Tensor) -> Tensor:
+    """S = Q Kᵀ − K Qᵀ, or [S] of BᵀQ and BᵀK (Eq. 7), skew to the last bit."""
     half = query @ key.mT
     return half - half.mT
 
@@ -439,7 +461,7 @@ class _ByBasis(torch.autograd.Function):
         basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
         coordinates = torch.bmm(basis.mT, m)  # C, (b, r, 2d)
         with torch.enable_grad():
-            small = [x.requires_grad_() for x in (_skew(coordinates), torch.bmm(basis.mT, v))]
+            small = [x.requires_grad_() for x in (_skew(*coordinates.chunk(2, dim=-1)), torch.bmm(basis.mT, v))]
             u = function(*small)
         ctx.save_for_backward(m, v, basis, coordinates)
         ctx.function, ctx.small, ctx.u = function, small, u

@@ -72,6 +72,30 @@ def test_output_and_gradients_match_the_reference(method, tokens, width, dtype):
     assert max(errors) < TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize("method", ["qr", "exact", "cayley"])
+def test_few_tokens_take_s_itself(method, monkeypatch):
+    """For N < 2d nothing is larger than the inputs or S: no basis, and no matrix of 2d rows."""
+    monkeypatch.setattr(functional, "qr_basis", lambda m: pytest.fail("a basis is made"))
+    inputs = [*draw(7, 12), head_scales()]
+    with Results() as results:
+        orthogonal_attention(*inputs[:3], scale=inputs[3], method=method)
+    assert not any(x.shape[-2:] in ((24, 24), (24, 7)) for x in results.tensors)
+
+
+@pytest.mark.parametrize("mean", [0, 1, 10, 100, 1e3, 1e5])
+@pytest.mark.parametrize("method", ["exact", "cayley"])
+def test_few_tokens_with_a_shared_mean_lose_nothing(method, mean, monkeypatch):
+    """Where the entries of S cancel, Gram matrices take its place: float32 errors are theirs, at worst a little above."""
+    query, key, value = (x.detach() for x in draw(20, 16, dtype=torch.float32))
+    query, key = query + mean * torch.randn(1, 16), key + mean * torch.randn(1, 16)
+    norm = torch.linalg.matrix_norm(reference.skew(query.double(), key.double(), 1.0), 2)
+    inputs = query, key, value, (2 / norm).float()[..., None, None]
+    found = errors_against_reference([x.clone() for x in inputs], method)
+    monkeypatch.setattr(functional, "_keeps_digits", lambda *x: False)
+    before = errors_against_reference([x.clone() for x in inputs], method)
+    assert all(new < 2 * old + 2e-7 for new, old in zip(found, before, strict=True)), (found, before)
+
+
 @pytest.mark.parametrize("num_iterations, epsilon, size", [(1, None, 1.0), (3, None, 1.0), (6, 2e-7, 1e-8), (6, None, 1e-8)])
 def test_newton_schulz_runs_as_many_iterations_as_asked_from_the_norm_and_epsilon(num_iterations, epsilon, size):
     """M₀ = M/(‖M‖_F + ε), felt only where ‖M‖_F is as small as ε; six iterations and 1e-7 by default."""

@@ -14,9 +14,9 @@ import sys, osa
 assert set(osa.__all__) <= set(dir(osa)) and osa.ModelConfig(**osa.MODELS["vit"]).depth == 6 and osa.NUMERICS
 assert not hasattr(osa, "creat_model") and "torch" not in sys.modules
 """,
-    "star": "import osa\nfrom osa import *\nassert set(osa.__all__) <= globals().keys() and osa.linalg.KERNELS['attend']",
-    "eager": "from osa import orthogonal_attention, linalg\nassert linalg.KERNELS['attend']",
-    "layer": "import osa.modules, osa.linalg\nassert osa.linalg.KERNELS['attend']",
+    "star": "import osa\nfrom osa import *\nassert set(osa.__all__) <= globals().keys() and osa.runtime.KERNELS['attend']",
+    "eager": "from osa import orthogonal_attention, runtime\nassert runtime.KERNELS['attend']",
+    "layer": "import osa.modules, osa.runtime\nassert osa.runtime.KERNELS['attend']",
     "compile": """
 import torch, osa
 def backend(graph, _):
@@ -26,7 +26,7 @@ x = torch.ones(1, 1, 5, 2)
 torch.compile(lambda x: osa.orthogonal_attention(x, 2 * x, x), backend=backend, fullgraph=True)(x)
 """,
     "library": "import torch, osa.functional\ntorch.ops.osa.attend_by_value.default",
-    "compiled first": "import osa.compiled, osa.linalg\nassert osa.linalg.KERNELS['attend'] and osa.create_model",
+    "compiled first": "import osa.compiled, osa.runtime\nassert osa.runtime.KERNELS['attend'] and osa.create_model",
 }
 
 

@@ -1,8 +1,4 @@
-"""One door: `python -m pipeline` lists the commands, `python -m pipeline train --help` says what one takes.
-
-Each is a module of its own. In bash, this completes their names:
-eval "$(python -m pipeline completion)"
-"""
+"""One door: `python -m pipeline` lists the commands, `python -m pipeline train --help` says what one takes."""
 
 import ast
 import difflib
@@ -27,11 +23,6 @@ COMMANDS |= {"tracking": "tracking.__main__"}
 COMMANDS |= {
     name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "memory", "kernels"))
 }
-COMPLETION = """\
-_pipeline() {{
-  [ "${{COMP_WORDS[*]:1:2}} $COMP_CWORD" = "-m pipeline 3" ] && COMPREPLY=($(compgen -W "{}" -- "$2"))
-}}
-complete -o bashdefault -o default -F _pipeline python python3"""
 
 
 def main() -> None:
@@ -40,8 +31,6 @@ def main() -> None:
         print(docstring("__main__"), end="\n\n")
         for each, module in COMMANDS.items():
             print(f"  {each:<23}{docstring(module).splitlines()[0].partition(': `')[0].rstrip('.:')}")
-    elif name == "completion":
-        print(COMPLETION.format(" ".join(COMMANDS)))
     elif name not in COMMANDS:
         near = [f"; did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
         sys.exit(f"error: {name} is no command{''.join(near) or ': `python -m pipeline` lists them.'}")

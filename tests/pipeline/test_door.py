@@ -47,12 +47,6 @@ def test_a_command_runs_with_its_arguments_and_says_what_they_are(call, monkeypa
         call("tran")
 
 
-def test_names_complete_in_bash(call):
-    line = "COMP_WORDS=(python -m pipeline fan); COMP_CWORD=3; _pipeline python fan pipeline; echo ${COMPREPLY[@]}"
-    script = f"{call('completion')}\n{line}"
-    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout == "fan_out\n"
-
-
 @pytest.mark.slow
 def test_it_lists_and_helps_without_docstrings():
     for arguments, shown in (([], "Trains one variant"), (["train", "--help"], "--eager")):
@@ -66,4 +60,4 @@ def test_every_text_spells_commands_as_one_types_them():
     for path in texts:
         spelt |= set(re.findall(r"python3? -m pipeline([. ][\w.]*\w)", path.read_text(encoding="utf-8")))
     assert " fetch" in spelt
-    assert spelt - {" COMMAND", " benchmarks", " completion"} <= {f" {name}" for name in door.COMMANDS}
+    assert spelt - {" COMMAND", " benchmarks"} <= {f" {name}" for name in door.COMMANDS}

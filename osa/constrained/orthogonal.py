@@ -46,8 +46,8 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     j. So 2n − 3 steps of up to n/2 rotations at once make the same product, of 3n²(n − 1) operations. The backward pass
     undoes them step by step and needs memory of n² alone; it has no derivative itself.
 
-    Rotors cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n), multiplied in the same order with θ = −X_ji, turn vectors
-    by this very matrix: a rotor layer is this map.
+    A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) turns vectors as a rotation of the plane (i, j) does: a
+    layer of rotors is this map too.
 
     Example:
         >>> orthogonality_error(givens(torch.randn(8, 8, dtype=torch.float64))) < 1e-12

@@ -1,9 +1,10 @@
 """An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
-Each map of osa/constrained/orthogonal.py by our parametrisation, by torch's where it has it, and by the algorithms of
-pipeline/benchmarks/post.py, and `nn.Linear`: forward, and forward with backward to tokens and parameters. At one size all
-are timed in rounds of shuffled order, and divided by the dense layer of the same round. A size that a layer is predicted to
-be too slow for is absent. Writes orthogonal.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+It times each map of osa/constrained/orthogonal.py in three codes: our parametrisation, torch's (which has no Givens
+rotations), and the steps of pipeline/benchmarks/post.py; and `nn.Linear` beside them. It times a forward pass alone, and one
+with the gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and each time is
+divided by the dense layer's of the same round. A layer is left out at sizes where it would take too long. Writes
+orthogonal.csv and orthogonal.json to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -26,18 +27,18 @@ from pipeline.benchmarks import cost, measurements, post
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.core import provenance
 from pipeline.core.errors import entry_point
+from pipeline.results.measures import orthogonality_error
 
 DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
-LARGEST_ROTOR = 8  # n of multivectors, whose 2ⁿ components are multiplied by 2ⁿ
 TRAINING_TOKENS = 6400  # 128 images of 50
 SEED = 0
-SMALLEST = 4
+SMALLEST = 16  # n of the smallest layer
 TOKENS = (1, 128, TRAINING_TOKENS)
-STD = 0.01  # sd of the parameters, as the post draws them
-SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
-MOST_SECONDS = 1.5  # longest call: a size that is predicted to take more is left out
-POWER = 2.5  # power of n with which times are taken to grow: between that of many tokens, 2, and that of few, 3
-LARGEST = {"givens": 128, "rotors": LARGEST_ROTOR}  # n of the post's steps, which autograd keeps one by one
+STD = 0.01  # standard deviation of the parameters, as in the post
+SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
+MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
+POWER = 2.5  # predicted times grow as n^POWER: with many tokens they grow as n², with few as n³
+LARGEST_GIVENS = 128  # n of the post's Givens rotations: autograd stores the result of each of the n(n − 1)/2
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]
 
@@ -46,7 +47,7 @@ Key = tuple[str, str, int, int, str]
 
 @dataclass(frozen=True)
 class Layer:
-    """A function of tokens (b, n) and parameters, which it has at this size, and how many of them are free."""
+    """A function of tokens (b, n) and parameters, its parameters at this size, and how many degrees of freedom they have."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     parameters: Tensor
@@ -57,7 +58,7 @@ class Layer:
 def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("orthogonal", __doc__)
     parser.set_defaults(repeats=5)
-    parser.add_argument("--largest", type=int, default=1024, help="largest n, of 4, 8, 16, ...")
+    parser.add_argument("--largest", type=int, default=1024, help="largest n, of 16, 32, 64, ...")
     options, device = parser.parse_args(arguments), provenance.default_device()
     measurements.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
 
@@ -87,7 +88,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Every layer of width n by map and code; ours and torch's parametrise an orthogonal weight, at X ≠ 0."""
+    """Returns every layer of width n by map and code. Ours and torch's parametrise an orthogonal weight, at X ≠ 0."""
     generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
     angles = (STD * torch.randn(free, generator=generator)).to(device)
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)
@@ -103,15 +104,17 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
     found |= {(name, OURS): parametrised(orthogonal_, name, angles) for name in MAPS}
     theirs = lambda linear, name: parametrizations.orthogonal(linear, orthogonal_map=name)  # noqa: E731
     found |= {(name, TORCH): parametrised(theirs, of, vectors.tril(-1)) for name, of in TORCH_MAPS.items()}
-    literal = {name: vars(post)[name] for name in (*MAPS, "rotors") if name in vars(post) and n <= LARGEST.get(name, n)}
-    return found | {
-        (name, POST): Layer(function, vectors if name == "householder" else angles, free)
-        for name, function in literal.items()
-    }
+    for name in MAPS:
+        if name != "givens" or n <= LARGEST_GIVENS:
+            found[name, POST] = Layer(getattr(post, name), vectors if name == "householder" else angles, free)
+    return found
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Tells whether a call is worth its time, given n and seconds of the last one of its kind. The dense layer always is."""
+    """Returns whether to time a call, by `last`: n and seconds of the last call with the same map, code, tokens and pass.
+
+    The dense layer is timed at every size, as the others are divided by it.
+    """
     name, code, n, tokens, direction = key
     before = last.get(((name, code), tokens, direction))
     if code == DENSE or before is None:
@@ -120,9 +123,9 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
 
 
 def describe(layer: Layer, n: int) -> dict[str, float]:
-    """The numbers of a layer itself: parameters, and ‖WᵀW − I‖₂ of the matrix that it applies, in float32."""
+    """Returns the size of a layer's parameters, and ‖WᵀW − I‖₂ of the matrix that it applies in float32."""
     w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
-    error = torch.linalg.matrix_norm(w.mT @ w - torch.eye(n, dtype=w.dtype, device=w.device), 2).item()
+    error = orthogonality_error(w).item()
     return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}
 
 

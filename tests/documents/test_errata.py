@@ -84,7 +84,7 @@ def test_uniform_attention_is_a_stationary_point_of_its_penalty():
     assert gradient(torch.softmax(torch.randn(1, 1, 50, 50), -1)).abs().max() > 1e-3
 
 
-# The post: Givens rotations and rotors
+# The post: Givens rotations
 
 
 def test_the_givens_layer_turns_the_other_way():

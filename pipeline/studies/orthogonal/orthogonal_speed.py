@@ -8,12 +8,11 @@ import pandas as pd
 
 from pipeline.benchmarks.cost import BOTH
 from pipeline.benchmarks.measurements import measured
-from pipeline.benchmarks.orthogonal import DENSE, OURS, POST, TRAINING_TOKENS
+from pipeline.benchmarks.orthogonal import DENSE, OURS, POST, SMALLEST, TRAINING_TOKENS
 from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-LEAST_SIZE = 16  # n of a layer; the benchmark has smaller ones for the rotors alone
 SIZES = (64, 256)  # n between which the goal is set
 GOAL = 1.3  # ours over dense
 MUCH_SLOWER = 10.0  # the post's “significantly”, as we take it
@@ -32,7 +31,7 @@ def machine(path: Path) -> dict:
     """The machine; our layers in training over a dense one, at their slowest in `SIZES`; and the rows at which the post's
     two statements come nearest to failing."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
-    others = table[(table["code"] != DENSE) & (table["n"] >= LEAST_SIZE)]
+    others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]
     training = others[(others["tokens"] == TRAINING_TOKENS) & (others["pass"] == BOTH)]
     ours = training[(training["code"] == OURS) & training["n"].between(*SIZES)]
     literal = others[(others["map"] == "givens") & (others["code"] == POST) & (others["tokens"] == TRAINING_TOKENS)]

@@ -20,9 +20,7 @@ COMMANDS |= {
     name: f"tools.{name}" for name in ("fan_out", "plan", "reproduce", "restore", "doctor", "quickstart", "same_bits")
 }
 COMMANDS |= {"tracking": "tracking.__main__"}
-COMMANDS |= {
-    name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "memory", "kernels"))
-}
+COMMANDS |= {name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "kernels"))}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import shutil
 import stat
 import struct
 import tarfile
+import tracemalloc
 import unicodedata
 import zipfile
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_what_is_stored_is_mapped_and_has_the_digest_of_its_bytes():
     assert "data/folder/train-images.npy" in mapped
     loaded.train_images.pixels.zero_()  # whoever writes to it writes to memory
     assert idx.digest("data/folder") == expected
+
+
+def test_memory_holds_a_few_of_the_images_at_a_time():
+    for number in range(120):
+        save(f"train/cat/large {number}.png", np.full((96, 96, 3), number, np.uint8))
+    stored()  # what is imported and kept at the first use does not count
+    tracemalloc.start()
+    try:
+        loaded = stored()
+        for rows in torch.arange(len(loaded.train_images)).split(8):
+            loaded.train_images[rows].mean()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < loaded.train_images.pixels.nbytes / 2
 
 
 def test_more_classes_than_a_byte_has(monkeypatch, capsys):

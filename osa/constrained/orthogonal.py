@@ -50,7 +50,7 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     layer of rotors is this map too.
 
     Example:
-        >>> orthogonality_error(givens(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
+        >>> gram_error(givens(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
         True
     """
     n = x.shape[-1]
@@ -103,7 +103,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 
     Example:
         >>> q = exponential(torch.randn(8, 8, dtype=torch.float64))
-        >>> orthogonality_error(q) < 1e-12
+        >>> gram_error(q) < 1e-12
         True
     """
     a = _skew(x)
@@ -118,7 +118,7 @@ def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
     `osa.linalg.resolvent_times` computes the inverse. The map has no second derivative.
 
     Example:
-        >>> orthogonality_error(cayley(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
+        >>> gram_error(cayley(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
         True
     """
     return _Cayley.apply(x, _identity(x) if base is None else base)
@@ -154,7 +154,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     et al. 2006). Fewer than n − 1 reflections do not reach all of SO(n). The map has no second derivative.
 
     Example:
-        >>> orthogonality_error(householder(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
+        >>> gram_error(householder(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
         True
     """
     return _Householder.apply(x, _identity(x) if base is None else base)
@@ -255,11 +255,12 @@ def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
     return linear
 
 
-def orthogonality_error(weight: Tensor) -> float:
-    """The largest ‖WᵀW − I‖_F over the batch, or ‖WWᵀ − I‖_F where W is wide, in float64.
+def gram_error(weight: Tensor) -> float:
+    """Returns the largest ‖WᵀW − I‖_F over the batch, or ‖WWᵀ − I‖_F where W is wide, in float64: for one matrix the square
+    root of `osa.constrained.penalties.gram_penalty`.
 
     Example:
-        >>> orthogonality_error(torch.eye(16))
+        >>> gram_error(torch.eye(16))
         0.0
     """
     w = weight.detach().double()
@@ -268,12 +269,13 @@ def orthogonality_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """Tells whether the columns of W, or the rows of a wide W, are orthonormal to `ORTHONORMAL` or the rounding of its type.
+    """Returns whether the columns of W, or the rows of a wide W, are orthonormal: `gram_error` is at most `ORTHONORMAL`
+    or the rounding error of W's type, whichever is larger.
 
-    A weight with a NaN is not orthonormal. Weights without values, on the meta device, count as orthonormal.
+    A weight with a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
-    return weight.is_meta or orthogonality_error(weight) <= max(ORTHONORMAL, rounding)
+    return weight.is_meta or gram_error(weight) <= max(ORTHONORMAL, rounding)
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from pipeline.benchmarks.measurements import BEST, SDPA, with_best
 from pipeline.core import provenance
 from pipeline.core.errors import UserError, entry_point
 from pipeline.core.files import rounded
+from pipeline.results import measures
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
@@ -125,7 +126,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
         peak = max(peak, measurements.peak(device, dtype))  # once for each size: the machine may have been busy before
-        errors = {method: orthogonality_error(calls, method, width) for method in {key[0] for key in calls}}
+        errors = {method: error_of(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
             times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
             row = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True)) | times
@@ -190,15 +191,15 @@ def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple
     return before is None or before[1] * (tokens / before[0]) ** route.power <= MOST_SECONDS
 
 
-def orthogonality_error(calls: dict[Key, Call], method: str, width: int) -> float:
-    """‖AᵀA − I‖₂ of the first head, with A = exp(S) formed as the route's result for V = I. NaN for softmax and large N."""
+def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
+    """Returns ‖AᵀA − I‖₂ of the first head, with A = exp(S) as the route's result for V = I; NaN for softmax and large N."""
     call = calls.get((method, width, FORWARD))
     if call is None or method.startswith(SDPA) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
         return math.nan
     query, key = (tensor[0, 0] for tensor in call.tensors[:2])
     identity = torch.eye(len(query), dtype=query.dtype, device=query.device)
     a = call.function(query, key, identity).double()
-    return torch.linalg.matrix_norm(a.mT @ a - identity.double(), 2).item()
+    return measures.orthogonality_error(a).item()
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:

@@ -46,13 +46,20 @@ def exponential(s: Tensor) -> Tensor:
 
 
 def orthogonality_error(y: Tensor) -> Tensor:
-    """‖YᵀY − I‖₂ for Y (..., N, N), (...)."""
+    """Returns ‖YᵀY − I‖₂, or ‖YYᵀ − I‖₂ where Y is wide, for Y (..., m, n): (...)."""
+    y = y.mT if y.shape[-2] < y.shape[-1] else y
     return norm(y.mT @ y - torch.eye(y.shape[-1], dtype=y.dtype, device=y.device))
 
 
 def effective_rank(eigenvalues: Tensor) -> float:
     """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 for one direction, n for n equal ones."""
     return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
+
+
+def mean_cosine(cosines: Tensor) -> Tensor:
+    """Returns the mean cosine of two different tokens, (...), for the cosines of all pairs, (..., N, N)."""
+    n = cosines.shape[-1]
+    return (cosines.sum((-2, -1)) - n) / (n * n - n)
 
 
 def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:

@@ -42,6 +42,13 @@ def test_exponential_is_torch_s_where_that_is_good():
 def test_orthogonality_error_of_a_known_matrix():
     matrices = torch.stack([torch.eye(3), torch.diag(torch.tensor([1.0, 3.0, 0.5]))]).double()
     assert measures.orthogonality_error(matrices).tolist() == [0, 8]
+    rows = torch.diag(torch.tensor([1.0, 3.0, 0.5])).double()[:2]
+    assert measures.orthogonality_error(rows) == measures.orthogonality_error(rows.mT) == 8
+
+
+def test_mean_cosine_of_known_tokens():
+    cosines = torch.tensor([[[1, 0.5], [0.5, 1]], [[1, -1], [-1, 1]]])
+    assert measures.mean_cosine(cosines).tolist() == [0.5, -1]
 
 
 def gaussian(*shape, seed=0):

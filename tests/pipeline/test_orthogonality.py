@@ -9,7 +9,7 @@ from osa.constrained.orthogonal import (
     CONSTRAINTS,
     MAPS,
     StiefelConstraint,
-    orthogonality_error,
+    gram_error,
 )
 from osa.constrained.penalties import PENALTIES, with_penalty
 from pipeline.config import params
@@ -61,7 +61,7 @@ def test_constrained_weights_are_orthogonal_after_a_training_with_decay(keep):
     settings = {"weight_decay": 0.5, "learning_rate": 0.01}
     start, free = training("osa_exact"), finished(options("osa_exact", settings))
     run = finished(options("osa_exact", settings, keep=keep, keep_by="retraction"))
-    errors = [max(map(orthogonality_error, weights(each, keep))) for each in (run, free)]
+    errors = [max(map(gram_error, weights(each, keep))) for each in (run, free)]
     assert errors[0] < FLOAT32 < 1e-2 < errors[1]
     assert all((old - new).norm() > 0.1 for old, new in zip(weights(start, keep), weights(run, keep), strict=True))
 
@@ -78,7 +78,7 @@ def test_parametrised_weights_are_orthogonal_do_not_decay_and_are_read_back(by):
     }
     assert len(decayed["params"]) + len(others["params"]) == len(parameters) and others["weight_decay"] == 0
     for block, before in zip(model.blocks, start.model.blocks, strict=True):
-        assert orthogonality_error(block.attention.out.weight) < FLOAT32
+        assert gram_error(block.attention.out.weight) < FLOAT32
         assert (block.attention.out.weight - before.attention.out.weight).norm() > 0.01
 
 

@@ -28,7 +28,7 @@ from osa.shaped.schedules import (
 )
 from pipeline.config.looks import look_of
 from pipeline.config.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
-from pipeline.results.measures import effective_rank, exponential, skew
+from pipeline.results.measures import effective_rank, exponential, mean_cosine, skew
 from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
@@ -103,15 +103,9 @@ def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
 
 
 def cosines(kernel: Tensor) -> Tensor:
-    """C = diag(Σ)^{−½} Σ diag(Σ)^{−½}, what a norm before or after leaves of Σ."""
+    """Returns C = diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, and Σ of normalised tokens."""
     scale = kernel.diagonal().rsqrt()
     return kernel * scale * scale[:, None]
-
-
-def mean_cosine(kernel: Tensor) -> float:
-    """Mean cosine of two different tokens."""
-    n = len(kernel)
-    return ((cosines(kernel).sum() - n) / (n * n - n)).item()
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
@@ -119,7 +113,7 @@ def summary(kernel: Tensor) -> dict[str, float]:
     c, q = cosines(kernel), kernel.diagonal()
     near, far = 1, len(c) // 2
     return {
-        "cosine": mean_cosine(kernel),
+        "cosine": mean_cosine(c).item(),
         "near": c.diagonal(near).mean().item(),
         "far": c.diagonal(far).mean().item(),
         "effective_rank": effective_rank(torch.linalg.eigvalsh(c).clamp(min=0)),
@@ -231,7 +225,7 @@ def skips(settings: Settings) -> Iterator[dict]:
         for before, after in zip(steps, reached, strict=False):
             matrix = attention_between("exponential", n, before, after)
             kernel = shortcut**2 * kernel + (1 - shortcut**2) * matrix @ kernel @ matrix.mT
-        target = mean_cosine(exponential_kernel(n, SKIP_GAMMA))
+        target = mean_cosine(cosines(exponential_kernel(n, SKIP_GAMMA))).item()
         yield {"depth": depth, "equation": equation, "target_cosine": target} | summary(kernel)
 
 

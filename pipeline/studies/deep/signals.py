@@ -25,7 +25,7 @@ from osa.shaped.schedules import exponential_kernel, uniform_kernel
 from osa.vit import VisionTransformer
 from pipeline.config.looks import look_of
 from pipeline.config.params import PositiveInt, Section, Seeds
-from pipeline.results.measures import attention_inputs, effective_rank, gradient_norm, norm
+from pipeline.results.measures import attention_inputs, effective_rank, gradient_norm, mean_cosine, norm
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
@@ -109,13 +109,11 @@ def of_tokens(x: Tensor) -> dict[str, float]:
     """q, mean cosine and effective rank of (images, N, d)."""
     unit = F.normalize(x, dim=-1, eps=0)
     cosines = unit @ unit.mT  # (images, N, N)
-    n = cosines.shape[-1]
     ranks = [effective_rank(values) for values in torch.linalg.eigvalsh(cosines).clamp(min=0)]
-    mean = (cosines.sum((1, 2)) - n) / (n * n - n)
     squares = x.square().mean(-1)  # (images, N)
     low, high = squares.flatten().quantile(squares.new_tensor(BAND)).tolist()
     square = {"q": squares.mean().item(), "q_low": low, "q_high": high}
-    return square | {"cosine": mean.mean().item(), "rank": float(np.mean(ranks))}
+    return square | {"cosine": mean_cosine(cosines).mean().item(), "rank": float(np.mean(ranks))}
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from osa.constrained.orthogonal import StiefelConstraint
 from pipeline.config.looks import LINE_WIDTH, PALETTE
@@ -39,8 +38,10 @@ DRAWN = {  # lines of the figure
 def watch(training: loop.Training) -> list[dict[str, float]]:
     """Condition numbers of every layer and head, and how far constrained weights are from orthonormal, ‖WᵀW − I‖₂."""
     keep = training.config.variant.keep
-    error = max(map(error_of, StiefelConstraint(training.model, keep).weights())) if keep else math.nan
-    rows = []
+    error, rows = math.nan, []
+    if keep:
+        weights = [w.double().cpu() for w in StiefelConstraint(training.model, keep).weights()]
+        error = max(measures.orthogonality_error(w).max().item() for w in weights)
     for layer, block in enumerate(training.model.blocks, 1):
         heads = [[w.detach().double().cpu() for w in head] for head in measures.head_weights(block.attention)]
         products = torch.stack([value @ out for _, _, value, out in heads])  # (h, d, d)
@@ -51,12 +52,6 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
             kappas = {"weight_kappa": measures.weight_condition(query, key), "head_kappa": head_kappa}
             rows.append({"layer": layer, "head": head, "error": error} | kappas | {"layer_kappa": layer_kappa})
     return rows
-
-
-def error_of(weight: Tensor) -> float:
-    """The largest ‖WᵀW − I‖₂ of a batch, or ‖WWᵀ − I‖₂ where W is wide."""
-    w = weight.detach().double().cpu()
-    return measures.orthogonality_error(w.mT if w.shape[-2] < w.shape[-1] else w).max().item()
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:

@@ -13,9 +13,9 @@ from pipeline.studies.deep.kernels_with_depth import (
     Settings,
     alibi,
     eq_25,
-    mean_cosine,
     measure,
     softmax_rows,
+    summary,
     through,
 )
 
@@ -76,10 +76,10 @@ def test_uniform_softmax_makes_all_tokens_one_in_a_block():
     steps = softmax_rows(torch.full((1, 50, 50), 1 / 50, dtype=torch.float64), 0.98)
     identity = torch.eye(50, dtype=torch.float64)
     after = steps["vanilla"](identity)
-    assert mean_cosine(after) == pytest.approx(1) and after.trace().item() / 50 == pytest.approx(1 / 50)
+    assert summary(after)["cosine"] == pytest.approx(1) and after.trace().item() / 50 == pytest.approx(1 / 50)
     for name, expected in {"pre_ln": (0.458, 0.829, 0.964), "post_ln": (0.558, 0.988, 1.0)}.items():
         kernels = list(through(identity, [steps[name]] * 36))
-        assert [mean_cosine(kernels[depth - 1]) for depth in (6, 12, 36)] == pytest.approx(expected, abs=6e-4)
+        assert [summary(kernels[depth - 1])["cosine"] for depth in (6, 12, 36)] == pytest.approx(expected, abs=6e-4)
 
 
 def test_a_row_is_what_a_wide_layer_does():

@@ -35,7 +35,7 @@ from pipeline.config.params import Params, RunConfig
 from pipeline.config.records import RECORD, RunRecord
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.results.runs import recorded
-from pipeline.tools import cluster, gpus, locks, times
+from pipeline.tools import cluster, locks, times
 from pipeline.tools.jobs import (
     OF_TABLE_2,
     PROCESSES,
@@ -86,8 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the options of every command that trains side by side."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
-    per_gpu_help = "trainings at a time on one GPU; default: one, or under NVIDIA's MPS as many as fit"
-    parser.add_argument("--per-gpu", type=positive, metavar="N", help=per_gpu_help)
+    per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
+    parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
     parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
     return parser
 
@@ -119,13 +119,13 @@ def single_instance(lock: Path) -> Iterator[None]:
 
 
 def train_all(
-    jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int | None = None
+    jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int = 1
 ) -> Iterator[list[Run]]:
     """Trains on a cluster or here. Yields the runs that have ended since the last time, which MLflow then shows."""
     if address:
-        finished, at_a_time = on_cluster(jobs, address, per_gpu or 1), len(jobs)
+        finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
     else:
-        at_a_time = at_a_time or at_once(jobs, per_gpu)
+        at_a_time = at_a_time or at_once(per_gpu)
         finished = here(jobs, at_a_time)
     for ended in follow(jobs, finished, at_a_time):
         if not no_tracking:
@@ -133,29 +133,13 @@ def train_all(
         yield ended
 
 
-def at_once(jobs: list[Job], per_gpu: int | None) -> int:
-    """Returns the number of trainings at a time on this machine: one a core, or one a GPU, or as many as fit under MPS.
-    Where MPS does not run, a line says how to start it and what that saves."""
+def at_once(per_gpu: int) -> int:
+    """Returns how many trainings run at a time on this machine: `per_gpu` a GPU, or where there is no GPU one a core."""
     import torch  # slow, and mostly nothing is left to train
 
-    count = torch.cuda.device_count()
-    if not count:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # as on macOS
-    if per_gpu:
+    if count := torch.cuda.device_count():
         return count * per_gpu
-    fit = gpus.that_fit(config for _, config in jobs)
-    if gpus.has_mps():
-        return count * fit
-    if fit > 1 and len(jobs) > count and gpus.can_start_mps():
-        estimates = times.Estimates(record for _, record in recorded())
-        seconds = [estimates.of(*job) for job in jobs]
-        left = [time_left(seconds, at_a_time).removesuffix(" left") for at_a_time in (count, count * fit)]
-        print(
-            f"One training leaves most of a GPU idle: `{gpus.CONTROL} -d` starts NVIDIA's MPS, under which {fit} share one "
-            f"({left[0]} as it is, {left[1]} at best).",
-            file=sys.stderr,
-        )
-    return count
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # as on macOS
 
 
 # progress

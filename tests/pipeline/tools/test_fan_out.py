@@ -400,6 +400,16 @@ def test_a_record_is_looked_at_once_however_many_trainings_wait(monkeypatch):
     assert len(seen) == len(made) + 4 * len(jobs), "and each training that waits, at the beginning and three times"
 
 
+def test_a_gpu_takes_one_training_or_as_many_as_are_asked_for_and_a_core_one(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert (fan_out.at_once(1), fan_out.at_once(3)) == (2, 6)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert fan_out.at_once(3) == 16
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert fan_out.at_once(1) == os.cpu_count()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("gpus", [0, 1])

@@ -39,12 +39,12 @@ from pipeline.results import measures
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
 WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
-SAMPLE_SECONDS = 0.02  # a sample repeats its call for as long
-MOST_SECONDS = 2.0  # longest call: a size that is predicted to take more is left out
+SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
+MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # largest N×N matrix
 MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
-MOST_TOKENS_ERROR = 512  # up to which A is formed and ‖AᵀA − I‖₂ taken
-ALLOWANCE = 1.5  # above the peak, for a clock rate that rises between the two measurements
+MOST_TOKENS_ERROR = 512  # ‖AᵀA − I‖₂ is measured up to this number of tokens, as A is formed for it
+ALLOWANCE = 1.5  # factor above the peak: the clock rate may rise between the two measurements
 BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def file_name(options: argparse.Namespace) -> str:
-    """attention, and what of the options is not the usual: attention_bfloat16, attention_512_heads, attention_norm_8."""
+    """Returns "attention" with type, heads and norm where they are not the default, such as attention_bfloat16_norm_8."""
     unusual = {
         options.dtype: options.dtype != "float32",
         f"{options.heads}_heads": options.heads != 1,
@@ -138,7 +138,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
 
 
 def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
-    """Every way to compute attention that takes these inputs."""
+    """Returns every way to compute attention that accepts these inputs, by name."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
     methods = [method for method in METHODS if method != "qr_literal"]  # the literal code is below
@@ -154,7 +154,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
 
 
 def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` with narrower inputs widened, as torch.linalg has no bfloat16."""
+    """Returns `function` in float32 for inputs of any type, as torch.linalg has no bfloat16."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return function(query.float(), key.float(), value.float()).to(value.dtype)
@@ -168,10 +168,10 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Tells whether a backend of torch computes attention and its gradients for such inputs, by a try on few tokens."""
+    """Returns whether a backend of torch computes attention and its gradients for such inputs: tries it on a few tokens."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells by warnings why a backend does not
+        warnings.simplefilter("ignore")  # torch warns why a backend refuses the inputs
         try:
             Call(function, few).with_backward()()
         except RuntimeError:
@@ -180,7 +180,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
-    """Tells whether a call is worth its time and memory, given tokens and seconds of the last one."""
+    """Returns whether to time a call, by its memory and by `before`: tokens and seconds of the route's last call."""
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
         return False  # torch.linalg.qr has no gradient for a wide matrix
@@ -203,7 +203,7 @@ def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:
-    """Ratios by size: seconds of the best SDPA over "exact", and of the literal formulas over ours; absent where one is."""
+    """Returns ratios of seconds by size: the best SDPA over "exact", and the literal formulas over our methods."""
     pairs = [(BEST, "exact"), ("literal_qr", "qr"), ("literal_qr", "exact"), ("literal_newton_schulz", "newton_schulz")]
     result = []
     for (direction, width, tokens), rows in with_best(table).groupby(["pass", "width", "tokens"], sort=True):

@@ -1,11 +1,11 @@
 """A training step of each model of the paper, against the straightforward script: `python -m pipeline benchmarks.step`.
 
 Both sides take the same steps in one process, in rounds of shuffled order: a batch of the true size, forward, backward,
-clipping, AdamW. Ours is what `pipeline.training` runs, on CUDA also without its graph; theirs is
-`benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings, reading the loss
-after each step as such scripts do. Both start from the same weights: the initial ones of seed 0 and, where the run of seed 0
-has been trained here, its last ones, whose ‖S‖ is larger. In the same rounds a large product of matrices shows what the
-machine can do, of which a step reaches a share. Writes step.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+clipping, AdamW. Our side is the step of `pipeline.training`, on CUDA with its graph and without. The other side is
+`benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings; it reads the loss
+after each step, as such scripts do. Both start from the initial weights of one seed. Where that seed's run is trained, they
+also start from its last weights, whose ‖S‖ is larger. A large product of matrices takes part in the rounds: it shows the
+speed that the machine reaches. Writes step.csv and step.json to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -36,12 +36,12 @@ from pipeline.training.loop import Training, make_deterministic
 from pipeline.training.run import Run
 
 SEED = 5  # one of those whose weights git keeps
-SAMPLE_SECONDS = 0.5  # a turn repeats its step for as long
-EXACT = "osa_exact"  # ours, not in the paper
+SAMPLE_SECONDS = 0.5  # each sample repeats its step for at least this long
+EXACT = "osa_exact"  # our model, which the paper does not have
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]
-PEAK = "product", "", ""  # product of two matrices, in the place of a step's model, code and weights
-PEAK_SIZE = 2048
+PEAK = "product", "", ""  # key of the product of two matrices, in place of model, code and weights
+PEAK_SIZE = 2048  # rows and columns of both matrices
 
 Step = Callable[[], object]
 
@@ -70,14 +70,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def compared(settings: Params) -> list[str]:
-    """The models of Table 2 that are run, and ours."""
+    """Returns the models of Table 2 that `params.yaml` lists under run.variants, and ours."""
     return [*(variant for variant in settings.run.variants if variant in params.load_paper().table_2), EXACT]
 
 
 def prepare(
     variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
 ) -> tuple[dict[tuple[str, str, str], Step], dict[tuple[str, str, str], float]]:
-    """The steps by model, code and weights, and the seconds of the first step of the compiled ones."""
+    """Returns the steps by model, code and weights, and the seconds that the first step of each compiled model took."""
     steps, compile_seconds, loaded = {}, {}, {}
     for variant in tqdm(variants, desc="prepare", disable=None):
         config = with_whole_batches(params.resolve(settings, variant))
@@ -102,7 +102,9 @@ def prepare(
 
 
 def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict[tuple[str, str, str], int]:
-    """Floating-point operations of the products of each step; of a graph and of compiled code, those of our eager code."""
+    """Returns the floating-point operations of each step's matrix products. A graph and compiled code hide theirs: they are
+    taken from our eager code.
+    """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
     for model, code, weights in steps:
@@ -112,7 +114,7 @@ def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict
 
 
 def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.Data], device: torch.device) -> Training:
-    """A training at its start or with the weights of its end; all share one copy of the data, by pixel scaling."""
+    """Returns a training with its initial or its trained weights. `loaded` holds the data once for each pixel scaling."""
     training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
     if weights == TRAINED:
@@ -121,19 +123,19 @@ def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.Da
 
 
 def with_whole_batches(config: RunConfig) -> RunConfig:
-    """The same without the smaller last batch of an epoch: every step is to be of the same size."""
+    """Returns the configuration without the smaller last batch of an epoch, so that all steps have the same size."""
     return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
 
 
 def our_step(training: Training) -> Step:
-    """One step of a training after the other, through the epochs."""
+    """Returns a function that takes the next step of a training, epoch after epoch."""
     keep_weights(*training.optimizers)
     batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
     return in_mode(True, lambda: training.step(*next(batches)))
 
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> Step:
-    """The same of the straightforward script, from the same weights."""
+    """Returns a function that takes the next step of the straightforward script, from the weights of `ours`."""
     from torchvision import datasets, transforms  # seconds to import
 
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
@@ -164,13 +166,13 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
 
 
 def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
-    """Learning rate 0: the same arithmetic, and after any number of steps still the weights that the row names."""
+    """Sets the learning rates to 0: the arithmetic is the same, and the weights stay those that the row names."""
     for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = 0.0
 
 
 def in_mode(deterministic: bool, step: Step) -> Step:
-    """`step` in torch's deterministic mode, in which trainings run, or without it, as a script does by default."""
+    """Returns `step` in torch's deterministic mode, as trainings run, or without it, as scripts run by default."""
 
     def call() -> object:
         torch.use_deterministic_algorithms(deterministic)
@@ -180,7 +182,7 @@ def in_mode(deterministic: bool, step: Step) -> Step:
 
 
 def unpack(source: str, folder: Path) -> None:
-    """The files of the fetch stage where torchvision looks for those of MNIST."""
+    """Unpacks the files of the fetch stage to where torchvision looks for MNIST's."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     for path in idx.folder(source).glob("*.gz"):
@@ -188,9 +190,8 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """Ratios by weights: each OSA model over ViT, both ours, and straightforward over ours by model and for their sums.
-
-    Where ours is a graph, eager over it too. A ratio of which not all models have been measured is absent.
+    """Returns ratios of seconds by weights: our OSA models over our ViT, and straightforward over ours, by model and for
+    sums of models; where our step is a graph, also eager over graph. A ratio is absent unless its models were all measured.
     """
     paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]

@@ -1,7 +1,7 @@
 """The models as one would first write them: torchvision's ViT, and the paper's formulas with the library calls it names.
 
-Nothing in here is clever, and nothing slow on purpose: torch.linalg.qr, torch.linalg.matrix_exp, Eq. 9 on the N×2d_v matrix.
-`load_weights` gives a model the weights of ours, with which it computes the same function.
+The formulas are neither optimised nor slowed down: torch.linalg.qr, torch.linalg.matrix_exp, and Eq. 9 on the N×2d_v matrix.
+`load_weights` copies the weights of our model, with which a model of this file computes the same function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import osa
 from osa.reference import newton_schulz_basis
 from pipeline.config.params import RunConfig
 
-if TYPE_CHECKING:  # seconds to import, and the formulas need none of it
+if TYPE_CHECKING:  # torchvision takes seconds to import, and the formulas do not need it
     from torchvision.models.vision_transformer import VisionTransformer
 
 RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
@@ -38,9 +38,9 @@ RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls t
 def orthogonal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | Tensor, num_iterations: int | None = None
 ) -> Tensor:
-    """Eq. 5–7: B from M = [Q, K], [S] = BᵀSB, then V + B (exp[S] − I) BᵀV.
+    """Returns V + B (exp[S] − I) BᵀV with [S] = BᵀSB, (..., N, d_v) (Eq. 5–7), for a basis B of the columns of M = [Q, K].
 
-    B is that of the reduced QR decomposition, or the result of `num_iterations` Newton–Schulz iterations (Eq. 9).
+    B is Q of the reduced QR decomposition of M, or the result of `num_iterations` Newton–Schulz iterations (Eq. 9).
     """
     m = torch.cat([query, key], dim=-1)  # (..., N, 2 d_v)
     if num_iterations is None:
@@ -72,7 +72,7 @@ class OrthogonalAttention(nn.Module):
 
 
 class SoftmaxAttention(nn.MultiheadAttention):
-    """torch's own, as torchvision's encoder calls it."""
+    """torch's multi-head attention, called as torchvision's encoder calls it."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__(embed_dim, num_heads, batch_first=True)
@@ -82,7 +82,7 @@ class SoftmaxAttention(nn.MultiheadAttention):
 
 
 class Block(nn.Module):
-    """torchvision's block, with what the variant leaves out left out."""
+    """torchvision's block, without skips or norms where the variant has none."""
 
     def __init__(self, attention: nn.Module, embed_dim: int, hidden_dim: int, *, skip: bool, norm: bool) -> None:
         from torchvision.models.vision_transformer import MLPBlock
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """torchvision's ViT for these images; where the variant is not that ViT, with blocks of its own."""
+    """Returns torchvision's ViT for these images, with the blocks of this file unless the variant is that very ViT."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant
@@ -130,7 +130,7 @@ def build(config: RunConfig) -> VisionTransformer:
 
 
 def load_weights(model: VisionTransformer, ours: osa.VisionTransformer) -> None:
-    """Copies all weights of ours, of the same variant, into the straightforward model."""
+    """Copies all weights of our model of the same variant into the straightforward one."""
     own, state = model.state_dict(), {}
     for name, tensor in ours.state_dict().items():
         for old, new in RENAMED.items():

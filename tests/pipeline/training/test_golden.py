@@ -1,7 +1,7 @@
 """The numbers of trainings, as osa.NUMERICS stands for them: the losses of every model's first steps on the sample.
 
 An edit that changes them on purpose raises osa.NUMERICS and writes tests/golden.json again:
-`python -m tests.pipeline.test_golden`.
+`python -m tests.pipeline.training.test_golden`.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipeline.tools.same_bits import first_steps
 from pipeline.training.loop import make_deterministic
 from tests.osa.helpers import REPRESENTATIVES
 
-GOLDEN = Path(__file__).parents[1] / "golden.json"
+GOLDEN = Path(__file__).parents[2] / "golden.json"
 STEPS = 20
 EXPECTED = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {"losses": {}}
 

@@ -1,6 +1,6 @@
 """Each of the paper's models learns the sample: after two epochs its test accuracy is near the one that it had before.
 
-An edit that changes them on purpose writes tests/learning.json again: `python -m tests.pipeline.test_learning`.
+An edit that changes them on purpose writes tests/learning.json again: `python -m tests.pipeline.training.test_learning`.
 """
 
 import json
@@ -14,7 +14,7 @@ from pipeline.core import files
 from pipeline.data import fetch
 from pipeline.training.loop import Observer, Training, make_deterministic
 
-GOLDEN = Path(__file__).parents[1] / "learning.json"
+GOLDEN = Path(__file__).parents[2] / "learning.json"
 MODELS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm")
 QUICK = {
     "model": {"patch_size": 7, "embed_dim": 32, "depth": 2},  # N = 17

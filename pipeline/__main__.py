@@ -1,4 +1,4 @@
-"""One door: `python -m pipeline` lists the commands, `python -m pipeline train --help` says what one takes."""
+"""All commands: `python -m pipeline` lists them, `python -m pipeline train --help` explains one."""
 
 import ast
 import difflib
@@ -33,7 +33,7 @@ def main() -> None:
         near = [f"; did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
         sys.exit(f"error: {name} is no command{''.join(near) or ': `python -m pipeline` lists them.'}")
     elif {"-h", "--help"} & {*arguments} and "parse_args" not in path(COMMANDS[name]).read_text(encoding="utf-8"):
-        print(docstring(COMMANDS[name]))  # it takes none
+        print(docstring(COMMANDS[name]))  # the command takes no options
     else:
         sys.argv = [f"python -m pipeline {name}", *arguments]
         importlib.import_module(f"pipeline.{COMMANDS[name]}").main()
@@ -44,7 +44,7 @@ def path(module: str) -> Path:
 
 
 def docstring(module: str) -> str:
-    """Reads it from the file: nothing is imported, and `python -OO` keeps none."""
+    """The module's docstring, read from its file: importing is slow, and `python -OO` drops docstrings."""
     return ast.get_docstring(ast.parse(path(module).read_text(encoding="utf-8")))
 
 

@@ -1,6 +1,6 @@
-"""The check stage: params.yaml is what its schema allows.
+"""The check stage: checks params.yaml against its schema.
 
-Every other stage waits for it. Its output never changes, so that an edit of a parameter reruns what depends on that alone.
+Every other stage waits for this one. Its output never changes, so an edited parameter reruns only the stages that use it.
 """
 
 from pathlib import Path

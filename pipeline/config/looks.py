@@ -1,21 +1,21 @@
-"""One look for each model, the same wherever it is drawn, and the style that all figures share."""
+"""The colour and dashes of each model, the same in all figures, and the figures' common style."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Okabe and Ito (2008): colours that colour-blind readers tell apart. Their black is the text's colour, light or dark.
-# The last four, for models of one's own, are of Tol (2021).
+# Okabe and Ito (2008): colours that colour-blind readers can tell apart, with the colour of the text for their black.
+# The last four, for the user's models, are from Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
-DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # times 11 colours: 66 looks
+DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # with 11 colours: 66 looks
 # Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # least of a line on the dark page: a contrast of 4, where WCAG 2.2 (1.4.11) asks for 3
+LEAST_LUMINANCE = 0.2  # of a line on the dark page: gives a contrast of 4; WCAG 2.2 (1.4.11) requires 3
 FIXED = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")  # osa.MODELS
 FIXED += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
 FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
 FIXED += ("espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm")
-METHODS = {  # the model whose look a method of attention has where it is drawn by itself
+METHODS = {  # method of attention: the model whose look it borrows
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",
     "exact": "osa_exact",
@@ -34,9 +34,9 @@ METHOD_LABELS = {
 }
 LINE_WIDTH = 1.6
 STYLE = {
-    "svg.hashsalt": "figure_1",  # element names that do not change from run to run
-    "svg.fonttype": "none",  # text stays text: it can be searched, and read aloud
-    "font.sans-serif": ["DejaVu Sans"],  # whose widths the layout has; a page sets its own
+    "svg.hashsalt": "figure_1",  # makes the names of elements the same in every run
+    "svg.fonttype": "none",  # keeps text as text, for search and screen readers
+    "font.sans-serif": ["DejaVu Sans"],  # the layout uses its widths; a page sets another font
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -59,19 +59,19 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Look:
-    """Colour and dashes of a model; dashes in units of the line width, none for a solid line."""
+    """Colour and dashes of a model. Dashes are in units of the line width; empty for a solid line."""
 
     colour: str
     dashes: tuple[float, ...]
 
     def line(self, **changes) -> dict:
-        """The arguments of matplotlib's plot."""
+        """Keyword arguments for matplotlib's `plot`."""
         dashes = (0, self.dashes) if self.dashes else "-"
         return {"color": self.colour, "linestyle": dashes, "linewidth": LINE_WIDTH} | changes
 
 
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
-    """The look of a model, or of a method of attention. A model of one's own has the next by its place `among` others."""
+    """The look of a model or method of attention. Models outside osa.MODELS get the next looks, in the order of `among`."""
     name = METHODS.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
     place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)
@@ -79,7 +79,7 @@ def look_of(name: str, among: Iterable[str] = ()) -> Look:
 
 
 def on_page(colour: str) -> str:
-    """A colour as a page writes it: what is too dark for the dark scheme is mixed with white there."""
+    """A colour in CSS. One that is too dark for a dark page is mixed with white there."""
     if colour in ON_PAGE:
         return ON_PAGE[colour]
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -1,6 +1,6 @@
-"""The typed schema of params.yaml and of pipeline/paper.yaml, and the configuration of a run that follows from them.
+"""The typed schemas of params.yaml and pipeline/paper.yaml, and the configuration of a run, which follows from them.
 
-params.yaml holds what one edits. paper.yaml holds what the paper says: its numbers, its recipe by each reading, and what it
+params.yaml is for the user to edit. paper.yaml holds the paper's numbers, its recipe in each reading, and the choices it
 leaves open.
 """
 
@@ -34,7 +34,7 @@ def _distinct(items: list) -> list:
 
 
 def _drawable(text: str) -> str:
-    """A label, which figures and pages then show as it is written."""
+    """Checks a label, and returns it unchanged. Figures and pages can then show it exactly as written."""
     if "$" in text:
         raise ValueError(f"{text!r} has a $, which figures take for mathematics; leave it out")
     if text.startswith("_"):
@@ -47,17 +47,17 @@ def _drawable(text: str) -> str:
 
 
 def _is_strange(letter: str) -> bool:
-    """Tells whether figures lack a sign for a letter, or would write a right-to-left one in the other direction."""
+    """True if the figures' font lacks the letter, or if it is written right to left, which figures would reverse."""
     from matplotlib import font_manager  # slow to import, and labels are mostly ASCII
 
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also a stage name and a folder
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also names a stage and a folder
 MAX_SEED = 2**31 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # or none
+AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
 Seeds = Annotated[AnySeeds, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
 Size = Annotated[int, Field(gt=0, le=MOST)]
@@ -67,7 +67,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Images(NamedTuple):
-    """Facts about a data set that a model depends on."""
+    """The properties of a data set that determine a model's input and output."""
 
     channels: int
     size: int  # height and width
@@ -77,25 +77,25 @@ class Images(NamedTuple):
 DIGITS = Images(1, 28, 10)
 IMAGES = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), DIGITS)  # published data sets
 IMAGES["cifar10"] = Images(3, 32, 10)
-FIRST = "first"  # the reading of studies that name none: they train nothing
-FOLDER, DESCRIPTION = "folder", "images.json"  # one's own images, and their description in the same folder
+FIRST = "first"  # default reading, for studies that train nothing
+FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
 SHARED = get_args(SharedSection)
 Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
 
 
 class Section(BaseModel):
-    """A block of params.yaml: unknown keys and numbers written as text are refused."""
+    """A block of params.yaml. Refuses unknown keys, and numbers written as text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, raw: Any) -> Any:
-        """Before anything else, as a misspelt key leaves another one missing."""
+        """Refuses unknown keys first: after a misspelt key, pydantic would report the right one as missing."""
         if isinstance(raw, dict) and cls.model_config["extra"] == "forbid":
             for key in itertools.filterfalse(cls.model_fields.__contains__, raw):
-                shown = str(key).encode(errors="backslashreplace").decode()  # without half a character
+                shown = str(key).encode(errors="backslashreplace").decode()  # escapes lone surrogates
                 raise PydanticCustomError("unknown_key", "{key}", {"key": shown, "hint": hint(key, cls.model_fields)})
         return raw
 
@@ -133,14 +133,14 @@ class Data(Section):
 
     @property
     def images(self) -> Images:
-        """Raises UserError if they are one's own, and fetch has not stored them."""
+        """Properties of the data. Raises UserError if the source is a folder that fetch has not stored yet."""
         if self.source != FOLDER:
             return IMAGES[self.source]
         stored = self.description()
         return Images(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """Description of the stored own images. Raises UserError where there is none, or one of other images."""
+        """Description of the user's stored images. Raises UserError if absent, or if it describes other images."""
         path = Path("data", FOLDER, DESCRIPTION)
         try:
             stored = validate(Description, read_json(path), str(path))
@@ -157,12 +157,12 @@ class Data(Section):
 def options(
     group: type, *, absent: Iterable[str] = (), optional: Iterable[str] | None = None, **limits: Any
 ) -> type[Section]:
-    """A section whose keys are the options of a group of `osa.ModelConfig`, with their types, bounds and choices.
+    """Makes a section from a group of `osa.ModelConfig` options: their names, types, bounds and choices.
 
     Args:
-        absent: those that are no keys.
-        optional: those that may be left out for the library's default; without it all that have one.
-        limits: further ones, as `Field` has them.
+        absent: options to leave out of the section.
+        optional: options that a user may omit for the library's default. None: all that have a default.
+        limits: further bounds of an option, as keywords of `Field`.
     """
     keys = {}
     for option in dataclasses.fields(group):
@@ -181,16 +181,16 @@ BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 class Model(
     options(
         Sizes,
-        absent=("image_size", "in_channels"),  # the data have them
+        absent=("image_size", "in_channels"),  # follow from the data
         optional=("norm_eps",),
         num_classes={"ge": 2, "le": 10**4},
     )
 ):
-    """The model's sizes but for those that the data have."""
+    """Model sizes, except image size and channels, which follow from the data."""
 
 
 class Init(options(Start, optional=(), alpha={"ge": -1e6, "le": 1e6})):
-    """Initialisation, for every architecture."""
+    """Initialisation, the same for every architecture."""
 
 
 class Train(Section):
@@ -207,12 +207,12 @@ class Train(Section):
     optimizer: Literal["adamw", "muon"] = "adamw"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "constant"
-    perturbation: Annotated[int, Field(ge=0)] = 0  # number of a draw that perturbs the initial weights; 0 for none
-    held_out: Annotated[int, Field(ge=0)] = 0  # training images that stand in for the test images, in a search
+    perturbation: Annotated[int, Field(ge=0)] = 0  # seed of a perturbation of the initial weights; 0 for none
+    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that a search tests on, instead of the test images
 
 
 class Variant(options(Architecture)):
-    """One model. Only the keys that do not apply to every attention, or not to the paper's models, may be left out."""
+    """One model. A key is optional if it applies only to some kinds of attention, or to none of the paper's models."""
 
     penalty: Penalty | None = None
     penalty_weight: NonNegativeFloat | None = None
@@ -242,7 +242,7 @@ class Variant(options(Architecture)):
         return self
 
     def architecture(self) -> dict[str, Any]:
-        """The options of the model, without those of its training."""
+        """The options of the model, without the training options."""
         keys = {option.name for option in dataclasses.fields(Architecture)}
         return self.model_dump(include=keys, exclude_none=True)
 
@@ -262,7 +262,7 @@ class Shared(Section):
         return self
 
     def check_images(self) -> None:
-        """Raises ValueError if the model does not fit the images. Those of a folder are known once they are fetched."""
+        """Raises ValueError if the model has too few classes for the images. A folder must be fetched first."""
         num_classes, source = self.data.images.num_classes, self.data.source
         if self.model.num_classes < num_classes:
             raise ValueError(
@@ -271,22 +271,22 @@ class Shared(Section):
 
 
 class RunConfig(Shared):
-    """Configuration of one training: the shared sections after a variant's overrides."""
+    """Configuration of one run: the shared sections with the variant's overrides applied."""
 
     variant: Variant
 
     @model_validator(mode="after")
     def _model_fits(self):
-        is_absent = self.data.source == FOLDER  # its images, until fetch has run
+        is_absent = self.data.source == FOLDER  # may not be fetched yet
         _ = self._options_for(Images(1, self.model.patch_size, 0)) if is_absent else self.options
         return self
 
     @functools.cached_property
     def options(self) -> ModelConfig:
-        """The options of the model for the data's images.
+        """The configuration of the model, with image size and channels from the data.
 
         Raises:
-            ValueError: they do not fit together.
+            ValueError: options contradict each other.
         """
         return self._options_for(self.data.images)
 
@@ -297,14 +297,14 @@ class RunConfig(Shared):
 
 
 class Params(Shared):
-    """params.yaml, with the models of the library and their labels."""
+    """params.yaml, completed with the library's models and their labels."""
 
     run: Run
     variants: dict[Name, Variant]
     labels: Labels
 
     def label(self, variant: str) -> str:
-        """The label of a variant; one that is not listed goes by its own name."""
+        """The label of a variant, or else its name."""
         return self.labels.get(variant, variant)
 
     @model_validator(mode="after")
@@ -317,8 +317,8 @@ class Params(Shared):
 
 
 class OpenChoice(Section):
-    """A detail that the paper leaves open, in words: what it says, if anything, what we do, and what was tried instead. The
-    key is that of params.yaml."""
+    """A detail that the paper leaves open: what the paper says, if anything, what we do (`key` in params.yaml), and what we
+    tried instead."""
 
     topic: str
     paper: str | None
@@ -328,14 +328,14 @@ class OpenChoice(Section):
 
 
 class Paper(Section):
-    """pipeline/paper.yaml. The study that measures the orders reads them with a schema of its own."""
+    """pipeline/paper.yaml. The study of complexity validates `orders`."""
 
     title: str
     authors: str
     link: str
     table_2: dict[Name, float]
     labels: Labels
-    readings: dict[Name, Shared]  # the recipe as Section 5 and Appendix D state it, or as was chosen where they do not
+    readings: dict[Name, Shared]  # recipe of Section 5 and Appendix D, with our choice where they are silent
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
 
@@ -358,16 +358,16 @@ def load(path: str | Path = "params.yaml") -> Params:
     written = read(path)
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
-        if name not in written["variants"]:  # where DVC looks for the block of each stage
+        if name not in written["variants"]:  # DVC needs the block in the file, as a dependency of the stage
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
-    for name in written["variants"]:  # a model of the library that has no block is checked where it is used
+    for name in written["variants"]:  # the library's other models are checked when used
         resolve(params, name)
     return params
 
 
 def with_library(raw: Any) -> Any:
-    """The content of params.yaml with the models of the library that have no block there, and with their labels."""
+    """Adds the library's models and labels to the content of params.yaml, which takes precedence."""
     if not isinstance(raw, dict):
         return raw  # the schema refuses it
     raw = {"labels": {}} | raw
@@ -387,10 +387,10 @@ def load_paper() -> Paper:
 
 
 def resolve(params: Params, name: str, overrides: Overrides | None = None) -> RunConfig:
-    """The configuration of a variant: the shared sections with its overrides, and then these, in place.
+    """The configuration of a variant: the shared sections, with the variant's overrides and then `overrides` applied.
 
     Raises:
-        UserError: there is no such variant, or an override is unknown or impossible.
+        UserError: the variant does not exist, or an override is unknown or impossible.
     """
     if name not in params.variants:
         raise UserError(ended(f"params.yaml has no variants.{name}{hint(name, params.variants)}"))
@@ -400,10 +400,10 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST
 ) -> RunConfig:
-    """The configuration of a model of osa.MODELS by a reading of the paper, whatever params.yaml says but for its data.
+    """The configuration of a model of osa.MODELS in a reading of the paper. It takes only the data from params.yaml.
 
     Raises:
-        UserError: there is no such model or no such reading, or an override is unknown or impossible.
+        UserError: the model or the reading does not exist, or an override is unknown or impossible.
     """
     if name not in MODELS:
         raise UserError(ended(f"osa.MODELS has no {name}{hint(name, MODELS)}"))
@@ -427,12 +427,12 @@ def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overr
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
     if merged["data"]["source"] != FOLDER:
-        merged["data"] |= {"path": None, "resize": None}  # only a folder has them
+        merged["data"] |= {"path": None, "resize": None}  # keys of a folder only
     return validate(RunConfig, merged, where)
 
 
 def parse_overrides(texts: list[str]) -> Overrides:
-    """Overrides from the command line: ["train.epochs=3"] is {"train": {"epochs": 3}}. Values are read as YAML."""
+    """Parses overrides from the command line: ["train.epochs=3"] gives {"train": {"epochs": 3}}. Values are YAML."""
     overrides: dict = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -449,42 +449,42 @@ def parse_overrides(texts: list[str]) -> Overrides:
 
 
 def as_options(overrides: Overrides) -> list[str]:
-    """Options from which `parse_overrides` gives the same overrides."""
+    """The inverse of `parse_overrides`: the command-line options, with --set."""
     return [option for key, value in leaves(overrides).items() for option in ("--set", f"{key}={json.dumps(value)}")]
 
 
 def leaves(overrides: Overrides) -> dict[str, Any]:
-    """The values by their keys in params.yaml, such as train.learning_rate."""
+    """The overrides as one flat dictionary, with keys such as train.learning_rate."""
     return {f"{section}.{key}": value for section, own in overrides.items() for key, value in own.items()}
 
 
 def without_stage(arguments: list[str]) -> list[str]:
-    """The arguments of a command. Where the first is the name of its stage, train@osa_qr-10, they are osa_qr and 10."""
+    """Replaces the name of a stage in first place, as in train@osa_qr-10, by its parts, osa_qr and 10."""
     first, *others = arguments or [""]
     is_stage = re.fullmatch(r"(?:.*:)?(?:train|evaluate)@(.*)", first, re.DOTALL)
     return [*is_stage[1].split("-"), *others] if is_stage else arguments
 
 
 def seed(text: str) -> int:
-    """A seed from the command line, for argparse."""
+    """Parses a seed, as a `type` for argparse."""
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_SEED):
         raise argparse.ArgumentTypeError(f"{text} is not a seed: write a whole number from 0 to {MAX_SEED}")
     return int(text)
 
 
 def run_name(variant: str, overrides: Overrides | None = None) -> str:
-    """The folder of a run among those of its study: vit, or vit+init.head=zeros where something is replaced."""
+    """The name of a run's folder within its study: vit, or vit+init.head=zeros with an override."""
     changes = [f"{key}={as_yaml(value)}" for key, value in leaves(overrides or {}).items()]
     return "".join("+".join([variant, *sorted(changes)]).replace("/", "_").split())
 
 
 def deep_merge(values: Any, changes: Any) -> Any:
-    """`values` with the leaves of `changes` in their place, block by block."""
+    """Merges `changes` into `values`, recursively; `changes` takes precedence."""
     if isinstance(values, dict) and isinstance(changes, dict):
         return values | {key: deep_merge(values.get(key), change) for key, change in changes.items()}
     return changes
 
 
 def as_yaml(value: Any) -> str:
-    """A value as it is written in params.yaml."""
+    """A scalar in the notation of params.yaml."""
     return str(value).lower() if isinstance(value, bool) else str(value)

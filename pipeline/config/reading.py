@@ -1,4 +1,4 @@
-"""Reads YAML, checks it against a schema, and says in one sentence what is wrong and how to mend it."""
+"""Reads YAML, checks it against a schema, and explains an error and its remedy in one sentence."""
 
 import copy
 import difflib
@@ -17,13 +17,13 @@ from ruamel.yaml import YAML, YAMLError
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 
-CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # as git marks it
-UNREADABLE = (YAMLError, ValueError, RecursionError)  # also a date that is none, or a list in a list in a list …
+CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # git's conflict markers
+UNREADABLE = (YAMLError, ValueError, RecursionError)  # also an impossible date, or lists nested too deeply
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def in_repository(path: str | Path) -> Path:
-    """A file of the working directory, or else the one of that name in the repository whose code is running."""
+    """The path in the working directory, or, if absent there, in the repository of the running code."""
     path = Path(path)
     return path if path.exists() else ROOT / path
 
@@ -31,8 +31,8 @@ def in_repository(path: str | Path) -> Path:
 def read(path: str | Path) -> Any:
     """The file's content, unchecked. Raises UserError if it is absent or not YAML.
 
-    The parser is DVC's, so that a value is here what DVC tracks. PyYAML follows YAML 1.1, where 1e-06 is text, 1:30 is 90
-    and a key that occurs twice is no error.
+    DVC uses the same parser, so we read the values that DVC tracks. PyYAML follows YAML 1.1, reads 1e-06 as text and 1:30 as
+    90, and accepts a key twice.
     """
     text = ""
     try:
@@ -54,19 +54,19 @@ def read(path: str | Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """The content of a text. A parser in Python is slow, and a page reads the same few files for each of its studies."""
+    """Parses YAML. Cached: the parser is slow, and a page reads the same few files for each study."""
     return YAML(typ="safe").load(text)
 
 
 def validate(schema: type[Schema], raw: Any, where: str) -> Schema:
-    """`raw` as an object of the schema. Raises UserError with one sentence on what is wrong and `where`."""
+    """Converts `raw` to an object of the schema. Raises UserError that names `where` and the error in one sentence."""
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
         raise UserError(ended(f"{where}: {_sentence(error.errors()[0], raw)}")) from None
 
 
-EXPECTATIONS = {  # where pydantic speaks of Python
+EXPECTATIONS = {  # in place of pydantic's messages, which name Python types
     "bool_type": "should be true or false",
     "int_type": "should be a whole number",
     "float_type": "should be a number",
@@ -81,7 +81,7 @@ EXPECTATIONS = {  # where pydantic speaks of Python
 
 
 def _sentence(error: dict, raw: Any) -> str:
-    """An error of a validation: the key, what is expected there, and what was found."""
+    """Describes a validation error: the key, the expected value, and the one found."""
     key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
     if kind == "unknown_key":
         return "{}{key} is not a known key{hint}".format(f"{key}." if key else "", **error["ctx"])
@@ -101,10 +101,10 @@ def _short(value: Any) -> str:
 
 
 def _key(location: tuple, raw: Any) -> str:
-    """The place of an error in params.yaml, in dots."""
+    """The key of an error, in dots, such as train.epochs."""
     parts = []
     for part in location:
-        is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic names the kind of claim here
+        is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic adds the kind of a claim to the location
         if not is_tag and part != "[key]":
             parts.append(str(part))
             raw = raw.get(part) if isinstance(raw, dict) else raw[part] if isinstance(raw, list) else None
@@ -112,7 +112,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def hint(name: object, known) -> str:
-    """The end of a sentence about an unknown name: the nearest known one, or all."""
+    """Ends a sentence about an unknown name: suggests the most similar known name, or lists all."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
 
@@ -122,7 +122,7 @@ def ended(sentence: str) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """The text as YAML reads a number, in plain digits, which full-width ones are not. None if it is no number."""
+    """The text with all digits (such as full-width ones) converted to ASCII, if YAML then reads a number; else None."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

@@ -1,8 +1,7 @@
-"""record.json: what made a folder of results, and the SHA-256 of each file in it.
+"""record.json: the origin of a folder of results, and the SHA-256 of each file in it.
 
-Runs and folders of measurements have a record of one form. A record also holds the digest of its own other keys, so that it
-vouches for itself: a changed byte anywhere in the folder is found before a number of it is used. Every reader of results
-begins with `read`.
+Every folder of results has one, whether of a run or of measurements. The record also holds the digest of its other keys.
+Every reader of results begins with `read`, which finds any changed byte in the folder before a number is used.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ class Environment(Section):
 
 
 class Record(Section):
-    """What made a folder of results."""
+    """The origin of a folder of results."""
 
     folder: str  # below paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
-    commits: list[str | None] = Field(default_factory=list)  # of each process, the first one first; None where unknown
-    dirty: bool | None = None  # whether code or parameters of one of these processes differed from its commit
-    settings: dict[str, Any] | None = None  # the section of parameters that a study measured with
+    commits: list[str | None] = Field(default_factory=list)  # one for each process, in order; None if unknown
+    dirty: bool | None = None  # True if one of the processes ran code or parameters that differ from its commit
+    settings: dict[str, Any] | None = None  # the study's section of parameters
 
     @property
     def commit(self) -> str | None:
-        """The commit of the process that wrote the results."""
+        """The commit of the last process, which wrote the results."""
         return self.commits[-1] if self.commits else None
 
 
 class RunRecord(Record):
-    """What made a run: `folder` is that of its curves; its weights lie elsewhere. While it trains `status` is running."""
+    """The origin of a run. `folder` holds its curves; the weights lie elsewhere."""
 
     run_key: str
     study: str
@@ -70,13 +69,13 @@ class RunRecord(Record):
     started_at: str
     finished_at: str | None = None
     seconds: Seconds
-    phases: dict[str, Seconds] = Field(default_factory=dict)  # empty where they were not measured
+    phases: dict[str, Seconds] = Field(default_factory=dict)  # empty if not measured
     images_per_second: Seconds | None = None
     timestamps: list[int]  # Unix milliseconds of each point of the curves
 
     @property
     def name(self) -> str:
-        """Variant and overrides, as in the name of the folder."""
+        """Variant and overrides, which name the folder of its study's run."""
         return params.run_name(self.variant, self.overrides)
 
     @property
@@ -88,21 +87,21 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 def write(folder: Path, record: Record) -> None:
-    """Writes a record into a folder, without keys at their default, so that a new option leaves every record as it is."""
+    """Writes a record into a folder. Omits keys with default values, so that a new option does not change old records."""
     content = json.loads(files.as_json(record.model_dump(mode="json", exclude_defaults=True)))
     files.write_json(folder / RECORD, content | {SHA256: files.digest(content)})
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements as it is now; `made_by` are keys of `Record`."""
+    """Writes the record of a folder of measurements, with digests of its present files; `made_by` are keys of `Record`."""
     write(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 
 def read(folder: Path, schema: type[Kind], command: str) -> Kind:
-    """Reads the record of a folder and verifies all files of the folder. `command` makes them again.
+    """Reads the record of a folder and verifies all files of the folder. Errors suggest `command` to remake them.
 
     Raises:
-        UserError: the record is missing, damaged or that of another folder, or a file is not the one that it knows.
+        UserError: the record is missing, damaged or of another folder, or a file does not match its digest.
     """
     path = folder / RECORD
     remedy = f"`git checkout {shlex.quote(str(folder))}`, or make it again with `{command}`"
@@ -115,10 +114,10 @@ def read(folder: Path, schema: type[Kind], command: str) -> Kind:
 
 
 def parse(path: Path, schema: type[Kind], remedy: str, text: str | None = None) -> Kind:
-    """The record in a file, or in another version of its text, without a look at the other files of the folder.
+    """Parses a record, from `text` if given, else from the file. Does not verify the folder's other files.
 
     Raises:
-        UserError: a key is unknown, missing or impossible, or the record is not as it was written.
+        UserError: a key is unknown, missing or impossible, or the record does not match its own digest.
     """
     if text is None and not path.exists():
         raise UserError(f"{path} is missing: {remedy}.")
@@ -134,10 +133,10 @@ def parse(path: Path, schema: type[Kind], remedy: str, text: str | None = None) 
 
 
 def verify(known: dict[Path, str | None], record: Path, command: str) -> None:
-    """Compares files with the SHA-256 that a record has of each, or None for a file that it does not know.
+    """Compares files with their recorded SHA-256. A digest of None means that the file must not exist.
 
     Raises:
-        UserError: a file differs, is missing, or is there and unknown.
+        UserError: a file differs, is missing, or must not exist.
     """
     for path, expected in known.items():
         found = files.sha256(path) if path.is_file() else None
@@ -147,12 +146,12 @@ def verify(known: dict[Path, str | None], record: Path, command: str) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a folder but the record."""
+    """The SHA-256 of each file in a folder, except the record."""
     return {path.name: files.sha256(path) for path in _others(folder)}
 
 
 def _others(folder: Path) -> list[Path]:
-    """What lies in a folder besides the record, hidden files and those that are being written."""
+    """The entries of a folder, except the record, hidden files and temporary files."""
     others = [path for path in sorted(folder.iterdir()) if path.name != RECORD]
     return [path for path in others if not path.name.startswith(".") and ".tmp." not in path.name]
 

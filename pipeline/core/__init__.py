@@ -1,1 +1,1 @@
-"""Foundations of every room: whole files, errors in one sentence, and where numbers come from."""
+"""Used by every other package: writing files, errors for the user, git, and the provenance of results."""

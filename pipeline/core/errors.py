@@ -1,4 +1,4 @@
-"""Parser of all commands, and errors that a user can mend, in one sentence."""
+"""The argument parser of the commands, and errors that a user can fix, each in one sentence."""
 
 import argparse
 import functools
@@ -13,16 +13,16 @@ class UserError(Exception):
 
 
 def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m pipeline COMMAND`, with the first line of its docstring, of which `python -OO` has none."""
+    """The parser of `python -m pipeline COMMAND`. Its description is the first line of `about`, None under `python -OO`."""
     return argparse.ArgumentParser(prog=f"python -m pipeline {command}", description=(about or "").partition("\n")[0])
 
 
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
-    """Turns a `UserError` of a stage's `main`, or one of the system about a file, into one line and exit status 1."""
+    """Wraps a command's `main`: a `UserError`, or a system error about a file, becomes one line and exit status 1."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # whatever a label holds, and whatever the terminal shows
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a label may hold a letter that the terminal cannot encode
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)
@@ -44,6 +44,6 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def without_password(text: str) -> str:
-    """`text` with neither what stands before the @ of an address nor the values of password= and the like in its query."""
+    """Removes the login before the @ of each address in `text`, and masks the values of password=, token= and so on."""
     text = re.sub(r"(?<=://)\S*@|[^\s/'\"]+:[^\s'\"]+@", "", text)
     return re.sub(r"(?i)((?:password|passwd|pwd|token|secret|signature|key)=)[^\s&'\"]+", r"\1***", text)

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: everything is written under a temporary name and then renamed."""
+"""Reads and writes files. Each is written under a temporary name and then renamed, so it is never half written."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
-    import pandas as pd  # slow to import, and no training needs it
+    import pandas as pd  # slow to import, and training does not need it
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the repository whose code is running
-DIGITS = 6  # significant ones in every file: beyond them shows the order of additions, which changes with the threads
+DIGITS = 6  # significant digits in files: later ones depend on the order of additions, and so on the number of threads
 
 
 def found(path: str) -> Path:
-    """A path of the user's, from here or else from DVC's root: `dvc exp run --temp` runs in a copy of the repository."""
+    """Resolves a user's path here, or else from DVC's root: `dvc exp run --temp` runs in a copy of the repository."""
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
 
@@ -30,16 +30,16 @@ def found(path: str) -> Path:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part.
 
-    Files that a killed process has left next to it are removed.
+    Removes the temporary files of killed processes.
 
     Raises:
-        UserError: the disk is full, the folder read-only, or whatever else the system says.
+        UserError: the system refuses, as when the disk is full or the folder read-only.
     """
     path = Path(path)
     try:
         try:
             _write(path, data)
-        except (FileNotFoundError, FileExistsError):  # another training of the same run has removed the folder meanwhile
+        except (FileNotFoundError, FileExistsError):  # another training of this run has just removed the folder
             _write(path, data)
     except OSError as error:
         raise unwritable(path, error) from None
@@ -56,7 +56,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which becomes the one at `path` when all of it is written."""
+    """Opens a temporary file for writing, and renames it to `path` once it is complete."""
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
@@ -83,17 +83,17 @@ def _is_alive(pid: str) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """`write_bytes` of UTF-8 text, newlines as they are."""
+    """Writes `text` as UTF-8, without converting newlines."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Writes `as_json`."""
+    """Writes `value` in the form of `as_json`."""
     write_text(path, as_json(value))
 
 
 def as_json(value: object, sort_keys: bool = True) -> str:
-    """JSON whose bytes depend on `value` alone: null for what is not finite, and keys sorted unless their order matters."""
+    """`value` as JSON, always with the same bytes. NaN and infinities become null; keys are sorted unless told otherwise."""
     return json.dumps(_finite(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n"
 
 
@@ -115,7 +115,7 @@ def write_csv(path: str | Path, table: pd.DataFrame) -> None:
 
 
 def read_csv(path: str | Path) -> pd.DataFrame:
-    """Reads a table. Raises UserError naming the file if it is absent or no table."""
+    """Reads a table. Raises UserError naming the file if it is absent or not a table."""
     import pandas as pd
 
     try:
@@ -125,12 +125,12 @@ def read_csv(path: str | Path) -> pd.DataFrame:
 
 
 def rounded(value: float) -> float:
-    """`value` to the significant digits that files hold, so that a text made from it and a file agree."""
+    """`value` rounded as in files, so that a text that quotes it agrees with them."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def rounded_table(table: pd.DataFrame) -> pd.DataFrame:
-    """`rounded` of every float of a table."""
+    """The table with every float rounded as in files."""
     return table.apply(lambda column: column.map(rounded) if column.dtype.kind == "f" else column)
 
 

@@ -1,7 +1,7 @@
-"""Git as every command of the pipeline calls it: in an environment of its own, whatever the user's is.
+"""Runs git in an environment that does not depend on the user's shell.
 
-Callers ask for forms that git keeps for programs (`--porcelain`, `-z`, `cat-file`), in which no colour, pager or tool for
-differences has a part. The user's configuration holds otherwise: it says, for one, which folders are safe.
+Callers use the output formats that git keeps stable for programs (`--porcelain`, `-z`, `cat-file`): no colour, pager or diff
+tool changes them. Apart from SETTINGS the user's configuration applies, for instance its list of safe folders.
 """
 
 import os
@@ -12,20 +12,23 @@ from pathlib import Path
 from pipeline.core.errors import UserError
 
 SETTINGS = {
-    "core.hooksPath": os.devnull,  # a hook may need a program that is gone, as git-lfs leaves one
-    "core.fsmonitor": "false",  # a program that tells git which files to look at
+    "core.hooksPath": os.devnull,  # a hook may need a program that is not installed, such as git-lfs
+    "core.fsmonitor": "false",  # runs a program that reports changed files
     "status.showUntrackedFiles": "all",
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
 }
-FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English; and whoever only reads is in the way of nobody's commit
+FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # messages in English; reading takes no lock, so it blocks no commit
 
 
 def run(*arguments: str, folder: Path | None = None, given: list[str] | None = None) -> str:
-    """The output of git in a folder, or here. It reads the strings `given`, each ended by a zero byte.
+    """Runs git in `folder` (default: the working directory) and returns its output.
+
+    Args:
+        given: strings for its standard input, each ended by a zero byte.
 
     Raises:
-        UserError: it failed; with all that it says.
+        UserError: git failed; the message includes its output.
     """
     command = ["git"]
     for name, value in SETTINGS.items():
@@ -41,7 +44,7 @@ def run(*arguments: str, folder: Path | None = None, given: list[str] | None = N
 
 
 def ask(*arguments: str, folder: Path | None = None) -> str | None:
-    """The output of git without the space around it; None if it fails."""
+    """The output of git, stripped; None if git fails."""
     try:
         return run(*arguments, folder=folder).strip()
     except UserError:
@@ -49,7 +52,7 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment without what a shell has set up for another repository, such as GIT_DIR. GIT_CONFIG_* stay: they say
-    where the user's configuration lies."""
+    """The environment without variables such as GIT_DIR, which may point to another repository. GIT_CONFIG_* stay, as they
+    locate the user's configuration."""
     kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     return kept | FORM

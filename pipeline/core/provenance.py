@@ -1,4 +1,4 @@
-"""Provenance of numbers: the machine, its versions, and the commit of the code."""
+"""The provenance of results: machine, package versions, and commit of the code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipeline.core import git
 from pipeline.core.files import ROOT
 
 if TYPE_CHECKING:
-    import torch  # slow to import, and who reads records needs none
+    import torch  # slow to import, and reading records does not need it
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
 
 
 def describe_environment(device: torch.device) -> dict:
-    """Device, threads, platform and versions, as records keep them."""
+    """Device, threads, platform and versions, in the form of a record."""
     import torch
 
     return {
@@ -33,7 +33,7 @@ def describe_environment(device: torch.device) -> dict:
 
 
 def machine(environment: dict) -> str:
-    """Short label of a machine, e.g. "AMD EPYC, 2 threads". A GPU's has no number of threads."""
+    """Short label of a machine: "AMD EPYC, 2 threads", or only the name of a GPU."""
     if environment["device"] == "cuda":
         return environment["device_name"]
     threads = environment["num_threads"]
@@ -41,8 +41,8 @@ def machine(environment: dict) -> str:
 
 
 def describe_commit() -> dict:
-    """The commit, and whether anything that could have changed a run's numbers differs from it. None without git, and where
-    the folder lies in the repository of something else."""
+    """The current commit, and True if a file that affects results differs from it. Both are None without git, and if ROOT
+    lies inside another repository."""
     top = git.ask("rev-parse", "--show-toplevel", folder=ROOT)
     if top is None or Path(top).resolve() != ROOT:
         return {"git_commit": None, "git_dirty": None}
@@ -51,7 +51,7 @@ def describe_commit() -> dict:
 
 
 def committed(path: Path) -> str | None:
-    """A text file as the last commit has it; None where that has none, without git, and outside this repository."""
+    """The text of a file in the last commit; None if the commit lacks it, without git, and outside this repository."""
     path = path.resolve()
     if not path.is_relative_to(ROOT):
         return None
@@ -59,7 +59,7 @@ def committed(path: Path) -> str | None:
 
 
 def process_seconds() -> float:
-    """The time since this process began; where the system does not tell, the time of the CPU that it has taken."""
+    """Seconds since this process started; CPU seconds where the system does not report the start."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # proc(5): starttime
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -73,7 +73,7 @@ def now() -> str:
 
 
 def default_device() -> torch.device:
-    """CUDA if there is a device, else the CPU."""
+    """CUDA if available, else the CPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +89,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's name: Linux tells it in /proc/cpuinfo, elsewhere Python knows as much as there is to know."""
+    """The processor's name, from /proc/cpuinfo on Linux and from Python's `platform` elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -1,1 +1,1 @@
-"""Data sets: downloaded, or read from one's own images, and loaded as tensors."""
+"""Downloads data sets, converts the user's images, and loads them as tensors."""

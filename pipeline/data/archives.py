@@ -1,4 +1,4 @@
-"""The files of a folder, or of a tar or zip archive, which is read in place and never unpacked."""
+"""Lists and reads the files of a folder, or of a tar or zip archive without unpacking it."""
 
 import stat
 import tarfile
@@ -11,18 +11,18 @@ from typing import TypeVar
 from pipeline.core.errors import UserError
 
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
-UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # folders of systems and NAS
+UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of operating systems and NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
-UNIX = (3, 19)  # systems of a zip's members, by its format: Unix and macOS, where a backslash is a letter
+UNIX = (3, 19)  # `create_system` of a zip's members: on Unix and macOS a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
-Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, and how to read it; None for no plain file
+Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, reader; None unless a regular file
 
 
 def members(path: Path) -> Iterator[Member]:
-    """All files but those that no viewer shows: hidden ones, and what systems leave behind.
+    """All files, except hidden ones and those that operating systems leave behind.
 
     Raises:
-        UserError: a member leads out of the archive, or the archive cannot be read.
+        UserError: a member's path leads out of the archive, or the archive cannot be read.
     """
     for name, length, content in in_folder(path, path) if path.is_dir() else in_archive(path):
         parts = PurePosixPath(name).parts
@@ -43,12 +43,12 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """The members of an archive, which is never unpacked: of those that share a name the last, as whoever unpacks it has."""
+    """The members of an archive, without unpacking it. If members share a name, the last one counts, as when unpacking."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 for name, entry in last_of_each((name_in_zip(entry), entry) for entry in archive.infolist()):
-                    is_link = stat.S_ISLNK(entry.external_attr >> 16)  # the mode that Unix stores
+                    is_link = stat.S_ISLNK(entry.external_attr >> 16)  # the Unix file mode
                     if not entry.is_dir():
                         yield name, entry.file_size, None if is_link else partial(archive.read, entry)
             return
@@ -65,7 +65,7 @@ def in_archive(path: Path) -> Iterator[Member]:
 
 
 def name_in_zip(entry: zipfile.ZipInfo) -> str:
-    """The name of a member: old programs for Windows write a backslash where the format has a slash."""
+    """The name of a member. Old Windows programs write backslashes instead of slashes."""
     return entry.filename if entry.create_system in UNIX else entry.filename.replace("\\", "/")
 
 
@@ -74,10 +74,10 @@ def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """The last entry of each name, in their order, in which a compressed archive is read fastest."""
+    """The last entry of each name, in the archive's order, which is the fastest to read if it is compressed."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
-        path = PurePosixPath(name).as_posix()  # ./a and a are one file
+        path = PurePosixPath(name).as_posix()  # ./a and a are the same file
         found.pop(path, None)
         found[path] = entry
     return [*found.items()]

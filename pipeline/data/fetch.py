@@ -1,10 +1,10 @@
-"""Fetches a data set as four files in data/SOURCE, each of them whole and verified.
+"""Fetches a data set as four verified files in data/SOURCE.
 
-Their digest, which records have too, is in paper_outputs/data/SOURCE.txt.
+Their digest, which records also hold, is in paper_outputs/data/SOURCE.txt.
 
 `data.source` names the data set, or the command does: `python -m pipeline fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
-CIFAR-10 come from the first mirror that delivers, a folder or URL in OSA_MNIST_MIRROR and the like before all others.
-`sample` and `folder` need no network: sample.py and images.py, next to this file, make them.
+CIFAR-10 come from the first mirror that works. OSA_MNIST_MIRROR etc. give a folder or URL to try before the others. `sample`
+and `folder` need no network: sample.py and images.py create them.
 """
 
 import base64
@@ -27,16 +27,16 @@ from pipeline.core.errors import UserError, command_parser, entry_point, without
 from pipeline.data import idx
 
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
-FILES = {  # SHA-256; those of the other data sets are torchvision's MD5
+FILES = {  # SHA-256; torchvision supplies MD5 digests for the other data sets
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 VARIABLE = "OSA_{}_MIRROR"
-MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # size of the downloads
-TIMEOUT_SECONDS = 20  # without a byte
-LARGEST_BYTES = 2**28  # largest file; CIFAR-10 has 2**27.3
+MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # size of the download
+TIMEOUT_SECONDS = 20  # without receiving a byte
+LARGEST_BYTES = 2**28  # of a download; CIFAR-10 has 2**27.3
 
 
 @entry_point
@@ -59,9 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fetch(source: str) -> None:
-    """Puts a data set into its folder, except for files that are there already and whole.
+    """Downloads a data set into its folder, except for files already there and intact.
 
-    Each file is checked before it takes its place, so that a failure leaves the others, and an older one, as they were.
+    Each file is checked before it replaces an older one, so that a failed download changes nothing.
 
     Raises:
         UserError: no mirror delivered a file.
@@ -79,7 +79,7 @@ def fetch(source: str) -> None:
 
 
 def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> bytes:
-    """The content of a file from the first mirror that delivers it. Raises UserError if none does."""
+    """Downloads a file from the first mirror that works. Raises UserError if none does."""
     failures = []
     for mirror in list(mirrors):
         shown = without_password(mirror)
@@ -92,7 +92,7 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
             print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
         else:
             print(f"{name} from {shown}")
-            mirrors.sort(key=mirror.__ne__)  # it comes first for the next file
+            mirrors.sort(key=mirror.__ne__)  # try this mirror first for the next file
             return content
     raise UserError(
         f"{name} could not be fetched from {', then '.join(failures)}: set {variable} to a folder or URL that has it, or "
@@ -101,7 +101,7 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
 
 
 def published(source: str) -> tuple[list[str], dict[str, str]]:
-    """Mirrors of a data set, and the digests of its files."""
+    """The mirrors of a data set, and the digests of its files."""
     if source == "mnist":
         return list(MIRRORS), FILES
     from torchvision import datasets  # takes seconds to import
@@ -114,7 +114,7 @@ def published(source: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _download(url: str, digest: str) -> bytes:
-    """The content of a file. Raises OSError, HTTPException or ValueError if it does not come, or with another digest."""
+    """Downloads a file. Raises OSError or HTTPException if the download fails, ValueError if the digest is wrong."""
     parts = urlsplit(url)
     request = urllib.request.Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())
     if parts.username:
@@ -133,12 +133,12 @@ def _download(url: str, digest: str) -> bytes:
 
 
 def _digest(content: bytes, known: str) -> str:
-    """The digest by the algorithm of the one that is known."""
+    """The digest of `content`, with the algorithm of the known digest."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 
 
 def _convert_cifar(archive: Path) -> None:
-    """Writes the images and labels of CIFAR-10's archive, whose checksum was right, as the IDX files that training reads."""
+    """Converts CIFAR-10's archive, already verified, to the IDX files that training reads."""
     from torchvision.datasets import CIFAR10
 
     with tempfile.TemporaryDirectory() as folder:

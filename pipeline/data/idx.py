@@ -1,6 +1,6 @@
-"""A data set in memory: the four files of the fetch stage, checked, as bytes on the device.
+"""Loads a data set: checks the four files of the fetch stage, and puts them on the device as bytes.
 
-They are gzipped IDX files, or of one's own images NumPy's (.npy), which are mapped: what is not looked at is not read.
+Data sets are gzipped IDX files. The user's images are NumPy files (.npy), memory-mapped, so that only parts in use are read.
 IDX (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") is a header of big-endian 32-bit words, a
 magic number 0x0800 + (number of dimensions) and then each dimension, followed by the unsigned bytes in C order.
 """
@@ -24,19 +24,19 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
-    import torch  # slow to import, and who fetches or compares data needs none
+    import torch  # slow to import, and fetching or comparing data does not need it
 
-IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # names for the splits train and t10k
+IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # for the splits train and t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
-LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # up to 256 classes, and beyond
+LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # for up to 256 classes, and for more
 
 
 @dataclass(frozen=True)
 class Images:
     """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of the 256 levels, on one device.
 
-    An index, a slice and a part of `split` come out scaled, float32: a value for each level that is looked up has the same
-    bits as an image that was scaled as a whole, in a quarter of the memory.
+    Indexing, slicing and `split` return scaled float32 images. Looking up each level's value gives the same bits as scaling
+    all images beforehand, in a quarter of the memory.
     """
 
     pixels: torch.Tensor
@@ -50,15 +50,15 @@ class Images:
         return self.levels.index_select(0, chosen.flatten().int()).view(chosen.shape)
 
     def first(self, count: int) -> Images:
-        """The first images, or all if there are fewer."""
+        """The first `count` images, or all if there are fewer."""
         return replace(self, pixels=self.pixels[:count])
 
     def only(self, which: torch.Tensor) -> Images:
-        """The images at these indices."""
+        """The images at the indices `which`."""
         return replace(self, pixels=self.pixels[which])
 
     def split(self, size: int) -> Iterator[torch.Tensor]:
-        """All images in their order, so many at a time."""
+        """All images in order, `size` at a time."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
 
@@ -73,7 +73,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Data:
-    """Images and labels (n,) int64 of both splits, and the digest of the bytes behind them."""
+    """Images and labels (n,) int64 of both splits, and the SHA-256 of the stored bytes."""
 
     train_images: Images
     train_labels: torch.Tensor
@@ -82,10 +82,10 @@ class Data:
     sha256: str
 
     def hold_out(self, which: torch.Tensor) -> Data:
-        """The same data with these training images in place of the test images, and the others to train on.
+        """Moves training images into the test split, in place of the test images; the others remain for training.
 
         Args:
-            which: indices of training images, int64.
+            which: indices of the training images to move, int64.
         """
         import torch
 
@@ -101,7 +101,7 @@ class Data:
 
 
 def folder(source: str) -> Path:
-    """The folder in which the fetch stage stores a data set."""
+    """The folder where the fetch stage stores a data set."""
     return Path("data", source)
 
 
@@ -141,7 +141,7 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 
 
 def digest(folder: str | Path) -> str:
-    """The `sha256` that `load` reports: over the bytes of train images, train labels, test images and test labels."""
+    """SHA-256 of the bytes of train images, train labels, test images and test labels; `load` returns it as `sha256`."""
     return _digest(_read(folder))
 
 
@@ -174,7 +174,7 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _histogram(images: np.ndarray) -> np.ndarray:
-    """Counts the pixels of each level, (256,), a million at a time: NumPy counts in 64 bits a pixel."""
+    """Counts the pixels of each level, (256,). Takes 2²⁰ at a time: `bincount` converts each pixel to 64 bits."""
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
     for start in range(0, len(pixels), 2**20):
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
@@ -182,10 +182,10 @@ def _histogram(images: np.ndarray) -> np.ndarray:
 
 
 def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
-    """Writes an array in NumPy's format part by part, so that memory never holds it; whole or not at all.
+    """Writes an array in NumPy's format part by part, since it may exceed the memory. The file is whole or absent.
 
     Raises:
-        UserError: the disk is full, or whatever else the system says.
+        UserError: the file cannot be written, as when the disk is full.
     """
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     try:
@@ -198,12 +198,12 @@ def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterab
 
 
 def label_type(num_classes: int) -> np.dtype:
-    """The type of stored labels: bytes for up to 256 classes, as digests of data sets expect, and two bytes beyond."""
+    """The dtype of stored labels: one byte for up to 256 classes, as in the published digests, and two for more."""
     return LABEL_TYPES[num_classes > 256]
 
 
 def as_idx(array: np.ndarray) -> bytes:
-    """A gzipped IDX file of unsigned bytes, without the time of day in it: the same values are the same bytes."""
+    """A gzipped IDX file of unsigned bytes. It holds no timestamp, so that equal arrays give equal files."""
     header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
     return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8)]), mtime=0)
 
@@ -215,7 +215,7 @@ def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
 
 
 def num_train_images(folder: str | Path) -> int:
-    """The number of one's own training images, of which it reads the header. Raises UserError if they are not stored."""
+    """The number of the user's training images, read from a header. Raises UserError if they are not stored."""
     return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
 
 
@@ -237,7 +237,7 @@ def _read(folder: str | Path) -> list[np.ndarray]:
     for split in ("train", "t10k"):
         images_path, labels_path = (Path(folder, name.format(split)) for name in names)
         images, labels = read(images_path, (3, 4)), read(labels_path, (1,))
-        images = images[:, None] if images.ndim == 3 else images  # one channel may be left out
+        images = images[:, None] if images.ndim == 3 else images  # grey images may lack the channel axis
         if images.shape[-1] != images.shape[-2] or (arrays and images.shape[1:] != arrays[0].shape[1:]):
             raise _unusable(images_path, f"has images of the shape {images.shape[1:]}, not square ones of one size")
         if len(labels) != len(images):
@@ -249,7 +249,7 @@ def _read(folder: str | Path) -> list[np.ndarray]:
 
 
 def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """A uint8 array that is not empty, of one of these numbers of dimensions, from a gzipped IDX file."""
+    """Reads a gzipped IDX file. The array is uint8, not empty, and its `ndim` is one of `dimensions`."""
     try:
         content = gzip.decompress(path.read_bytes())
     except FileNotFoundError:
@@ -266,11 +266,11 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     values = np.frombuffer(content, np.uint8, offset=header_size)
     if values.size != math.prod(shape):
         raise _unusable(path, f"has {values.size} values where its header says {math.prod(shape)}")
-    return values.reshape(shape).copy()  # nobody may write to the file's bytes
+    return values.reshape(shape).copy()  # an array over `bytes` is read-only
 
 
 def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """An array that is not empty, of bytes or of labels, as a file that is mapped: it takes no memory of its own."""
+    """Memory-maps an array of pixels or labels. It is not empty, and its `ndim` is one of `dimensions`."""
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except FileNotFoundError:

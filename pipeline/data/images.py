@@ -1,8 +1,8 @@
-"""Turns one's own images, a folder or a tar or zip archive of class folders, into the four files that training maps.
+"""Converts the user's images, a folder or a tar or zip archive, to the four files that training reads.
 
 The layout is that of torchvision's ImageFolder, train/CLASS/IMAGE and test/CLASS/IMAGE, in any format that Pillow reads.
-An image is stored as a viewer shows it, turned by its EXIF orientation and in the colours of its profile, or refused.
-The decoded pixels wait in a file until all images are known, which say size and colour, so that memory never holds them.
+An image is stored as a viewer shows it: its EXIF orientation and its colour profile are applied. If they cannot be, it is
+refused. Size and colour depend on all images, so the decoded pixels wait in a file, not in memory.
 """
 
 import hashlib
@@ -26,23 +26,23 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.data import archives, idx
 
-SPLITS = {"train": "train", "test": "t10k"}  # split → name in the files
-WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # as some programs unpack a zip of Windows
+SPLITS = {"train": "train", "test": "t10k"}  # split → its name in the stored files
+WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # some programs unpack a Windows zip into such names
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # brands of ISO/IEC 23008-12, four bytes into a file
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
-Decoded = tuple[str, int, int]  # its mode and size, and where its pixels begin in the spool
+Decoded = tuple[str, int, int]  # its mode, its size, and the offset of its pixels in the spool
 
 
 def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
-    All images get one size: `data.resize`, or else the most common one; others are resized to it (bilinear). They are
-    grey if all pixels are, else in colour. The classes, sorted by name, take turns, so that every stretch is balanced.
+    All images are resized (bilinear) to one size: `data.resize`, or else the most common. They are stored as grey if all
+    pixels are grey, else in colour. The order takes one image of each class in turn, so that every stretch is balanced.
 
     Raises:
-        UserError: what is at `data.path` cannot be read, is not laid out so, or holds an unusable image.
+        UserError: `data.path` cannot be read, has another layout, or holds an unusable image.
     """
     if wanted.path is None:
         raise UserError("params.yaml has no data.path: write there where the folder or archive of your images lies.")
@@ -61,14 +61,14 @@ def convert(wanted: params.Data, out: Path) -> None:
             print(f"{others} of {len(images)} images are resized to {size} x {size}.")
         if num_grey and mode == "RGB":
             print(f"{num_grey} of {len(images)} images are grey, and stored in colour as the others are.")
-        (out / params.DESCRIPTION).unlink(missing_ok=True)  # it goes first and comes last
+        (out / params.DESCRIPTION).unlink(missing_ok=True)  # removed first, written last: marks a complete folder
         digests = {split: write_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
     if shared := sum(each in known for each in digests["test"]):
         count = len(digests["test"])
         print(f"warning: {shared} of {count} test images are in train/ too: remove them there.", file=sys.stderr)
     description = {"path": wanted.path, "resize": wanted.resize, "classes": classes, "channels": len(mode), "size": size}
-    files.write_json(out / params.DESCRIPTION, description)  # the number of classes, which a digest needs
+    files.write_json(out / params.DESCRIPTION, description)  # the digest needs the number of classes
     files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.digest(out)})
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
 
@@ -76,7 +76,7 @@ def convert(wanted: params.Data, out: Path) -> None:
 def write_split(
     out: Path, split: str, images: dict[ImagePath, Decoded], classes: list[str], mode: str, size: int, spool: BinaryIO
 ) -> list[bytes]:
-    """Writes images and labels of a split. Returns a digest of each image, whatever its name and format were."""
+    """Writes images and labels of a split. Returns a digest of the pixels of each image."""
     places, digests = in_turns([place for place in images if place[0] == split]), []
 
     def rows() -> Iterator[np.ndarray]:
@@ -98,12 +98,12 @@ def write_split(
 
 
 def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter]:
-    """The images under train/ and test/, and how many have which size. The pixels go to `spool`."""
-    most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # as pixels are stored a second time
+    """Reads the images under train/ and test/, and counts the images of each size. Writes the pixels to `spool`."""
+    most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # half, as the pixels are stored a second time
     images, sizes, roots, num_bytes = {}, Counter(), set(), 0
     for name, length, content in tqdm(archives.members(path), unit=" files", leave=False, disable=None):
         where, (first, *others) = f"{path}: {name}", name.split("/")
-        root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a folder around
+        root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a top folder
         if first.startswith(WITH_BACKSLASH):
             raise UserError(f"{where} has backslashes in place of folders: give data.path the zip that it came from.")
         if not parts or parts[0] not in SPLITS:
@@ -116,7 +116,7 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
         split, label, *_ = parts
         if len(parts) > 3:
             raise UserError(f"{where} lies in a folder inside a class: move it up into {split}/{label}, or remove it.")
-        label = unicodedata.normalize("NFC", label)  # macOS writes é as e and an accent, which look alike
+        label = unicodedata.normalize("NFC", label)  # macOS stores é as e and an accent
         if length > LARGEST_FILE:
             raise UserError(f"{where} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
         try:
@@ -138,7 +138,7 @@ def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePat
 
 
 def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
-    """The names of the classes, sorted. Raises UserError unless both splits have images of each."""
+    """The names of the classes, sorted. Raises UserError unless both splits have images of each class."""
     found = {split: set() for split in SPLITS}
     for split, label, _ in images:
         found[split].add(label)
@@ -154,13 +154,13 @@ def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
 
 
 def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
-    """An image as a viewer shows it, in mode L if all its pixels are grey, else RGB, and its size before `resize`.
+    """Decodes an image as a viewer shows it, in mode L if all pixels are grey, else RGB. Also returns its original size.
 
-    A decoder may raise anything. All of it becomes a sentence that names the file.
+    A decoder may raise any exception. Each becomes a UserError that names the file.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's own limit of pixels
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's limit on pixels
             with Image.open(io.BytesIO(content)) as image:
                 if problem := problem_of(image):
                     raise UserError(f"{where} has {problem}.")
@@ -175,12 +175,12 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
 
 
 def problem_of(image: Image.Image) -> str | None:
-    """A property for which an image is refused, and the remedy."""
+    """Why an image must be refused, and the remedy; None if it can be used."""
     if image.width != image.height:
         return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
     if image.mode.startswith(("I", "F")):
         return "more than 8 bits a pixel: save it with 8"
-    if getattr(image, "is_animated", False) and image.format != "MPO":  # a camera's second picture is never shown
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # viewers never show the second picture of an MPO
         return f"{image.n_frames} pictures: save one of them"
     if image.has_transparency_data and image.convert("RGBA").getextrema()[-1][0] < 255:
         return "transparent pixels, whose colour depends on the viewer: save it on a background"
@@ -192,7 +192,7 @@ def as_seen(image: Image.Image) -> Image.Image:
     image, profile = ImageOps.exif_transpose(image), image.info.get("icc_profile")
     if profile:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # else viewers ignore it
+        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # viewers ignore others
             image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
     image = image.convert(mode)
     red, *others = image.split()

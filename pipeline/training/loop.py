@@ -1,6 +1,6 @@
-"""One training: the model from its seed, the batches, the step, and the points of Figure 1.
+"""One training: initial model, batches, step, and the points of Figure 1.
 
-Whatever does not change a number, such as a progress bar, a record or a checkpoint, is an `Observer` of it.
+Everything that cannot affect the results, such as progress bar, record and checkpoints, is left to an `Observer`.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from pipeline.data import idx
 from pipeline.training import COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
-PERTURBATION = 1e-6  # relative, some ten times float32's rounding
-EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: few enough to stay in a CPU's cache, many for few launches
+PERTURBATION = 1e-6  # relative, about ten times float32's rounding error
+EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: fit into a CPU's cache; keep a GPU's launches few
 
 
 def make_deterministic() -> None:
-    """The same seed gives the same bits on one machine, whatever the device."""
+    """Makes a seed give the same bits in every run on the same machine, on CPU and GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
@@ -39,23 +39,23 @@ def make_deterministic() -> None:
 
 
 def random_stream(seed: int, name: str) -> Generator:
-    """A generator of its own for each use of randomness, so that a new use leaves the others' draws alone."""
+    """A separate generator for each use of randomness, so that adding one does not change the others' draws."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
-    """The configured model, initialised on the CPU from the seed's own stream so that every device starts alike.
+    """Builds the configured model. It is initialised on the CPU, so that every device starts from the same weights.
 
-    Where `train.perturbation` names a draw, each weight is multiplied by 1 + PERTURBATION · N(0, 1) of a stream of its own.
+    If `train.perturbation` is not 0, each weight is multiplied by 1 + PERTURBATION · N(0, 1), drawn from a separate stream.
 
     Raises:
-        UserError: it cannot be built.
+        UserError: the model cannot be built.
     """
     try:
         config.check_images()
         model = osa.models.build_vit(config.options, generator=random_stream(seed, "init"))
-    except ValueError as error:  # limits that only the parts know, such as how few blocks an activation can be shaped for
+    except ValueError as error:  # limits that only layers check, such as too few blocks to shape an activation
         raise UserError(f"there is no such model: {error}.") from None
     if draw := config.train.perturbation:
         generator = random_stream(seed, f"perturbation/{draw}")
@@ -68,14 +68,14 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, and Muon with it where `train.optimizer` says so.
+    """AdamW, with Muon beside it if `train.optimizer` is "muon".
 
-    Muon takes the weight matrices of the blocks, and AdamW the embeddings, the head, biases, norms and alpha. Muon's update
-    has a root mean square of 0.2 times the rate, as AdamW's tends to have (Liu et al. 2025, "Muon is scalable for LLM
-    training", Section 2.2), so that both share a learning rate and a decay.
+    Muon updates the weight matrices of the blocks; AdamW the embeddings, the head, biases, norms and alpha. Muon's update is
+    scaled to a root mean square of 0.2 times the rate, which AdamW's tends to have (Liu et al. 2025, "Muon is scalable for
+    LLM training", Section 2.2), so that both can share a learning rate and a decay.
 
-    The decay is on every parameter, or on weight matrices alone. What parametrises a weight never decays: it would draw an
-    orthogonal weight back to where it began.
+    Weight decay applies to every parameter, or to weight matrices alone, but never to the parameters of a parametrisation:
+    there it would pull an orthogonal weight back to its initial value.
     """
     train = config.train
 
@@ -101,7 +101,7 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
         betas=tuple(train.betas),
         eps=train.eps,
         fused=True,
-        capturable=device.type == "cuda",  # its step count lives on the device, where a graph can raise it
+        capturable=device.type == "cuda",  # keeps the step count on the device, where a graph can update it
     )
     optimizers = [adamw]
     if matrices:
@@ -110,10 +110,9 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 
 
 def rate_factor(train: Train, step: int, steps: int) -> float:
-    """The factor of the learning rate in a step, by its number from 1 to `steps`.
+    """The schedule's factor for the learning rate in step 1, …, `steps`.
 
-    It rises linearly from 0 before the first step to 1 at step `warmup_steps`, and then stays there or falls along a half
-    cosine to 0 at the last step.
+    It rises linearly to 1 at step `warmup_steps`. After that it stays 1, or falls along a half cosine to 0 at the last step.
     """
     if step <= train.warmup_steps:
         return step / train.warmup_steps
@@ -137,7 +136,7 @@ def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor
 
 @dataclass
 class Progress:
-    """State of a training: its steps so far, and the points of its curves."""
+    """The progress of a training: steps and epochs so far, and the points of its curves."""
 
     step: int = 0
     epoch: int = 0
@@ -149,18 +148,18 @@ class Observer:
     """Observes a training without affecting its results."""
 
     def on_step(self, num_images: int) -> None:
-        """A step over so many images was given to the device."""
+        """Called after a step over `num_images` images was queued on the device."""
 
     def on_interval(self) -> None:
-        """The device has done all steps up to the point that is evaluated next."""
+        """Called before an evaluation, once the device has finished all steps."""
 
     def on_evaluation(self) -> None:
-        """A point was added to the history: the moment for a checkpoint."""
+        """Called after a point was added to the history: the time for a checkpoint."""
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.Data:
-    """The data of a training. Where `train.held_out` says so, a random choice of training images, the same for every seed,
-    stands in for the test images, so that a search does not see these."""
+    """Loads the data of a training. With `train.held_out`, random training images, the same for every seed, replace the test
+    images, so that a search never sees the test set."""
     data = idx.load(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
     if count >= total:
@@ -187,18 +186,18 @@ class Training:
                 f"train.warmup_steps {config.train.warmup_steps} must be less than the {self.steps} steps of the run."
             )
         has_schedule = config.train.warmup_steps > 0 or config.train.schedule != "constant"
-        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # on the device, for the graph
+        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # on the device, where a graph reads it
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:
-        """Trains on from the present progress to the last epoch or to divergence.
+        """Trains from the current progress to the last epoch, or until the run diverges.
 
         Raises:
-            UserError: the initial model has no finite loss.
+            UserError: the loss of the initial model is not finite.
         """
         progress = self.progress
         if not progress.history:
-            few = len(self.data.test_labels)  # as many training images as there are test images
+            few = len(self.data.test_labels)  # number of training images for the first point: as many as test images
             train = evaluate_split(self.model, self.data.train_images.first(few), self.data.train_labels[:few])
             self._add_point(0.0, train)
             if progress.diverged:
@@ -212,12 +211,12 @@ class Training:
 
     def _run_epoch(self, observer: Observer) -> None:
         progress, total = self.progress, _Total(self.device)
-        done = progress.step - progress.epoch * self.sampler.steps  # before a kill
+        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch before an interruption
         for i, (images, labels) in enumerate(self.batches(progress.epoch, done), done + 1):
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
             if i in self.sampler.points:
-                train = total.take()  # reads the device, which has done the step then
+                train = total.take()  # waits for the device to finish the step
                 observer.on_interval()
                 self._add_point(progress.epoch + i / self.sampler.steps, train)
                 observer.on_evaluation()
@@ -226,13 +225,13 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Adds a point of Figure 1: the training's mean since the point before, and the whole test set."""
+        """Adds a point of Figure 1: `train`, the mean since the last point, and an evaluation of the whole test set."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
 
     def batches(self, epoch: int, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of each step of an epoch that is not done."""
+        """Images and labels of each step of an epoch, after the first `done` steps."""
         order = self.sampler.order(self.seed, epoch).to(self.device)
         for batch in order.split(self.config.train.batch_size)[done : self.sampler.steps]:
             yield self.data.train_images[batch], self.data.train_labels[batch]
@@ -240,7 +239,7 @@ class Training:
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """One step of the optimisers. Returns the loss and the number of correct predictions before it, on the device.
 
-        With a graph the next step overwrites both.
+        With a graph, the next step overwrites both.
         """
         self.progress.step += 1
         if self.rate_factor is not None:
@@ -260,7 +259,7 @@ class Training:
             print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
 
     def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """`step` without a graph. The loss is the cross-entropy, and what is differentiated that and a penalty."""
+        """`step` without a graph. Minimises the cross-entropy plus the penalty, but returns the cross-entropy alone."""
         variant = self.config.variant
         if variant.penalty:
             logits, penalty = with_penalty(self.model, images, variant.penalty)
@@ -277,10 +276,10 @@ class Training:
 
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
-        """Multiplies the learning rate of the steps inside by the schedule's factor.
+        """Scales the updates made inside the context by the schedule's factor.
 
-        The updates of AdamW and Muon are linear in the rate, decay included, so the factor can act on the
-        update. That serves every optimiser in a CUDA graph, which freezes a rate that is a number: Muon takes no other.
+        The updates of AdamW and Muon are linear in the learning rate, decay included, so scaling the update scales the rate.
+        A CUDA graph would freeze a float learning rate, and torch's Muon accepts only floats.
         """
         if self.rate_factor is None:
             yield
@@ -293,7 +292,7 @@ class Training:
 
 
 class Batches:
-    """Cuts an epoch into steps, and says after which of them a point is recorded."""
+    """Divides an epoch into steps; `points` are the steps after which a point is recorded."""
 
     def __init__(self, num_images: int, train: Train) -> None:
         self.num_images = num_images
@@ -306,12 +305,12 @@ class Batches:
         self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """The epoch's permutation. It depends on the seed and the epoch alone, so that resuming needs no generator state."""
+        """The epoch's permutation. It depends only on seed and epoch, so resuming needs no generator state."""
         return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
 
 
 class _Total:
-    """Loss and correct predictions summed on the device since they were last taken."""
+    """Sums loss and correct predictions on the device, from one `take` to the next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -323,7 +322,7 @@ class _Total:
         self.count += count
 
     def take(self) -> tuple[float, float]:
-        """Mean loss and accuracy."""
+        """Returns mean loss and accuracy, and starts again from 0."""
         result = self.loss.item() / self.count, self.correct.item() / self.count
         self._reset()
         return result

@@ -1,4 +1,4 @@
-"""How a training comes to leave the files of its run: record, curves, weights, and a checkpoint at every point."""
+"""Trains a run and writes its files: record, curves, weights, and a checkpoint at every point."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from pipeline.training import COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
-FORGOTTEN_SECONDS = 24 * 3600  # after which a training of other settings, interrupted and untouched, is given up
+FORGOTTEN_SECONDS = 24 * 3600  # age at which the checkpoint of an interrupted training with other settings is deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
-PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, before its last resumption too
+PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, over all its processes
 # raised by torch.load
 UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 
@@ -43,15 +43,15 @@ Watch = Callable[[Training], list[dict[str, float]]]
 def train(
     run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False, seconds_before: float = 0.0
 ) -> RunRecord:
-    """Trains a run to its files; resumes where the same run was interrupted. On CUDA if there is a device.
+    """Trains a run and writes its files. Resumes an interrupted run. Uses CUDA if available.
 
     Args:
-        watch: gives rows of numbers of its own at every point of the curves, which become watched.csv.
-        eager: on CUDA, without a graph.
-        seconds_before: for which the process has been importing.
+        watch: called at every point of the curves; the rows it returns become watched.csv.
+        eager: do not use a CUDA graph.
+        seconds_before: seconds that the process has spent on imports.
 
     Returns:
-        The record, as it was written: another training of the same run may be replacing it.
+        The record as written here; the file may by then be that of another training of the same run.
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
@@ -70,29 +70,29 @@ def train(
 
 @dataclass
 class Times:
-    """When a run was what, how long, and what was seen of it; no number of its results depends on it."""
+    """Times, commits and watched rows of a run. The training does not depend on them."""
 
     started_at: str = field(default_factory=provenance.now)
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
     seconds: float = 0.0
     training_seconds: float = 0.0  # without the evaluations
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # the start is not among `seconds`
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # `seconds` leaves out "start"
     images: int = 0
     commits: list[str | None] = field(default_factory=list)  # one for each process
-    dirty: bool | None = None  # whether one of these processes had uncommitted changes
+    dirty: bool | None = None  # True if a process had uncommitted changes
     watched: list[dict[str, float]] = field(default_factory=list)
 
 
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """Names what a checkpoint belongs to: configuration, seed, data, `osa.NUMERICS`, device, threads and torch's version."""
+    """Digest of everything that must match to resume: configuration, seed, data, `osa.NUMERICS`, device, threads, torch."""
     machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
     return files.digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 class Recorder(Observer):
-    """Writes the files of one training: curves, record and a checkpoint at every point, its outputs at the end.
+    """Writes a training's curves, record and checkpoint to the scratch folder at every point, and its results at the end.
 
-    Whoever looks at the scratch folder sees the run grow.
+    Other processes read the progress of a run in the scratch folder.
     """
 
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
@@ -106,16 +106,16 @@ class Recorder(Observer):
         self._add_commit()
 
     def _add_commit(self) -> None:
-        """Notes the commit of this process beside that of earlier ones, which an interrupted training had."""
+        """Appends this process's commit to the commits of earlier, interrupted processes."""
         commit = provenance.describe_commit()
         self.times.commits.append(commit["git_commit"])
         self.times.dirty = self.times.dirty or commit["git_dirty"]
 
     def restore(self) -> None:
-        """Takes the training up where its checkpoint left it.
+        """Resumes the training from its checkpoint, if there is one.
 
         Raises:
-            UserError: the checkpoint cannot be read, or holds other bytes than were written.
+            UserError: the checkpoint cannot be read, or is damaged.
         """
         path = self.scratch / "checkpoint.pt"
         if path.exists():
@@ -140,13 +140,13 @@ class Recorder(Observer):
         self._has_stepped = False
 
     def _spent_on(self, phase: str) -> None:
-        """Counts the time since the last call as this phase's."""
+        """Adds the time since the last call to `phase`."""
         now = time.perf_counter()
         self.times.phases[phase] += now - self._last
         self._last = now
 
     def on_step(self, num_images: int) -> None:
-        if not self._has_stepped and self.training.device.type == "cuda":  # kernels are compiled and a graph is recorded
+        if not self._has_stepped and self.training.device.type == "cuda":  # compiles kernels, records the graph
             torch.cuda.synchronize()
             self._spent_on("compiling")
         self._has_stepped = True
@@ -161,7 +161,7 @@ class Recorder(Observer):
         self.times.timestamps.append(time.time_ns() // 1_000_000)
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
-            for seen in self.watch(self.training):  # as Python's own numbers: torch.load with weights_only refuses NumPy's
+            for seen in self.watch(self.training):  # torch.load with weights_only refuses NumPy scalars
                 own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
                 self.times.watched.append({"epoch": row["epoch"]} | own)
         self._spent_on("evaluation")
@@ -177,7 +177,7 @@ class Recorder(Observer):
         self.times.seconds = self._before + time.perf_counter() - self._start
 
     def metrics(self) -> dict:
-        """The last point, whatever the best one was."""
+        """The last point, not the best, with the number of steps and parameters."""
         progress = self.training.progress
         last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
         return last | {
@@ -188,7 +188,7 @@ class Recorder(Observer):
         }
 
     def description(self, status: str, **digests: Any) -> RunRecord:
-        """Describes the run, its machine and its times: all that may differ between two runs with the same numbers."""
+        """The record of the run: configuration, machine, times and digests."""
         times = self.times
         return RunRecord(
             folder=records.place(self.run.folder),
@@ -214,9 +214,9 @@ class Recorder(Observer):
         )
 
     def write_outputs(self) -> RunRecord:
-        """Writes weights, history, metrics and record, each whole, and returns the record.
+        """Writes weights, history, metrics and record, and returns the record.
 
-        Without a record they are no run: it goes first and comes last, with the digests of the others.
+        The record is removed first and written last, so that readers never find a mixture of old and new files.
         """
         self._clock()
         paths, progress = self.run.files, self.training.progress
@@ -238,28 +238,28 @@ class Recorder(Observer):
         return record
 
     def clear(self) -> None:
-        """Removes the scratch folder, and what interrupted trainings of this run with other settings have left."""
+        """Removes the scratch folder, and those of this run's trainings with other settings, if old."""
         for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
             if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_checkpoint(path: Path, training: Training, times: Times) -> None:
-    """Writes model, optimisers, progress and times, behind the SHA-256 of their bytes: torch.load checks none."""
+    """Writes model, optimisers, progress and times, preceded by their SHA-256, as torch.load verifies no checksum."""
     state = {
         "model": training.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in training.optimizers],
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
-    buffer = io.BytesIO()  # torch.save writes a file's own name into it; through memory the bytes depend on the state alone
+    buffer = io.BytesIO()  # torch.save would store the file's name; from memory, the bytes depend only on the state
     torch.save(state, buffer)
     content = buffer.getvalue()
     files.write_bytes(path, hashlib.sha256(content).digest() + content)
 
 
 def restore_checkpoint(path: Path, training: Training) -> Times:
-    """Puts a training where `save_checkpoint` found it, and returns its times."""
+    """Restores a training from `save_checkpoint`, and returns its times."""
     written = path.read_bytes()
     digest, content = written[:DIGEST_BYTES], written[DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:
@@ -273,7 +273,7 @@ def restore_checkpoint(path: Path, training: Training) -> Times:
 
 
 def history_csv(history: list[dict[str, float]]) -> str:
-    """The points below one another; a number that is not finite is an empty field."""
+    """The points as CSV, one per line; numbers that are not finite become empty fields."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,12 +1,12 @@
 """A run and its files.
 
-    paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json; of a study that watches its models
-                                                  watched.csv; git keeps them
+    paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json, and watched.csv if the study
+                                                  watches its models; git tracks them
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
-Table 2's runs belong to the study table_2, what a study trains of its own to that study, and what one tries to tries,
-which git does not keep. record.json says which run it is and has the digest of each file: every reader of a run begins with
+STUDY is table_2 for the runs of Table 2, and tries for the user's experiments, which git does not track; other studies have
+their own name. record.json identifies the run and holds the digest of each file. Every reader of a run begins with
 `Run.record`, which checks both.
 """
 
@@ -26,30 +26,30 @@ from pipeline.core.errors import UserError
 from pipeline.training import COLUMNS
 
 if TYPE_CHECKING:
-    import pandas as pd  # slow to import, as torch is, and a list of runs needs neither
+    import pandas as pd  # pandas and torch are slow to import, and listing runs needs neither
     import torch
 
 TABLE_2, TRIES = "table_2", "tries"
 CURVES = COLUMNS[2:]
 FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
-# Records of these numbers stay current. Between 1 and 2 "exact" began to balance other heads, which changes last digits, and
-# "newton_schulz" to iterate in float64 at norms that only a failing start reaches.
+# Older values of osa.NUMERICS whose runs stay valid. In 2, "exact" balances other heads, which changes last digits, and
+# "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One variant, with something replaced or not, and one seed."""
+    """One variant, with its overrides, and one seed."""
 
     variant: str
     seed: int
     study: str = TABLE_2
     overrides: Overrides = field(default_factory=dict)
-    base: Path = Path()  # with paper_outputs, in a copy of this repository
+    base: Path = Path()  # root of the repository, or of a copy
 
     @classmethod
     def at(cls, folder: Path) -> Run:
-        """The run whose training left a folder. Raises UserError if the record there is damaged or that of another run."""
+        """The run stored in a folder. Raises UserError if its record is damaged, or belongs to another run."""
         record = records.parse(folder / RECORD, RunRecord, f"`git checkout {shlex.quote(str(folder))}`")
         run = cls(record.variant, record.seed, record.study, record.overrides, Path(*folder.parts[:-5]))
         if run.folder != folder:
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that a training leaves besides its record."""
+        """The files that a training writes besides its record."""
         return {
             "weights": self.weights,
             "history": self.folder / "history.csv",
@@ -94,12 +94,12 @@ class Run:
 
     @property
     def stage(self) -> str:
-        """The name of a run of Table 2 in DVC."""
+        """DVC's name for the stage of a run of Table 2."""
         return f"train@{self.variant}-{self.seed}"
 
     @property
     def command(self) -> str:
-        """The command that trains it."""
+        """The command that trains the run."""
         if self.study == TRIES:
             options = params.as_options(self.overrides)
             return f"python -m pipeline train {shlex.join([self.variant, str(self.seed), *options])}"
@@ -108,10 +108,10 @@ class Run:
         return f"python -m pipeline fan_out --only '{self}'"
 
     def record(self) -> RunRecord | None:
-        """Its record; None where no training of it has ended. Weights may be absent: git does not keep them all.
+        """The run's record; None if no training has finished. Weights may be absent: git does not track all of them.
 
         Raises:
-            UserError: the record is damaged or another run's, or a file is not the one that it knows.
+            UserError: the record is damaged or belongs to another run, or a file does not match its digest.
         """
         path = self.folder / RECORD
         if not path.exists():
@@ -122,7 +122,7 @@ class Run:
         return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """True if the run is whole, with this configuration and a current number of `osa.NUMERICS`."""
+        """True if the run is complete and `matches` the configuration."""
         try:
             record = self.record()
         except UserError:
@@ -130,18 +130,18 @@ class Run:
         return record is not None and matches(record, config)
 
     def metrics(self) -> dict:
-        """The last point of its curves, and whether it diverged."""
+        """The last point of the curves, and whether the run diverged."""
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:
-        """The points of its curves. Where it diverged accuracies are those of no model, and blank as the losses are."""
+        """The points of the curves. Where the loss is not finite, the accuracy means nothing, and is NaN too."""
         table = files.read_csv(self.files["history"])
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
         return table
 
     def load_model(self, config: RunConfig) -> torch.nn.Module:
-        """The trained model. Raises UserError if its weights are absent, or not those that its record knows."""
+        """The trained model. Raises UserError if the weights are absent, or do not match the record."""
         if not self.weights.exists():
             there = f"`git checkout {shlex.quote(str(self.weights))}` where git has it"
             raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.")
@@ -160,5 +160,5 @@ class Run:
 
 
 def matches(record: RunRecord, config: RunConfig) -> bool:
-    """True if a record has this configuration and a current number of `osa.NUMERICS`."""
+    """True if a record has this configuration, and its `osa.NUMERICS` is still valid."""
     return record.config == config and record.numerics in (*EARLIER_NUMERICS, NUMERICS)

@@ -1,1 +1,1 @@
-"""Presentation of results: numbers as text, figures, tables and pages. Nothing is measured or judged here."""
+"""Presents results as text, figures, tables and pages. Nothing is measured or judged here."""

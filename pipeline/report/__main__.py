@@ -1,11 +1,11 @@
 """The pages: `python -m pipeline report paper` writes report.html and report.md, `research` research.html and research.md.
 
-    python -m pipeline report paper --only theorem_2_2    one study again; the rest from paper_outputs/numbers
-    python -m pipeline report readme                      the result into README.md, between its markers
-    python -m pipeline report demonstration               report.html and report.md of trainings alone, as in quickstart/
+    python -m pipeline report paper --only theorem_2_2    summarises this study again, keeps the others' numbers
+    python -m pipeline report readme                      writes the result into README.md, between its markers
+    python -m pipeline report demonstration               report.html and report.md on trainings alone, as in quickstart/
 
-The words stand in templates/, one for each section. Their numbers come from what the studies summarise of their tables and
-are written to paper_outputs/numbers. There is no clock and no chance in here: the same files give the same bytes.
+templates/ holds the text, one template for each section. Studies summarise their tables, and the numbers go to
+paper_outputs/numbers and into the text. Nothing depends on time or chance: the same files give the same bytes.
 """
 
 import base64
@@ -35,13 +35,13 @@ from pipeline.studies import study
 from pipeline.studies.lab import Lab
 from pipeline.training.run import FOLDER as RUNS
 
-PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # templates and files
-ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # the paper's studies that go beyond its own questions
-QUOTED = {"paper": ("ablations", "harder_data")}  # studies of the other page whose numbers a page mentions
-NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # with a folder for each page
+PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # template: file
+ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
+QUOTED = {"paper": ("ablations", "harder_data")}  # page: studies of the other page that it quotes
+NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # one folder in each per page
 NARROW = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
-STAGES = ("paper", "research")  # stages of dvc.yaml
+STAGES = ("paper", "research")  # pages that are stages of dvc.yaml
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
 
 
@@ -58,14 +58,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def on_page(name: str) -> list[str]:
-    """The studies of a page; a demonstration has none."""
+    """The studies of a page; none for a demonstration."""
     paper = [each for each in studies.names("paper") if each not in ON_RESEARCH]
     return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
 
 def write(name: str, only: str | None = None) -> None:
-    """Writes the numbers, figures and files of a page. Raises UserError, before anything is written, where DVC would make a
-    file behind it again."""
+    """Writes the numbers, figures and files of a page. Raises UserError, before writing anything, if an input is out of date
+    for DVC."""
     if only is None:
         check_current(name)
     elif only not in on_page(name):
@@ -92,13 +92,13 @@ def write(name: str, only: str | None = None) -> None:
 
 
 def check_current(*pages: str) -> None:
-    """Asks DVC whether the inputs of pages are current.
+    """Checks with DVC that the inputs of pages are up to date.
 
     Raises:
-        UserError: an input, or an input of an input, was changed.
+        UserError: a direct or indirect input was changed.
     """
     stages = [name for name in pages if name in STAGES]
-    if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # within `dvc repro` it has looked
+    if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # `dvc repro` has checked already
         return
     from dvc.repo import Repo
 
@@ -107,12 +107,12 @@ def check_current(*pages: str) -> None:
         for entry in entries if stage not in stages else []:
             states = entry if isinstance(entry, dict) else {"changed command": {stage: "changed"}}
             for path, state in itertools.chain(*(each.items() for each in states.values())):
-                if state not in ("deleted", "not in cache"):  # as data are in a fresh clone
+                if state not in ("deleted", "not in cache"):  # a fresh clone lacks the data
                     raise UserError(f"{path} is not as the stage {stage} knows it: `dvc repro {' '.join(stages)}`.")
 
 
 def common(lab: Lab) -> dict[str, Any]:
-    """Content that every page has besides the studies."""
+    """The content that all pages share, apart from studies."""
     trained = table_2.read(lab)
     rows = table_2.rows(lab)
     content = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
@@ -129,8 +129,8 @@ def common(lab: Lab) -> dict[str, Any]:
 def write_figure(
     path: Path, of_page: str, sources: list[str], lab: Lab, draw: Callable[[], Figure | None], *, png: bool = False
 ) -> None:
-    """Writes a figure for wide screens and, in a folder of its own, for narrow ones, and on request as PNG; nothing where
-    `draw` gives no figure. A figure that was last drawn from the same inputs is not drawn again."""
+    """Writes a figure for wide screens, one for narrow screens, and on request a PNG; nothing if `draw` returns None. Draws
+    only if the inputs have changed since the last time."""
 
     def files_of() -> dict[str, str]:
         if (figure := draw()) is None:
@@ -148,7 +148,7 @@ def write_figure(
 
 
 def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
-    """A study's numbers, {} where nothing is measured, and its figures as files; `commits` made the runs of Table 2."""
+    """Returns a study's numbers, {} if not measured yet, and writes its figures. `commits` trained the runs of Table 2."""
     one = studies.get(name)
     settings, tables = studies.settings(name), {}
     if one.measure:
@@ -166,7 +166,7 @@ def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str
 
 
 def sources_of(name: str) -> list[str]:
-    """The files that a study's figures are drawn from, and the commit that measured them; the folder of its runs."""
+    """The sources of a study's figures: measured tables, the commit that measured them, and the folder of its runs."""
     one, folder, sources = studies.get(name), study.FOLDER / name, []
     if one.measure:
         record = records.read(folder, Record, f"python -m pipeline study {name}")
@@ -201,7 +201,7 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
 
 
 def curves(lab: Lab) -> dict[str, dict[str, list]]:
-    """Epoch and median loss of each point of Figure 1, by curve and model."""
+    """The points of Figure 1, [epoch, median loss], by curve and model."""
     points = {curve: {} for curve in figures.PANELS}
     for variant, own in lab.tables["histories"].groupby("variant", sort=False):
         medians = own.groupby("epoch")[list(figures.PANELS)].median().dropna()
@@ -211,7 +211,7 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 
 def table_sources(of_page: str, *owners: str) -> Markup:
-    """A line below a section that links to the numbers of its tables and to the studies' code."""
+    """A line that links to the numbers of a section's tables, and to the code of their studies."""
     names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}  # theorem 2.1
     links = [f"[{name}](numbers/{of_page}/{owner}.json)" for owner, name in names.items()]
     return Markup(f"<small>Numbers: {', '.join(links)} ([code](../{code_of(owners[0]).parent})).</small>")
@@ -222,7 +222,7 @@ def code_of(owner: str) -> Path:
 
 
 def source_line(path: str, of_page: str) -> str:
-    """Links to the data and the code of a figure."""
+    """A line that links to the data and the code of a figure."""
     stem = Path(path).stem
     owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
@@ -233,7 +233,7 @@ def source_line(path: str, of_page: str) -> str:
 
 
 def write_readme() -> None:
-    """The blocks of README.md between markers, each from the template of its name."""
+    """Writes each block of README.md between markers, from the template with the marker's name."""
     check_current(*STAGES)
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}

@@ -1,4 +1,4 @@
-"""Figure 1, and figures as files and as parts of a page, for wide and for narrow screens."""
+"""Draws Figure 1, and saves figures as files or inlines them in pages, for wide and narrow screens."""
 
 import contextlib
 import io
@@ -20,12 +20,12 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# After a letter that is moved, an invisible one moves back; baseline-shift would, but not every browser knows it.
+# A raised letter is followed by an invisible one that returns to the baseline: not every browser supports baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
-KEPT = Path(".checkpoints/figures")  # figures as they were last drawn
-RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of what was measured
+KEPT = Path(".checkpoints/figures")  # cache of drawn figures
+RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
-NARROW = 3.6, 2.8  # inches: the width of a figure on a phone, and the most that a panel has of its height
+NARROW = 3.6, 2.8  # inches: width of a figure for phones, and maximal height of a panel
 UNSEEN = re.compile(  # parts of matplotlib's files that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
@@ -35,12 +35,12 @@ DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</
 
 
 def style():
-    """The context in which figures are drawn and saved: matplotlib's defaults and STYLE, whatever one's matplotlibrc has."""
+    """The context for drawing and saving: matplotlib's defaults and STYLE, without the user's matplotlibrc."""
     return matplotlib.style.context(["default", STYLE])
 
 
 def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
-    """Draws each model that has a curve: a thin line for each seed and the median over seeds, on logarithmic axes."""
+    """Draws Figure 1: for each model a thin line per seed and the median over seeds, with logarithmic losses."""
     with style():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
@@ -64,12 +64,12 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
 
 
 def stack(figure: Figure) -> Figure:
-    """The same figure for a narrow screen: its panels one below the other, each with its own labels."""
+    """Rearranges a figure for a narrow screen: stacks its panels, each with tick labels."""
     panels, height = figure.axes, min(figure.get_figheight(), NARROW[1])
     if len(panels) > 1:
         for place, axes in zip(figure.add_gridspec(len(panels), 1), panels, strict=True):
             axes.set_subplotspec(place)
-            axes.tick_params(labelleft=True)  # panels in a row share them
+            axes.tick_params(labelleft=True)  # panels in a row share tick labels
         figure.set_size_inches(NARROW[0], height * len(panels))
     else:
         figure.set_size_inches(NARROW[0], figure.get_figheight())
@@ -82,11 +82,10 @@ def stack(figure: Figure) -> Figure:
 
 
 def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
-    """The figure as SVG whose bytes depend on what it shows alone, with powers and indices in place; its metadata name the
-    files that it was drawn from."""
+    """The figure as SVG, with superscripts and subscripts, and its sources as metadata. Equal figures give equal bytes."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
     text = _save(figure, "svg", metadata).decode()
-    # matplotlib names clips and markers by digests of coordinates, whose last bits differ from one layout to the next
+    # matplotlib names clips and markers by digests of coordinates, and their last bits vary from layout to layout
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
@@ -94,14 +93,14 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
 
 
 def kept(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """The files of a figure as they were last drawn, or what `draw` gives now if `made_of` is another digest.
+    """The files of a figure, from the cache if they were drawn from the same inputs, else from `draw`.
 
     Args:
-        place: names the figure in `KEPT`.
-        made_of: a digest of all that the figure depends on.
+        place: name of the figure in the cache.
+        made_of: digest of everything that the figure depends on.
     """
     path = KEPT / f"{place}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, or damaged
         found = json.loads(path.read_text(encoding="utf-8"))
         if (found["made_of"], found["sha256"]) == (made_of, files.digest(found["files"])):
             return found["files"]
@@ -111,8 +110,8 @@ def kept(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[s
 
 
 def inputs() -> str:
-    """A digest of all that figures depend on: code with its style, parameters, the versions of libraries, tables, and the
-    records and numbers of runs and measurements, whose records have the digests of their tables."""
+    """A digest of everything that figures depend on: code, parameters, versions of libraries, tables, and the JSON files of
+    runs and measurements, which include digests of their tables."""
     paths = [Path("params.yaml"), *sorted(Path("paper_outputs/tables").glob("*.csv"))]
     for folder in ("osa", "pipeline"):
         paths += sorted([*(files.ROOT / folder).rglob("*.py"), *(files.ROOT / folder).rglob("*.yaml")])
@@ -123,7 +122,7 @@ def inputs() -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG, at print resolution."""
+    """The figure as PNG, at 200 dpi."""
     return _save(figure, "png", {"Software": None})
 
 
@@ -135,7 +134,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """A line of an SVG by its steps, in tenths of a point, which takes half of the bytes; other paths as they are."""
+    """Rewrites an SVG polyline with relative steps, in tenths of a point, which halves its bytes. Keeps other paths."""
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]
@@ -145,7 +144,7 @@ def relative(path: str) -> str:
 
 
 def inline(svg_text: str, name: str, kind: str = "") -> str:
-    """An <svg> element of this class for a page: as wide as its place, in the page's colours, sharing no id with another."""
+    """An <svg> element for a page, with the CSS class `kind`, the page's colours, and ids prefixed by `name`."""
     element = UNSEEN.sub("", svg_text[svg_text.index("<svg") :])
     element = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", element)
     element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)

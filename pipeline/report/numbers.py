@@ -1,5 +1,5 @@
-"""Numbers and formulas as text: the one place that decides on digits, signs, powers of ten, raised and lowered letters, and
-what stands where there is no number."""
+"""Formats numbers and formulas as text. Only this module decides on digits, signs, powers of ten, superscripts, subscripts,
+and the sign for a missing number."""
 
 import math
 import re
@@ -23,7 +23,7 @@ NOTATION = re.compile(
 
 
 def number(value: float | None) -> str:
-    """Three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷; ∞, and a dash for what there is not."""
+    """Three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷; ∞, and a dash for a missing number."""
     if pd.isna(value):
         return ABSENT
     if math.isinf(value):
@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
 
 
 def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:
-    """Escaped text whose powers and indices, d_v or ‖J‖₂ or 1e-5 or e^{‖S‖₂}, are as `up` and `down` write them."""
+    """Marks up superscripts and subscripts in escaped text with `up` and `down`, as in d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}."""
 
     def write(found: re.Match) -> str:
         part = found.groupdict()
@@ -56,17 +56,17 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
 
 
 def fixed(value: float, digits: int) -> str:
-    """A fixed number of decimals of what files hold, a true minus sign, and a dash for what there is not."""
+    """A fixed number of decimals, from the value as rounded in files; − as minus sign, a dash for a missing number."""
     return ABSENT if pd.isna(value) else f"{rounded(value):z.{digits}f}".replace("-", "−")
 
 
 def signed(value: float, digits: int) -> str:
-    """`fixed` with a sign before positive numbers too."""
+    """`fixed`, with a sign also before positive numbers."""
     return ABSENT if pd.isna(value) else f"{rounded(value):+z.{digits}f}".replace("-", "−")
 
 
 def grouped(value: float) -> str:
-    """A whole number with narrow spaces between thousands."""
+    """A whole number, with narrow spaces between groups of three digits."""
     return ABSENT if pd.isna(value) else f"{value:z,.0f}".replace(",", "\u202f").replace("-", "−")
 
 
@@ -76,13 +76,13 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
-    """Mean and standard deviation, e.g. 96.90 ± 0.73; the mean alone where there is no spread."""
+    """Mean and standard deviation, e.g. 96.90 ± 0.73; the mean alone if the deviation is missing."""
     mean, std = summary["mean"], summary["std"]
     return fixed(mean, digits) if pd.isna(std) else f"{fixed(mean, digits)} ± {fixed(std, digits)}"
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """An interval from its `low` and `high`, e.g. 96.1 to 97.5; one end alone may be absent, as infinity is in files."""
+    """An interval from `low` to `high`, e.g. 96.1 to 97.5. A single missing end is infinite: JSON files have no infinity."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT
@@ -95,18 +95,18 @@ def times(ratio: float, digits: int = 2) -> str:
 
 
 def words(count: int) -> str:
-    """A small whole number as text writes it, from zero to twelve; digits beyond."""
+    """A whole number in words from zero to twelve, in digits above."""
     return SMALL[int(count)] if 0 <= count < len(SMALL) else grouped(count)
 
 
 def span(counts: Iterable[int]) -> str:
-    """Three, or one to three."""
+    """The range of numbers in words: three, or one to three."""
     least_first = sorted(counts)
     return " to ".join(dict.fromkeys(map(words, least_first[:1] + least_first[-1:])))
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers in order, consecutive ones as a range: 0 to 4 and 7."""
+    """Whole numbers in order, with consecutive ones as a range: 0 to 4 and 7."""
     groups = []
     for value in sorted(numbers):
         if groups and value == groups[-1][-1] + 1:
@@ -117,6 +117,6 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def listing(items: Iterable[str]) -> str:
-    """a, b and c."""
+    """Joins items: a, b and c."""
     *others, last = list(items)
     return f"{', '.join(others)} and {last}" if others else last

@@ -1,4 +1,4 @@
-"""Rendering of pages: templates become Markdown, as GitHub shows it, and Markdown becomes HTML."""
+"""Renders pages: templates to Markdown in GitHub's form, and Markdown to HTML."""
 
 import functools
 import html
@@ -20,16 +20,16 @@ from pipeline.report import numbers
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
-MARKS = {  # before a badge: good, bad, open
+MARKS = {  # class and mark of a badge; "open" for all other words
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
-TOGETHER = re.compile(r"(?<=\d) (?=[±×])|(?<=[±×]) (?=[\d−])")  # spaces at which a number does not break
-SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters of Markdown
+TOGETHER = re.compile(r"(?<=\d) (?=[±×])|(?<=[±×]) (?=[\d−])")  # spaces that must not break a number
+SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters with a meaning in Markdown
 
 
 def to_json(value: Any) -> Any:
-    """Plain numbers, lists and dicts, as files hold them: verdicts with their words, None for a number that is none."""
+    """Converts to plain values, lists and dicts, with floats rounded as in files. NaN and infinities become None."""
     if isinstance(value, Verdict):
         return to_json(asdict(value) | {"here": value.here, "bound": value.bound})
     if is_dataclass(value):
@@ -38,7 +38,7 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
-    if hasattr(value, "item"):  # NumPy's
+    if hasattr(value, "item"):  # a NumPy scalar
         return to_json(value.item())
     if isinstance(value, float):
         return rounded(value) + 0.0 if math.isfinite(value) else None
@@ -46,7 +46,7 @@ def to_json(value: Any) -> Any:
 
 
 def environment(label: Callable[[str], str]) -> jinja2.Environment:
-    """The templates with their filters. Everything that they are given is escaped."""
+    """The environment of the templates, with filters and autoescape."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -68,12 +68,12 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
 
 
 def by(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Mapping[str, Any]]:
-    """Rows by the value that each has for a key: `table_2 | by("variant")`."""
+    """Indexes rows by their value for a key: `table_2 | by("variant")`."""
     return {row[key]: row for row in rows}
 
 
 def text(words: str) -> Markup:
-    """Escapes a user's text, such as a label, so that Markdown and HTML show it as it is."""
+    """Escapes a user's text, such as a label, so that Markdown and HTML show it unchanged."""
     return Markup(SPECIAL.sub(r"\\\1", str(escape(words))))
 
 
@@ -100,16 +100,16 @@ def _markdown() -> MarkdownIt:
 
 
 def word_count(markdown: str) -> int:
-    """The words that a reader of the page meets, captions and tables included."""
+    """The number of visible words, including captions and tables."""
     shown = re.sub(r"<[^>]+>|\]\([^)]*\)|[|*#`!\[\]]|^\s*[:| -]+$", " ", markdown, flags=re.MULTILINE)
     return len([word for word in shown.split() if any(map(str.isalnum, word))])
 
 
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
-    """The body of a page, and its sections as (anchor, title up to a colon).
+    """Renders the body of a page. Also returns its sections as (anchor, title up to a colon).
 
-    A paragraph that is an image alone becomes a figure: `drawings` has the SVG of each path, inlined, and `source` a line on
-    its data and code. Tables scroll by themselves, and no line breaks within 96.7 ± 0.5 or 3 × 10⁻⁴.
+    A paragraph with only an image becomes a figure: `drawings` maps its path to inline SVG, and `source` to a line on data
+    and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):
@@ -124,7 +124,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
 
 
 def anchor(title: str) -> str:
-    """The id of a heading, as GitHub makes it."""
+    """The id of a heading, by GitHub's rule."""
     return re.sub(r"[^\w -]", "", html.unescape(re.sub(r"<[^>]+>", "", title)).lower()).replace(" ", "-")
 
 

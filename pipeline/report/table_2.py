@@ -1,4 +1,4 @@
-"""Numbers of the pages that belong to no study: Table 2, the cost of trainings, and their provenance."""
+"""The pages' numbers outside studies: Table 2, and cost and provenance of its runs."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ def read(lab: Lab) -> dict[tuple[str, int], RunRecord]:
     """The records of Table 2's runs, by variant and seed.
 
     Raises:
-        UserError: a table is missing, or a run is of other parameters than params.yaml has now.
+        UserError: a table is missing, or a run or a table does not match params.yaml.
     """
     if "runs" not in lab.tables:
         raise UserError(f"{TABLES / 'runs.csv'} is missing: run `dvc repro tables`.")
@@ -51,8 +51,8 @@ def read(lab: Lab) -> dict[tuple[str, int], RunRecord]:
 
 
 def rows(lab: Lab) -> list[dict[str, Any]]:
-    """A row for each model: the paper's test accuracy, ours in per cent over the runs that start, where one more such run is
-    expected if three or more do, the accuracies of the others, and the one-sided 95 % bound of the share that starts."""
+    """A row for each model: the paper's test accuracy; ours, over the runs that start; the prediction interval of one more
+    run, if at least three start; the other runs' accuracies; and the one-sided 95 % bound on the share that starts."""
     tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
@@ -79,14 +79,14 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """The probability that one more run lies above a level, if runs are normal; NaN for a single value."""
+    """The probability that one more run exceeds `level`, if runs are normal; NaN for a single value."""
     estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 minus the mean
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The paper's models at once: how many of its numbers are inside, how many of our means lie below, the widest interval.
-    `p` is two-sided and tests whether its numbers may be one more run of ours each (Stouffer)."""
+    """Compares all models with the paper: how many of its numbers lie in our prediction intervals, how many of our means lie
+    below its numbers, and the widest interval. `p` tests, two-sided, that each of its numbers is one more run (Stouffer)."""
     judged = [row for row in rows if row["is_within"] is not None]
     widths = [row["one_more_run"]["high"] - row["one_more_run"]["low"] for row in judged]
     p = [share_above(row["accuracies"], row["paper"]) for row in judged]
@@ -101,7 +101,7 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
-    """`rows` as a file: per cent, and percentage points."""
+    """`rows` as a table, in per cent and percentage points."""
     listed = []
     for row in rows:
         ours, difference = row["ours"], row["difference"]
@@ -120,8 +120,8 @@ def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
 
 
 def cost(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """Parameters of Table 2's models, least and most; seeds of each kind of machine and minutes of a run there, least and
-    most."""
+    """The least and most parameters of Table 2's models, and for each kind of machine its seeds and the least and most
+    minutes of a run."""
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
         machines[short(record.environment.model_dump())].append((seed, record.seconds / 60))
@@ -136,7 +136,7 @@ def cost(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """Runs, hours and machines of trainings, for Table 2 and for each study that trains: the variants by machine."""
+    """For Table 2 and each study that trains: number of runs, hours in total, and the variants trained on each machine."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}
@@ -152,7 +152,7 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
 
 
 def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """Provenance of Table 2's runs: for each property every value that occurs, with its number of runs."""
+    """Provenance of Table 2's runs: for each property, the number of runs with each value."""
     listed = list(records.values())
     counts = {key: Counter() for key in PROPERTIES}
     for record in listed:

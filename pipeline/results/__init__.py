@@ -1,1 +1,1 @@
-"""Tables of runs, for Table 2 and for every study, and the measurements of trained models."""
+"""Makes tables of runs, for Table 2 and for every study, and measures trained models."""

@@ -1,11 +1,11 @@
-"""The evaluate stage: a model's runs measured again from their weights: `python -m pipeline evaluate osa_qr`.
+"""The evaluate stage, which measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
-Writes to paper_outputs/evaluations, for each run: loss, accuracy, calibration error, per-class accuracy, confusion matrix
-and mistakes on the full test set, and for each layer and head of orthogonal attention what the paper's theorems are about.
-Git keeps the file, so that a run need not be measured, nor its weights be there, where another one is added.
+Writes for each run, to paper_outputs/evaluations: loss, accuracy, calibration error, per-class accuracy, confusion matrix
+and mistakes on the full test set, and the quantities of the paper's theorems for each layer and head of orthogonal attention.
+Git tracks the files: adding a run requires neither the other runs' weights nor measuring them again.
 
-The mistakes map the index of a test image to the class that the model takes it for. They tell its prediction of every
-image, as all others are right, in a tenth of the space.
+`mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so this
+gives every prediction in a tenth of the space.
 """
 
 import copy
@@ -31,8 +31,8 @@ from pipeline.training.run import Run
 
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
-ATTENTION_IMAGES = 128  # test images over which the attention is measured
-TOLERANCE_IMAGES = 5  # difference of the accuracy from training's, as rounding may between batch sizes and devices
+ATTENTION_IMAGES = 128  # number of test images for measuring the attention
+TOLERANCE_IMAGES = 5  # images whose prediction may differ from training's by rounding, on other batch sizes and devices
 
 
 @entry_point
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:
-    """The content of evaluation.json: the measurements of a run, empty if it diverged, and the digests of its training."""
+    """The content of evaluation.json: a run's measurements, empty if it diverged, and digests of its metrics and weights."""
     record = run.record()
     if record is None:
         raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
@@ -62,7 +62,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """The measurements of one finished run, to the digits that files hold."""
+    """The measurements of a finished run, rounded as in files."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.load(folder, config.data.pixel_scaling, device)
@@ -86,7 +86,7 @@ def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, images: torch.Tensor | idx.Images) -> torch.Tensor:
-    """The logits of every image, (n, classes), in float64."""
+    """The logits of all images, (n, classes), converted to float64."""
     return torch.cat([model(batch).double() for batch in images.split(BATCH_SIZE)])
 
 
@@ -101,8 +101,8 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> floa
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
-    """The weights must repeat the accuracy that training measured, but for images that rounding can tip over: it differs
-    with the batch size, the number of threads and the device."""
+    """Raises UserError if the accuracy differs from training's by more than TOLERANCE_IMAGES images. Rounding depends on
+    batch size, threads and device, and may change a few predictions."""
     if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
             f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "
@@ -117,7 +117,7 @@ def confusion_matrix(labels: torch.Tensor, predictions: torch.Tensor, num_classe
 
 
 def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
-    """One row for each class that has images."""
+    """One row for each class with images."""
     images = confusion.sum(axis=1)
     classes = images.nonzero()[0]
     accuracy = confusion.diagonal()[classes] / images[classes]
@@ -126,7 +126,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 @torch.no_grad()
 def layer_table(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
-    """A row for each layer and head of orthogonal attention, see `head_statistics`; none for a model without."""
+    """A row for each layer and head of orthogonal attention (see `head_statistics`); empty for other models."""
     tables = [
         head_statistics(number, attention, x)
         for number, (attention, x) in enumerate(measures.attention_inputs(model, images))
@@ -138,15 +138,15 @@ def layer_table(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
 def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor) -> pd.DataFrame:
     """Measures the quantities of the theorems, for each head of a layer with the input x (images, N, d).
 
-    alpha                    of Eq. 5
-    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), over the images; A is what the model's own method and precision give
+    alpha                    α of Eq. 5
+    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), over the images; A in the model's method and precision
     exp_error_max, _median   ‖A − exp(S)‖₂ (Theorem 2.1)
     norm_max, _median        ‖S‖₂
-    size_max                 μ = |α|/√d_v · ‖M‖₂², by which the rounding of "exact" grows
-    condition_median         of M = [Q, K]
+    size_max                 μ = |α|/√d_v · ‖M‖₂²; the rounding error of "exact" grows with it
+    condition_median         condition number of M = [Q, K]
     weight_kappa             κ(W̃) (Theorem 4.2)
-    jacobian_kappa           κ(J) of the first head on the first image (Theorem 4.4); of the others None
-    layer_kappa              κ(Σᵢ W^Vᵢ W^Oᵢ), of the whole layer
+    jacobian_kappa           κ(J) of the first head on the first image (Theorem 4.4); NaN for other heads
+    layer_kappa              κ(Σᵢ W^Vᵢ W^Oᵢ), the same for all heads of a layer
     """
     query, key, _ = layer.project(x)  # (images, heads, N, d_v)
     scale = layer.scale().double().expand(layer.num_heads, 1, 1)

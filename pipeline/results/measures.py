@@ -1,7 +1,7 @@
-"""The measured side of each theorem: what the paper states, as functions of tensors that give the number it is about.
+"""Measures the quantities in the paper's theorems, as functions of tensors.
 
-Everything is float64 unless a dtype says otherwise, and dense where the statement is: sizes are those of a figure. N is
-the number of tokens, d the width of the model, d_v that of a head, M = [Q, K] (N×2d_v), `scale` the α/√d_v of Eq. 5.
+Everything is float64 unless a dtype is given. Matrices are dense, as in the theorems, and small enough for that. N is the
+number of tokens, d the width of the model, d_v the width of a head, M = [Q, K] (N×2d_v), and `scale` is α/√d_v of Eq. 5.
 """
 
 import math
@@ -17,15 +17,15 @@ from osa.reference import skew
 from osa.vit import VisionTransformer
 
 METHODS = ("qr", "newton_schulz", "exact")
-ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use them, whose layers are measured
-LAYER_IMAGES = 2  # whose activations enter them
-PRODUCTS = 32  # φ₁ takes 20 to 60 matrix products, which typically err by √n · eps each: 32 n eps bounds the chain
+ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
+LAYER_IMAGES = 2  # number of images for measuring a layer
+PRODUCTS = 32  # φ₁ takes 20 to 60 matrix products of typical error √n · eps, for which 32 n eps is ample
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
-    """32 n · eps: what a chain of matrix products with inner dimension n may err by, relative to its factors.
+    """32 n · eps: a tolerance for the relative error of a chain of matrix products with inner dimension n = `length`.
 
-    One product errs by at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically by √n · eps.
+    The error of one product is at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically √n · eps.
     """
     return PRODUCTS * length * torch.finfo(dtype).eps
 
@@ -36,10 +36,10 @@ def norm(matrix: Tensor) -> Tensor:
 
 
 def exponential(s: Tensor) -> Tensor:
-    """exp(S) of a skew-symmetric S (..., n, n), dense, from the eigenvalues of the Hermitian iS: right to n eps ‖S‖₂.
+    """exp(S) of a skew-symmetric S (..., n, n), from the eigenvalues of the Hermitian iS, with an error of n eps ‖S‖₂.
 
-    torch.linalg.matrix_exp is no yardstick here: of a single float64 matrix with ‖S‖₁ between 3e-4 and 5e-2 it is off by
-    up to 3.3e-10, a plane rotation by 0.04 among them (PyTorch issue 196592: a wrong coefficient of its degree 8).
+    torch.linalg.matrix_exp is not accurate enough as a reference: for a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2
+    its error reaches 3.3e-10, even for a plane rotation by 0.04 (PyTorch issue 196592: a wrong coefficient at degree 8).
     """
     values, vectors = torch.linalg.eigh(1j * s)
     return ((vectors * torch.exp(-1j * values).unsqueeze(-2)) @ vectors.mH).real
@@ -52,7 +52,7 @@ def orthogonality_error(y: Tensor) -> Tensor:
 
 
 def effective_rank(eigenvalues: Tensor) -> float:
-    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 for one direction, n for n equal ones."""
+    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 if one λᵢ is not 0, n if n are equal."""
     return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
 
 
@@ -63,7 +63,7 @@ def mean_cosine(cosines: Tensor) -> Tensor:
 
 
 def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:
-    """A random (tokens, width) matrix, tokens ≥ width, with singular values from 1 to 1/condition in equal ratios."""
+    """A random (tokens, width) matrix, tokens ≥ width, with singular values spaced geometrically from 1 to 1/condition."""
     left = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q
     right = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
     exponents = torch.linspace(0, -math.log10(condition), width, dtype=torch.float64)
@@ -71,7 +71,7 @@ def matrix_with_condition(tokens: int, width: int, condition: float, *, generato
 
 
 def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
-    """The scale that gives ‖S‖₂ the value `skew_norm`, (), float64."""
+    """The scale for which ‖S‖₂ = `skew_norm`, (), float64."""
     return skew_norm / norm(skew(query, key, 1.0))
 
 
@@ -79,7 +79,7 @@ def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
 
 
 def random_head(d: int, num_heads: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head as Section 4 draws them, float64."""
+    """Draws W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head as in Section 4, float64."""
     width = d // num_heads
     query_key = stiefel_uniform(d, 2 * width, generator=generator, dtype=torch.float64)
     value, out = (stiefel_uniform(d, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -87,7 +87,7 @@ def random_head(d: int, num_heads: int, generator: Generator) -> tuple[Tensor, T
 
 
 def head_weights(layer: OrthogonalSelfAttention) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of each head as the paper writes them."""
+    """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of each head, in the paper's orientation."""
     width = layer.embed_dim // layer.num_heads
     heads = []
     for rows in (slice(i * width, (i + 1) * width) for i in range(layer.num_heads)):
@@ -103,19 +103,19 @@ def query_key_product(w_query: Tensor, w_key: Tensor) -> Tensor:
 
 
 def condition(singular_values: Tensor, rank: int) -> float:
-    """The effective condition number σ_max/σ_min>0 (Section 4.1) of singular values in descending order, of which the first
-    `rank` are not zero."""
+    """The effective condition number σ_max/σ_min>0 (Section 4.1). The singular values descend, and the first `rank` are not
+    zero."""
     return (singular_values[0] / singular_values[rank - 1]).item()
 
 
 def weight_condition(w_query: Tensor, w_key: Tensor) -> float:
-    """κ(W̃) of a head (Theorem 4.2): the ratio of the largest to the smallest of the 2d_v singular values that are not 0."""
+    """κ(W̃) of a head (Theorem 4.2): the ratio of the largest to the smallest of its 2d_v nonzero singular values."""
     values = torch.linalg.svdvals(query_key_product(w_query.double(), w_key.double()))
     return condition(values, rank=2 * w_query.shape[-1])
 
 
 def gradient_norm(module: nn.Module, least_dimensions: int = 0) -> float:
-    """‖∂loss/∂θ‖₂ over a module's parameters, or those with so many dimensions at least, after a backward pass."""
+    """‖∂loss/∂θ‖₂ after a backward pass, over the module's parameters with at least `least_dimensions` dimensions."""
     found = [p.grad.norm() for p in module.parameters() if p.ndim >= least_dimensions and p.grad is not None]
     return torch.stack(found).norm().item()
 
@@ -132,10 +132,10 @@ def head(x: Tensor, weights: tuple[Tensor, ...], scale: float | Tensor, **method
 def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """∂vec f(X)/∂vec X, (outputs, N·d), with vec column by column as in Eq. 12.
 
-    One backward pass over as many copies of X as there are outputs, one output from each copy.
+    One backward pass differentiates each output at its own copy of X.
 
     Args:
-        function: (batch, N, d) → (batch, n, m) or (batch, m), each item of the batch by itself.
+        function: (batch, N, d) → (batch, n, m) or (batch, m), independently for each item of the batch.
         x: (N, d).
     """
     shape = function(x[None]).shape[1:]
@@ -150,9 +150,9 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def power_iteration(
     function: Callable[[Tensor], Tensor], x: Tensor, start: Tensor, num_iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """J v/‖v‖ and JᵀJ v/‖v‖ of the last of so many steps v ← JᵀJ v/‖v‖ from `start`, whose norms tend to ‖J‖₂ and ‖J‖₂².
+    """Iterates v ← JᵀJ v/‖v‖ from `start`. Returns the last J v/‖v‖ and JᵀJ v/‖v‖; their norms tend to ‖J‖₂ and ‖J‖₂².
 
-    Matrix-free: Jᵀu is a backward pass through f at X, and J v one through that.
+    Matrix-free: Jᵀu is a backward pass through f at X, and J v is a backward pass through Jᵀu.
     """
     x = x.detach().requires_grad_()
     y = function(x)
@@ -166,10 +166,10 @@ def power_iteration(
 
 
 def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dict[str, float]:
-    """κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from J Jᵀ.
+    """κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from the eigenvalues of J Jᵀ.
 
-    The Jacobian's rows are taken in coordinates of W^O's row space, which holds them all: N·d_v of them are left, as many
-    as singular values that are not zero.
+    The head's outputs lie in the row space of W^O. In coordinates of that space the Jacobian has N·d_v rows, one for each
+    nonzero singular value.
     """
     *inputs, w_out = (weight.detach() for weight in head_weights(layer)[index])
     coordinates = torch.linalg.qr(w_out.mT).R.mT  # (d_v, d_v)
@@ -185,7 +185,7 @@ def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dic
 
 
 def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Each block's attention module and what enters it, (images, N, d)."""
+    """Each block's attention module and its input, (images, N, d)."""
     x = model.tokens(images)
     for block in model.blocks:
         yield block.attention, block.norm1(x)

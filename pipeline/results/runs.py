@@ -1,4 +1,4 @@
-"""The runs that are there, and tables of them: for Table 2, and for every study that compares runs."""
+"""Finds stored runs and makes tables of them, for Table 2 and for every study that compares runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pipeline.training import COLUMNS
 from pipeline.training.run import FOLDER, Run
 
 if TYPE_CHECKING:
-    import pandas as pd  # slow to import, and a list of runs needs none
+    import pandas as pd  # slow to import, and listing runs does not need it
 
 IDENTITY = ["name", "run", "variant", "seed"]
 FINALS = ["train_loss", "test_loss", "test_accuracy"]
 PROVENANCE_COLUMNS = ["numerics", "device", "dirty", "started_at", "seconds", "images_per_second"]
-IMAGES = ("source", "path", "resize")  # of the section data: whose images a run has seen
+IMAGES = ("source", "path", "resize")  # keys of the section data that choose the images
 
 
 def of_table_2(settings: Params) -> list[Run]:
-    """The runs of Table 2, Figure 1 and the verdicts, as params.yaml lists them."""
+    """The runs of Table 2, Figure 1 and the verdicts, in the order of params.yaml."""
     return [Run(*each) for each in itertools.product(settings.run.variants, settings.run.seeds)]
 
 
 def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
-    """The runs of a study, or of all, whose training has ended, with their records.
+    """The runs with a record, of one study or of all, and their records.
 
     Raises:
-        UserError: one is not whole.
+        UserError: a run is damaged or incomplete.
     """
     for path in sorted((base / FOLDER).glob(f"{study}/*/*/{RECORD}")):
         run = Run.at(path.parent)
@@ -41,13 +41,13 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRe
 
 
 def accuracy(metrics: dict) -> float:
-    """Test accuracy in per cent from a run's metrics; NaN if it diverged."""
+    """Test accuracy in per cent from a run's metrics; NaN if the run diverged."""
     return math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
 
 
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
-    """`runs`: a row for each run, under the name that is given with it. `histories`: the points of those that are there.
-    `watched`: what their study saw of them, if it watches."""
+    """Tables of named runs. `runs`: a row for each run, missing ones too. `histories`: the points of the existing runs.
+    `watched`: the rows that a study watched during training, if any."""
     import pandas as pd
 
     rows, histories, watched = [], [], []
@@ -66,7 +66,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Status and numbers of a run. A run of other images is missing, as params.yaml chooses the images of all studies.
+    """Status and results of a run. A run on other images counts as missing, as params.yaml sets the images of all studies.
 
     Raises:
         UserError: the run in this place has another configuration.
@@ -85,7 +85,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
 
 
 def difference(recorded: RunConfig, wanted: RunConfig) -> str:
-    """Names the first key in which two configurations differ, with both values; empty if they are equal."""
+    """Describes the first key in which two configurations differ, with both values; empty if they are equal."""
     for section in (*SHARED, "variant"):
         old, new = getattr(recorded, section), getattr(wanted, section)
         for key in type(new).model_fields:

@@ -1,7 +1,7 @@
-"""The tables stage: the runs of Table 2 side by side and summarised over seeds: `python -m pipeline tables`.
+"""The tables stage, which tabulates the runs of Table 2 and summarises them over seeds: `python -m pipeline tables`.
 
-Which runs there should be is read from params.yaml, never from the folder: one that is not there yet is listed as missing,
-a diverged one is counted, and one that is not listed is left out.
+params.yaml decides which runs the tables list. A listed run without results is marked as missing, a diverged run is counted,
+and other runs in the folder are left out.
 """
 
 import sys
@@ -57,18 +57,18 @@ def main() -> None:
 
 
 def tables_of(runs: Iterable[dict], params: Params) -> dict[str, pd.DataFrame]:
-    """Runs, their curves, and statistics over them."""
+    """Tables of the runs, of their curves, and of statistics over seeds."""
     table = runs_table(runs)
     return {"runs": table, "histories": read_histories(table), "summary": summarise_runs(table, params)}
 
 
 def find_runs(params: Params) -> list[dict]:
-    """Lists the runs of Table 2: variant, seed, status, and the numbers of training and evaluation.
+    """Lists the runs of Table 2: variant, seed, status, and the results of training and evaluation.
 
-    `status` is finished, diverged or missing. Warns of runs that are missing, or there without being listed.
+    `status` is finished, diverged or missing. Warns of missing runs, and of runs that params.yaml does not list.
 
     Raises:
-        UserError: there is no run at all, or the evaluation of one is not of its training.
+        UserError: no run exists, or one is damaged.
     """
     runs = [read_run(run) for run in of_table_2(params)]
     missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
@@ -84,7 +84,7 @@ def find_runs(params: Params) -> list[dict]:
 
 
 def read_run(run: Run) -> dict:
-    """The identity, the status, the metrics and the evaluation of one run."""
+    """Variant, seed, status, metrics and evaluation of a run, in one dictionary."""
     identity = {"variant": run.variant, "seed": run.seed}
     record = run.record()
     if record is None or not run.evaluated.exists():
@@ -97,7 +97,7 @@ def warn(sentence: str) -> None:
 
 
 def measured(runs: list[dict], name: str) -> pd.DataFrame:
-    """One of the tables of MEASURED over all finished runs, below one another."""
+    """Concatenates a table of MEASURED over all finished runs."""
     parts = []
     for run in runs:
         if run["status"] == "finished" and run[name]:
@@ -107,7 +107,7 @@ def measured(runs: list[dict], name: str) -> pd.DataFrame:
 
 
 def as_table(name: str, value: list | dict) -> pd.DataFrame:
-    """One of the tables of MEASURED from what evaluation.json has of it."""
+    """Converts a value of evaluation.json to its table of MEASURED."""
     if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
         counts = np.array(value)
         label, prediction = np.indices(counts.shape)
@@ -118,15 +118,15 @@ def as_table(name: str, value: list | dict) -> pd.DataFrame:
 
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
-    """One row for each run, with test loss and accuracy as evaluate measured them. A diverged run has no final losses."""
+    """One row for each run, with test loss and accuracy from the evaluation. Diverged runs have no final results."""
     table = pd.DataFrame(runs).reindex(columns=RUN + COLUMNS)
     table[FINALS] = table[FINALS].astype(float).where(table["status"] == "finished")
-    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # whole even where a run has none
+    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # integers even if a run has no value
     return table.astype(whole)
 
 
 def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
-    """One row per variant: how many runs finished, diverged and are missing, and statistics of the finished ones."""
+    """One row per variant: the numbers of finished, diverged and missing runs, and statistics of the finished ones."""
     rows = []
     for variant in params.run.variants:
         group = runs[runs["variant"] == variant]
@@ -140,13 +140,13 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
 
 
 def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
-    """The curves of every run, diverged ones included, one below the other."""
+    """Concatenates the curves of all existing runs, including diverged ones."""
     there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
     return pd.concat(Run(*run).history().assign(**run._asdict()) for run in there)
 
 
 def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
-    """Long form: variant, step, epoch, curve and the statistics over those seeds that have a finite value there."""
+    """Statistics of each point over the seeds with a finite value, in long form: variant, curve, step, epoch, n, mean, …"""
     long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
     groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
     rows = []
@@ -159,19 +159,19 @@ def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]) -> pd.DataFrame:
-    """The mean of one curve in the form that `dvc plots` draws: epoch, then a column per variant."""
+    """The mean of one curve, in the form for `dvc plots`: epoch, then a column per variant."""
     wide = curves[curves["curve"] == curve].pivot(index="epoch", columns="variant", values="mean")
     return wide.reindex(columns=variants).reset_index()
 
 
 def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
-    """Test accuracy in per cent, for `dvc plots` too: seed, then a column per variant."""
+    """Test accuracy in per cent, in the form for `dvc plots`: seed, then a column per variant."""
     wide = (100 * runs.set_index(["seed", "variant"])["test_accuracy"]).unstack()
     return wide.reindex(columns=variants).reset_index()
 
 
 def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Metrics for `dvc metrics`: test accuracy of each variant in per cent, mean and standard deviation over n runs."""
+    """Metrics for `dvc metrics`: mean and standard deviation of each variant's test accuracy, in per cent, over n runs."""
     found = {}
     for row in summary.to_dict("records"):
         mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]
@@ -180,7 +180,7 @@ def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
 
 
 def write_csv(path: Path, table: pd.DataFrame) -> None:
-    """Run first, then whatever else there is."""
+    """Writes a table, with variant and seed as its first columns."""
     identity = [name for name in RUN if name in table]
     files.write_csv(path, table[identity + [name for name in table if name not in identity]])
 

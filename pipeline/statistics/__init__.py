@@ -1,1 +1,1 @@
-"""Means and intervals over seeds, the rule of verdicts, and the claims that it judges."""
+"""Computes means and intervals over seeds, and judges claims."""

@@ -1,7 +1,7 @@
-"""Claims about trained models: the sentences of a wing's claims.yaml, each with its rule, and the runs that judge it.
+"""Claims about trained models: each is a sentence of a claims.yaml in pipeline/studies, with a rule to judge it from runs.
 
-A claim compares runs by the names that tables give them: variants in Table 2, entries of a study's list elsewhere. Its first
-comparison is the primary one. The words of a verdict are those of pipeline/statistics/verdicts.py.
+A claim names runs as the tables do: by variant in Table 2, and by entry of the study's list elsewhere. Its first comparison
+is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
 """
 
 import itertools
@@ -30,9 +30,9 @@ from pipeline.statistics.verdicts import (
     power_of_ranks,
 )
 
-GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # guess among ten equally likely classes; per cent
-WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # weights of mean accuracies
-TRAINS = 0.5  # share of a guess's loss; the last train loss of a run that trains is below
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of a guess among ten classes; nats and per cent
+WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of the models' mean accuracies
+TRAINS = 0.5  # a run trains if its last train loss is below this share of a guess's loss
 
 
 class Results:
@@ -40,8 +40,8 @@ class Results:
 
     Args:
         tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …)
-            and, of a study that watches its models, "watched". Where there is no column `name`, `variant` is it.
-        guess_loss: of a model to which all classes are equally likely.
+            and, if the study watches its models, "watched". Without a column `name`, the column `variant` is used.
+        guess_loss: loss of a model that gives all classes the same probability.
     """
 
     def __init__(self, *tables: Mapping[str, pd.DataFrame], guess_loss: float = GUESS_LOSS) -> None:
@@ -49,38 +49,38 @@ class Results:
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
-        """The runs of a name that are there, or those with this status."""
+        """The existing runs of a name, or only those with this status."""
         runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
         return runs if status is None else runs[runs["status"] == status]
 
     def counts(self, name: str) -> dict[str, int]:
-        """Numbers of runs that finished, diverged and are missing."""
+        """The numbers of finished, diverged and missing runs."""
         statuses = self.runs.loc[self.runs["name"] == name, "status"]
         return {status: int((statuses == status).sum()) for status in ("finished", "diverged", "missing")}
 
     def accuracies(self, name: str) -> list[float]:
-        """Test accuracy in per cent of each run; a run that diverged is as good as a guess."""
+        """Test accuracy of each run, in per cent; a diverged run counts as a guess."""
         runs = self.runs_of(name)
         return (100 * runs["test_accuracy"]).where(runs["status"] == "finished", GUESS_ACCURACY).astype(float).tolist()
 
     def losses(self, name: str) -> list[float]:
-        """The last train loss of each run, and that of a guess where a run diverged."""
+        """The last train loss of each run; a diverged run counts as a guess."""
         runs = self.runs_of(name)
         return runs["train_loss"].where(runs["status"] == "finished", GUESS_LOSS).astype(float).tolist()
 
     def curves(self, name: str) -> list[pd.DataFrame]:
-        """The history of each existing run, by seed; a diverged run's ends early."""
+        """The history of each existing run, by seed. A diverged run's history ends early."""
         own = self.histories[self.histories["name"] == name]
         return [curve for _, curve in own.groupby("seed")]
 
     def starting(self, name: str) -> list[int]:
-        """The seeds whose runs start, as pipeline/statistics/verdicts.py has it."""
+        """The seeds of the runs that start, as defined in pipeline/statistics/verdicts.py."""
         finished = set(self.runs_of(name, "finished")["seed"])
         curves = {int(curve["seed"].iloc[0]): curve for curve in self.curves(name)}
         return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
-        """Test accuracy in per cent of the runs that start."""
+        """Test accuracy of the runs that start, in per cent."""
         runs, seeds = self.runs_of(name), self.starting(name)
         return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
 
@@ -90,7 +90,7 @@ class Results:
         return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
 
     def last_watched(self, name: str, column: str) -> list[float]:
-        """The last watched values of each run that finished, averaged over layers."""
+        """The last value of a watched column for each finished run, averaged over layers."""
         own = self.watched[self.watched["name"] == name]
         finished = set(self.runs_of(name, "finished")["seed"])
         return [
@@ -109,13 +109,13 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 
 @dataclass(frozen=True)
 class Declared:
-    """Numbers declared before the runs, for the power of a test: the paper's accuracies and our spreads, by model."""
+    """Numbers declared before the runs, for a test's power: the paper's accuracies and our spreads, by model."""
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
 
     def effect(self, models: Sequence[str], weights: Sequence[float]) -> float | None:
-        """The paper's Σ wᵢ · accuracyᵢ; None where it has no number for one of the models."""
+        """The paper's Σ wᵢ · accuracyᵢ; None if the paper lacks one of the models."""
         if not set(models) <= self.accuracies.keys():
             return None
         return sum(weight * self.accuracies[model] for weight, model in zip(weights, models, strict=True))
@@ -128,7 +128,7 @@ NOTHING = Declared()
 
 
 class Claim(Section):
-    """A sentence, where it stands, and its rule. A prediction has what was expected and why, written before its runs."""
+    """A sentence, its place in the paper, and its rule. A prediction also has `expected` and `why`, written before the runs."""
 
     sentence: str
     place: str
@@ -141,7 +141,7 @@ class Claim(Section):
 
 
 class Comparison(Claim):
-    """About pairs of models, of which the first does better."""
+    """Claims for each pair of models that the first is better."""
 
     compare: Annotated[list[Annotated[list[Name], Field(min_length=2, max_length=2)]], Field(min_length=1)]
 
@@ -157,7 +157,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """The first model's test accuracy is above the second's, or at most a margin in points below it."""
+    """The first model's test accuracy is above the second's, or less than a margin (percentage points) below it."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -172,7 +172,7 @@ class Accuracy(Comparison):
 
 
 class Within(Comparison):
-    """The two models' test accuracies differ by less than a margin."""
+    """The two models' test accuracies differ by less than a margin (percentage points)."""
 
     kind: Literal["within"]
     margin_points: PositiveFloat
@@ -191,10 +191,10 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """The first model reaches a train loss of the second's in less than a factor times its epochs.
+    """The first model reaches a target train loss in less than a factor times the second model's epochs.
 
-    The loss is the geometric mean, over the second model's runs that start, of the lowest one in the first part of their
-    training. A run that never reaches it takes infinitely many epochs.
+    The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part
+    (`of_training`) of training. A run that never reaches it takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -215,10 +215,10 @@ class Speed(Comparison):
 
 
 class Contrast(Claim):
-    """A contrast of mean test accuracies lies above 0.
+    """A contrast of mean test accuracies is above 0.
 
-    drops: along a chain of three models the second step costs more than the first.
-    gap: two models differ by more in one setting, the first pair of runs, than in another, the second pair.
+    drops: in a chain of three models, accuracy falls more from the second to the third than from the first to the second.
+    gap: accuracy differs more between the first two models than between the last two.
     """
 
     kind: Literal["drops", "gap"]
@@ -240,7 +240,7 @@ class Contrast(Claim):
 
 
 class Stability(Claim):
-    """More than a share of a model's runs neither diverge nor rise far above their lowest train loss."""
+    """More than a share of a model's runs are stable: they do not diverge, nor rise far above their lowest train loss."""
 
     kind: Literal["stability"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -259,7 +259,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More (or fewer) than a share of the runs of each model train: their last train loss is below half of a guess's."""
+    """More (or fewer) than a share of each model's runs train: their last train loss is below half of a guess's."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -274,7 +274,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """A watched number at the end of the first model's training is less than a factor times the second model's."""
+    """At the end of training, a watched quantity of the first model is less than a factor times the second model's."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -294,39 +294,39 @@ AnyClaim = Annotated[
 
 
 class Claims(Section):
-    """A claims.yaml."""
+    """The content of a claims.yaml."""
 
     claims: dict[Name, AnyClaim]
 
 
 def read_claims(path: str | Path) -> dict[str, Claim]:
-    """The claims of a wing by name. Raises UserError where the file has something else than a rule needs."""
+    """Reads a claims.yaml: the claims by name. Raises UserError if an entry does not fit its kind of claim."""
     path = reading.in_repository(path)
     return reading.validate(Claims, {"claims": reading.read(path)}, str(path)).claims
 
 
 def trains(loss: float) -> bool:
-    """Tells whether a last train loss is that of a run that trains."""
+    """True if a run with this last train loss trains."""
     return loss < TRAINS * GUESS_LOSS
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
-    """Tells whether the mean train loss is clearly below a guess's at the first point in the second half of training."""
+    """True if the mean train loss at the first point in the second half of training is clearly below a guess's."""
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """The geometric mean of the lowest train loss of each run in the first part of its training; NaN where there is none."""
+    """The geometric mean over runs of the lowest train loss in the first part of training; NaN without runs."""
     lowest = []
     for curve in curves:
         epochs, losses = _points(curve)
-        lowest.append(np.fmin.reduce(losses[epochs <= of_training * epochs.max()], initial=math.nan))  # fmin passes over NaN
+        lowest.append(np.fmin.reduce(losses[epochs <= of_training * epochs.max()], initial=math.nan))  # fmin ignores NaN
     return float(gmean(lowest)) if lowest else math.nan
 
 
 def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
-    """The epoch at which a curve first falls to `loss`, log-linear between its points; infinite if it never does."""
+    """The epoch at which a curve first falls to `loss`, interpolated log-linearly; infinite if it never does."""
     epochs, losses = _points(curve)
     known = ~np.isnan(losses)
     epochs, losses = epochs[known], losses[known]
@@ -338,12 +338,12 @@ def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
 
 
 def _points(curve: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Epoch and train loss of each point. Studies ask for them thousands of times, where pandas would be slow."""
+    """Epoch and train loss of each point, as arrays: simulations need them thousands of times, and pandas is slow."""
     return curve["epoch"].to_numpy(float), curve["train_loss"].to_numpy(float)
 
 
 def largest_rise(curve: pd.DataFrame) -> float:
-    """max over t of loss[t] / min(loss[:t + 1]): 1 for a curve that never rises, infinite where a loss is not finite."""
+    """max over t of loss[t] / min(loss[:t + 1]): 1 if the curve never rises, infinite if any loss is not finite."""
     if not np.isfinite(curve[["train_loss", "test_loss"]].to_numpy(dtype=float)).all():
         return math.inf
     losses = curve["train_loss"].to_numpy()

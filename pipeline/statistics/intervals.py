@@ -1,7 +1,7 @@
-"""Means, spreads and intervals over seeds. What they decide is the rule of pipeline/statistics/verdicts.py.
+"""Means, spreads and intervals over seeds. pipeline/statistics/verdicts.py draws conclusions from them.
 
-Models are compared as independent samples: a seed gives models of different blocks nothing in common but the batches, and
-measured correlations over seeds are negative as often as positive.
+Models are compared as independent samples: models with different blocks and the same seed share only the order of batches,
+and measured correlations over seeds are negative as often as positive.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-CONFIDENCE = 0.95  # level of intervals that are shown
-LEAST_RUNS = 3  # behind a prediction interval
-UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom where no spread is known
+CONFIDENCE = 0.95  # of the intervals in tables
+LEAST_RUNS = 3  # for a prediction interval
+UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom, if the spread is unknown
 Samples = Sequence[Sequence[float]]
 Interval = tuple[float, float]
 
@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 class Summary:
     """n values: mean, standard deviation (ddof 1), the interval of the mean from `low` to `high`, and the range.
 
-    What n is too small for is NaN: everything at n = 0; `std`, `low` and `high` at n = 1.
+    At n = 0 everything is NaN; at n = 1 `std`, `low` and `high` are.
     """
 
     n: int
@@ -46,14 +46,14 @@ def summary_of(values: Sequence[float]) -> Summary:
 
 
 def quantile(confidence: float, df: float) -> float:
-    """The t that a two-sided interval of this confidence reaches to; NaN without degrees of freedom."""
+    """Student's t for a two-sided interval of this confidence; NaN if df ≤ 0."""
     return float(stdtrit(df, (1 + confidence) / 2)) if df > 0 else math.nan
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Σ wᵢ · mean(sampleᵢ) with its standard error and Welch's (or the pooled) degrees of freedom; NaN where no spread is
-    known: a sample has one value only, or no value differs from another of its sample."""
+    """Σ wᵢ · mean(sampleᵢ), with its standard error and Welch's (or the pooled) degrees of freedom. Both are NaN if the
+    spread is unknown: a sample has only one value, or all samples are constant."""
 
     value: float
     standard_error: float
@@ -63,23 +63,23 @@ class Estimate:
     def of_spreads(
         cls, value: float, weights: Sequence[float], variances: Sequence[float], sizes: Sequence[int]
     ) -> "Estimate":
-        """Welch's, given the variances of the samples."""
+        """Welch's estimate, from the variances of the samples."""
         each = [weight**2 * variance / size for weight, variance, size in zip(weights, variances, sizes, strict=True)]
         variance = sum(each)
         df = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
         return cls(value, math.sqrt(variance), df)
 
     def interval(self, confidence: float = CONFIDENCE) -> Interval:
-        """The t-interval; (NaN, NaN) where no spread is known."""
+        """The t-interval; (NaN, NaN) if the spread is unknown."""
         half = quantile(confidence, self.df) * self.standard_error
         return self.value - half, self.value + half
 
 
 def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool = False) -> Estimate:
-    """Σ wᵢ · mean(sampleᵢ), such as a difference of two means for the weights (1, −1).
+    """Estimates Σ wᵢ · mean(sampleᵢ), such as the difference of two means for the weights (1, −1).
 
     Args:
-        equal_spread: the samples share one spread, as those of one model do, so that one of them may have a single value.
+        equal_spread: assume one spread for all samples, as for runs of one model. A sample may then have a single value.
     """
     sizes = [len(sample) for sample in samples]
     if 0 in sizes:
@@ -97,19 +97,19 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
 
 
 def interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:
-    """The t-interval of a `contrast`; (NaN, NaN) where no spread is known."""
+    """The t-interval of a `contrast`; (NaN, NaN) if the spread is unknown."""
     return contrast(samples, weights, **options).interval(confidence)
 
 
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
-    """A `contrast` of mean accuracies whose error is that of other runs on other images.
+    """A `contrast` of mean accuracies, with the error expected for other runs on other images.
 
-    Every model sees the same images, which are a sample of their own: of the contrast on each image, over all runs. Welch's
-    standard error takes its variance with those of the runs; what a run does to an image alone counts in both. A bootstrap
-    over runs and images adds the same parts up, but of five runs it sees four fifths of the variance, and it has no t.
+    All models see the same images. The contrasts on each image, averaged over runs, therefore form one more sample, and
+    Welch's standard error adds its variance to the variances over runs. The interaction of run and image counts in both. A
+    bootstrap over runs and images sums the same parts, but with five runs it finds four fifths of the variance, and no t.
 
     Args:
-        samples: of each model 1 where a run gets an image right, else 0, (runs, images); two runs or more.
+        samples: for each model (runs, images): 1 if the run classifies the image correctly, else 0; at least two runs.
     """
     on_images = sum(weight * sample.mean(axis=0) for weight, sample in zip(weights, samples, strict=True))  # (images,)
     variances = [float(sample.mean(axis=1).var(ddof=1)) for sample in samples] + [float(on_images.var(ddof=1))]
@@ -118,17 +118,17 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
 
 def one_more_run(values: Sequence[float]) -> Interval:
-    """Prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) of a single value."""
+    """Prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) for a single value."""
     low, high = interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 
 
 def _mean(sample: Sequence[float]) -> float:
-    """Mean in plain Python: many times faster than NumPy for a few values, and simulations take many."""
+    """The mean, in plain Python: for a few values it is much faster than NumPy, and simulations call it often."""
     return sum(sample) / len(sample)
 
 
 def _squares(sample: Sequence[float]) -> float:
-    """Σ (x − mean)², and exactly 0 for equal values, whatever the rounding of their mean."""
+    """Σ (x − mean)²; exactly 0 for equal values, even if their mean is rounded."""
     mean = _mean(sample)
     return sum([(value - mean) ** 2 for value in sample]) if len(set(sample)) > 1 else 0.0  # noqa: C419  a list is faster

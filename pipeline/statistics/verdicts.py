@@ -1,27 +1,28 @@
-"""The rule of a verdict. The study `verdicts` simulates how often it errs and what it can see.
+"""The rule of a verdict. The study `verdicts` simulates its error rates and its power.
 
-A claim asks a number to lie above or below a limit. Each test of it is exact where one exists, and one-sided at 5 %:
+A claim says that a number lies above or below a limit. The tests are one-sided at 5 %, and exact where possible:
 
-    a difference of two models      Mann–Whitney's test of the runs' ranks, the first model's shifted by the limit. The
-                                    estimate is Hodges and Lehmann's, the median of all differences between a run of the
-                                    one and a run of the other; its bounds are those differences at which the test turns
-                                    (five runs against five: the 5th smallest and the 5th largest of 25)
-    a ratio of two models           the same by logarithms. A run that never arrives takes infinitely long; two such runs tie
-    a contrast of three or four     Welch's t, as no test of ranks can decide it with three to five runs of each
+    a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
+                                    estimate is Hodges and Lehmann's: the median of all differences between a run of the
+                                    first and a run of the second model. The bounds are the differences at which the test's
+                                    decision changes (five runs against five: the 5th smallest and the 5th largest of 25)
+    a ratio of two models           the same, of logarithms. A run that never reaches the target takes infinitely long; two
+                                    infinite values tie
+    a contrast of three or four     Welch's t: with three to five runs per model, no rank test can decide
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
 
-    reproduced              the test towards the claim's side of the limit has p ≤ 5 %
-    contradicted            the test towards the other side has
-    open, same direction    neither has; the estimate lies on the claim's side
-    open, other direction   neither has; it does not
-    not testable here       in place of open, where runs with the spreads that were declared beforehand would reproduce the
-                            paper's own effect less than half of the time
-    not trained             a sample has no run
+    reproduced              the test of the claim has p ≤ 5 %
+    contradicted            the test of the opposite has p ≤ 5 %
+    open, same direction    neither; the estimate lies on the claim's side of the limit
+    open, other direction   neither; the estimate does not lie on the claim's side
+    not testable here       replaces "open" if the test's power at the paper's effect, with spreads declared before the runs,
+                            is below one half
+    not trained             a model has no run
 
-A run that fails is the last in rank, whatever it ends with, so that it counts and leaves the others to be seen. A run that
-diverges is as good as a guess. A run fails to start if it diverges, or if its mean train loss at the first point in the
-second half of its training is above log(classes) − 0.1: tables show how many runs start and the mean of those, and a target
-loss is one of the second model's runs that start. Verdicts of differences and contrasts are of all runs.
+Ranks give a failed run the last place, whatever its value: it counts, and does not hide the others. A diverged run counts as
+a guess. A run fails to start if it diverges, or if its mean train loss at the first point in the second half of training is
+above log(classes) − 0.1. Tables show how many runs start, and their mean; a target loss comes from the second model's runs
+that start. Verdicts on differences and contrasts use all runs.
 """
 
 import functools
@@ -41,22 +42,22 @@ SAME, OTHER = "open, same direction", "open, other direction"
 NOT_TESTABLE, NOT_TRAINED = "not testable here", "not trained"
 WORDS = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAINED)
 LEVEL = 0.05  # level of each one-sided test
-BOTH = 1 - 2 * LEVEL  # confidence of the two-sided interval whose ends are the one-sided bounds
+BOTH = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
 MARGIN_OF_A_START = 0.1  # nats below the loss of a guess
-SIMULATED = 10_000  # experiments behind a power
-DIGITS = 9  # decimals of a shifted value: 97.1 − 0.5 ties with 96.6
-ROUNDING = 1e-12  # rounding of a p-value: all of three runs above all of three others is 1 in 20
-_WORST = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TRAINED)  # last
+SIMULATED = 10_000  # experiments per estimate of power
+DIGITS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
+ROUNDING = 1e-12  # of a p-value: if all of three runs exceed three others, p is exactly 1/20
+_WORST = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TRAINED)  # from best to worst
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One comparison as the rule sees it.
+    """The verdict on one comparison.
 
-    `low` to `high` is the two-sided 90 % interval, whose ends are the two one-sided 95 % bounds, infinite where so few runs
-    have none; `p` the one-sided p-value towards the claim, `n` the runs of the smallest sample, `power` that at the paper's
-    effect, NaN where none is known.
+    `low` to `high` is the two-sided 90 % interval. Its ends are the one-sided 95 % bounds, infinite if there are too few
+    runs. `p` is the one-sided p-value of the claim, `n` the size of the smallest sample, and `power` the test's power at the
+    paper's effect, NaN if unknown.
     """
 
     word: str
@@ -71,24 +72,24 @@ class Verdict:
 
     @property
     def bound(self) -> float:
-        """The one-sided 95 % bound that has to lie on the claim's side of the limit."""
+        """The one-sided 95 % bound. It lies on the claim's side of the limit if the claim is reproduced."""
         return self.low if self.side == "above" else self.high
 
     @property
     def here(self) -> str:
-        """The word for claims of other papers and our own: in our setting it is so, it is not, or it is open."""
+        """The word for claims of other papers, and our own: confirmed, not confirmed or undecided in our setting."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
 def judge(
     first: Sequence[float], second: Sequence[float], *, limit: float = 0.0, side: str = "above", power: float = math.nan
 ) -> Verdict:
-    """The rule for the difference of two models, first − second, to lie "above" or "below" `limit`.
+    """Judges the claim that the difference of two models, first − second, lies "above" or "below" `limit`.
 
     Args:
-        first: a value of each independent run of one model.
-        second: those of the other.
-        power: of this test at the paper's effect, from `power_of_ranks`.
+        first: one value per independent run of the first model.
+        second: the same for the second model.
+        power: power of this test at the paper's effect, from `power_of_ranks`.
     """
     n = min(len(first), len(second))
     if n == 0:
@@ -99,8 +100,8 @@ def judge(
 
 
 def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) -> Verdict:
-    """The rule for the ratio of two models, first / second, to lie below a factor. Values are positive, or infinite."""
-    with np.errstate(divide="ignore"):  # a loss that is there before the first step takes no epoch
+    """Judges the claim that the ratio of two models, first / second, lies below a factor. Values are ≥ 0, or infinite."""
+    with np.errstate(divide="ignore"):  # 0 epochs, if the first point already has the target loss
         first, second = np.log(first), np.log(second)
     verdict = judge(first, second, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
@@ -108,7 +109,7 @@ def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) 
 
 
 def judge_within(first: Sequence[float], second: Sequence[float], *, margin: float) -> Verdict:
-    """Equivalence: first − second is to lie within ±margin of 0. Both one-sided tests decide (TOST)."""
+    """Judges the claim of equivalence, |first − second| < margin, by two one-sided tests (TOST)."""
     above, below = judge(first, second, limit=-margin), judge(first, second, limit=margin, side="below")
     word = max((above.word, below.word), key=_WORST.index)
     return replace(above, word=word, p=max(above.p, below.p), limit=margin, side="within")
@@ -117,7 +118,7 @@ def judge_within(first: Sequence[float], second: Sequence[float], *, margin: flo
 def judge_contrast(
     samples: Samples, weights: Sequence[float], *, limit: float = 0.0, side: str = "above", power: float = math.nan
 ) -> Verdict:
-    """The rule for Σ wᵢ · mean(sampleᵢ), by Welch's t: a contrast of several models, or the mean of one sample."""
+    """Judges a claim on Σ wᵢ · mean(sampleᵢ), a contrast of several models or the mean of one sample, by Welch's t."""
     n = min(map(len, samples))
     if n == 0:
         return _not_trained(limit, side)
@@ -129,7 +130,7 @@ def judge_contrast(
 
 
 def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "above") -> Verdict:
-    """The rule for the probability of success, given the number of successes in n independent runs."""
+    """Judges a claim on the probability of success, from the number of successes in n independent runs."""
     if n == 0:
         return _not_trained(limit, side)
     alternatives = {"above": "greater", "below": "less"}
@@ -147,7 +148,7 @@ def _verdict(
     side: str,
     power: float = math.nan,
 ) -> Verdict:
-    """The word, given the p-values of the tests towards both sides."""
+    """Chooses the word from the p-values of both one-sided tests."""
     other = "below" if side == "above" else "above"
     if p[side] <= LEVEL + ROUNDING:
         word = REPRODUCED
@@ -164,8 +165,8 @@ def _not_trained(limit: float, side: str) -> Verdict:
 
 
 def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
-    """The exact p-values of first > second, "above", and of first < second, "below". Equal values share their mean rank,
-    which SciPy's test allows only by drawing or listing every arrangement."""
+    """The exact p-values for first > second ("above") and first < second ("below"). Equal values share their mean rank. With
+    ties, SciPy's test would have to sample or enumerate all arrangements."""
     doubled = np.rint(2 * rankdata([*first, *second])).astype(int)
     ways, own = _rank_sums(tuple(doubled.tolist()), len(first)), doubled[: len(first)].sum()
     return {"above": float(ways[own:].sum() / ways.sum()), "below": float(ways[: own + 1].sum() / ways.sum())}
@@ -173,7 +174,7 @@ def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
 
 @functools.cache
 def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
-    """Counts the choices of n of these ranks that have the sum s, at index s."""
+    """At index s, the number of ways to choose n of the ranks with sum s."""
     ways = np.zeros((n + 1, sum(ranks) + 1))
     ways[0, 0] = 1
     for rank in ranks:
@@ -182,8 +183,8 @@ def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
 
 
 def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, float]:
-    """Lower bound, median and upper bound of first − second. What two infinite values differ by is 0 in the median, and
-    unknown to the bounds."""
+    """Lower bound, median and upper bound of first − second. The difference of two infinite values is 0 for the median, and
+    ∓∞ for the bounds."""
     with np.errstate(invalid="ignore"):
         differences = np.subtract.outer(first, second).ravel()
     is_tie, rank = np.isnan(differences), critical_rank(len(first), len(second))
@@ -197,18 +198,18 @@ def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, floa
 
 @functools.cache
 def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
-    """The largest k for which P(U ≤ k − 1) is at most the level, 0 where there is none.
+    """The largest k with P(U ≤ k − 1) ≤ level; 0 if there is none.
 
-    U counts the pairs of n and m runs of one distribution in which the first is larger.
+    U is the number of pairs in which the first run is larger, for n and m runs from the same distribution.
     """
-    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # index U, the rank sum less its least value
+    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # index U = rank sum − its minimum
     return int((np.cumsum(ways) / ways.sum() <= level + ROUNDING).sum())
 
 
 @functools.cache
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
-    """The share of experiments in which the test of `judge` rejects at a level, where the true difference lies `distance` on
-    the claim's side of the limit: simulated with n and m normal runs of these standard deviations."""
+    """The simulated power of the test of `judge`, for n and m normal runs with standard deviations `spreads`. The true
+    difference lies `distance` from the limit, on the claim's side."""
     rng = np.random.default_rng(0)
     first = distance + spreads[0] * rng.standard_normal((SIMULATED, n, 1))
     second = spreads[1] * rng.standard_normal((SIMULATED, 1, m))
@@ -217,14 +218,14 @@ def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int
 
 
 def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequence[float], sizes: Sequence[int]) -> float:
-    """The share of experiments in which `judge_contrast` says "reproduced" at this distance, with these standard deviations
-    and numbers of runs: noncentral t."""
+    """The power of `judge_contrast`, from the noncentral t distribution. The true contrast lies `distance` from the limit;
+    `spreads` are standard deviations, `sizes` numbers of runs."""
     estimate = Estimate.of_spreads(0.0, weights, [spread**2 for spread in spreads], sizes)
     return float(1 - nctdtr(estimate.df, distance / estimate.standard_error, quantile(BOTH, estimate.df)))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values: which of a family hold together, with a family-wise error of 5 %."""
+    """Holm's adjusted p-values. Rejecting those up to 5 % keeps the family-wise error at 5 %."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

@@ -11,7 +11,7 @@ from typing import TypeVar
 from pipeline.core.errors import UserError
 
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
-UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of operating systems and NAS
+UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and NAS
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
 UNIX = (3, 19)  # `create_system` of a zip's members: on Unix and macOS a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)

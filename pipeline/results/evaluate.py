@@ -1,7 +1,7 @@
 """The evaluate stage, which measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
 Writes for each run, to paper_outputs/evaluations: loss, accuracy, calibration error, per-class accuracy, confusion matrix
-and mistakes on the full test set, and the quantities of the paper's theorems for each layer and head of orthogonal attention.
+and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the theorems.
 Git tracks the files: adding a run requires neither the other runs' weights nor measuring them again.
 
 `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so this

@@ -128,7 +128,7 @@ NOTHING = Declared()
 
 
 class Claim(Section):
-    """A sentence, its place in the paper, and its rule. A prediction also has `expected` and `why`, written before the runs."""
+    """A sentence, its place in the paper, and its rule. A prediction also says, before its runs, what to expect and why."""
 
     sentence: str
     place: str

@@ -1,7 +1,7 @@
-"""Trainings on the nodes of a Ray cluster, which have neither code nor data: an archive brings both to each node, once.
+"""Trains runs on the nodes of a Ray cluster. The nodes have neither code nor data: each gets one archive with both.
 
-A node unpacks the archive into a folder that is named by its digest, and every training there reads that folder. The driver
-writes the archive to a file and gives Ray the pages of the file: its own memory never holds the data.
+A node unpacks the archive into a folder named by its digest, and all its trainings read that folder. The driver writes the
+archive to a file and passes it to Ray memory-mapped, since the data may exceed the memory.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from pipeline.tools import jobs
 from pipeline.tools.jobs import Job, command, execute
 from pipeline.training.run import Run
 
-SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to another machine, with the data
-RETRIES = 3  # on other nodes, where one dies
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # messages of Ray
+SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to the nodes, with the data
+RETRIES = 3  # on other nodes, after a node dies
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # in Ray's messages
 
-Ended = Callable[[list, float], list]  # (tasks, seconds) → the tasks that have ended within these seconds
-Receive = Callable[[Run, Any], None]  # (run, task): puts the files of a run in their places
+Ended = Callable[[list, float], list]  # (tasks, seconds) → the tasks that end within `seconds`
+Receive = Callable[[Run, Any], None]  # (run, task): stores the files of a finished run
 
 
 @contextmanager
 def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tuple[dict[Any, Run], Ended, Receive]]:
-    """Gives the trainings to the nodes of a cluster, on a share of a GPU each where it has GPUs.
+    """Submits trainings to a cluster, each on a core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU.
 
-    Returns:
-        The run of each task, and functions that wait for tasks and receive the files of one.
+    Yields:
+        The run of each task, a function that waits for tasks, and one that receives the files of a task.
 
     Raises:
-        UserError: Ray is not installed, or there is no cluster at this address.
+        UserError: Ray is not installed, or the address has no cluster.
     """
     ray = import_ray()
     try:
@@ -53,7 +53,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
     except ConnectionError:
         raise UserError(f"there is no Ray cluster at {address}: start one with `ray start --head`.") from None
     try:
-        for module in (jobs, sys.modules[__name__]):  # the nodes have no copy of this repository
+        for module in (jobs, sys.modules[__name__]):  # the nodes cannot import them
             ray.cloudpickle.register_pickle_by_value(module)
         share = 1 / per_gpu if ray.cluster_resources().get("GPU") else 0
         options = dict(num_cpus=1, num_gpus=share, max_retries=RETRIES, scheduling_strategy="SPREAD")
@@ -61,13 +61,13 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # Ray takes the pages of an array of this very type
+            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # Ray copies no pages of this exact type
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
         def ended(waiting: list, seconds: float) -> list:
-            ray.wait(waiting, timeout=seconds)  # for the first
+            ray.wait(waiting, timeout=seconds)  # until the first ends
             name_lost_nodes(ray.nodes(), known)
             return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
 
@@ -77,7 +77,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
 
 
 def import_ray() -> ModuleType:
-    """Ray, without telemetry and without the pages that it prints when a node dies. Raises UserError if it is absent."""
+    """Imports Ray, without telemetry and its long messages about dead nodes. Raises UserError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", OF_DEAD_NODES)
     try:
@@ -88,7 +88,7 @@ def import_ray() -> ModuleType:
 
 
 def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
-    """Says once of each node that is not alive that it is gone, and adds it to the `known` ones."""
+    """Warns of each dead node once, and adds it to `known`."""
     for node in nodes:
         if not node["Alive"] and node["NodeID"] not in known:
             known.add(node["NodeID"])
@@ -97,12 +97,12 @@ def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
 
 
 def files_of(run: Run) -> list[Path]:
-    """Files that a training may leave, its record last."""
+    """The files that a training may write, its record last."""
     return [*run.files.values(), run.folder / RECORD]
 
 
 def receive(run: Run, contents: dict[Path, bytes]) -> None:
-    """Puts the files of a run in their places, its record last, with the commit that only this machine knows."""
+    """Stores the files of a run, its record last. The record gets the commit, which only this machine knows."""
     *others, record_path = files_of(run)
     for path in others:
         if path in contents:
@@ -114,7 +114,7 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 
 
 def ship(sources: set[str], path: Path) -> str:
-    """Writes an archive of what a training needs, and returns its digest. Stored data are compressed already."""
+    """Writes an archive with code, parameters and data, and returns its digest. Uncompressed: the data are compressed."""
     with zipfile.ZipFile(path, "w") as archive:
         for name in (*SHIPPED, *map(idx.folder, sorted(sources))):
             for file in sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)]:
@@ -124,10 +124,10 @@ def ship(sources: set[str], path: Path) -> str:
 
 
 def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths: list[Path]) -> dict[Path, bytes]:
-    """`execute` on whatever machine this is, in a folder of its own that links to what was shipped.
+    """Runs `execute` on a node, in a temporary folder with links to the unpacked archive.
 
     Returns:
-        The content of these paths that are there then.
+        The content of each of `paths` that exists afterwards.
     """
     shipped = unpacked(pages, digest)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,11 +138,11 @@ def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths:
 
 
 def unpacked(pages: np.ndarray, digest: str) -> Path:
-    """The folder of this machine with the content of an archive: the first training unpacks it, and the others wait."""
+    """The folder on this node with the unpacked archive. The first training unpacks it; the others wait."""
     folder = Path(tempfile.gettempdir(), f"osa-{digest}")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # readable by this user alone; a killed process leaves it
+            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # only this user can read it; left over if killed
             archive = begun / "shipped.zip"
             pages.tofile(archive)
             zipfile.ZipFile(archive).extractall(begun)

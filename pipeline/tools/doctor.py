@@ -1,6 +1,6 @@
-"""Tells what is there and what is missing, each with its remedy: `make doctor`, or `python3 -m pipeline doctor`.
+"""Checks installation, data and results, with a remedy for each problem: `make doctor`, or `python3 -m pipeline doctor`.
 
-It needs Python alone, changes nothing, and ends with status 1 if something is missing that `make reproduce` needs.
+It needs only Python, changes nothing, and exits with status 1 if `make reproduce` would fail.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pipeline.tools import install, locks
 
-LEAST_DISK = 2e9  # bytes: for data, weights and DVC's copies of both
-Line = tuple[str, str, str, bool]  # subject, its state, the remedy if it is missing, whether `make reproduce` needs it
+LEAST_DISK = 2e9  # bytes, for data and weights, and DVC's copies of both
+Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if `make reproduce` needs it
 
 
 def main() -> None:
@@ -30,13 +30,13 @@ def main() -> None:
 
 
 def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
-    """The lines of a check. One that cannot be made is itself something that is missing."""
+    """The lines of a check. A check that fails becomes a line too."""
     what = check.__name__.rstrip("_")
     try:
         return list(check())
     except ImportError as error:
         return [(what, f"not checked, without {error.name or error}", "`make setup`", False)]
-    except Exception as error:  # noqa: BLE001  whatever is broken, the rest is worth knowing
+    except Exception as error:  # noqa: BLE001  the other checks still help
         return [(what, "cannot be checked", str(error).partition("\n")[0] or repr(error), True)]
 
 

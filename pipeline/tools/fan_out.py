@@ -1,12 +1,12 @@
-"""Trains all runs that are missing or stale, several at once: `python -m pipeline fan_out`.
+"""Trains all missing or stale runs, several at once: `python -m pipeline fan_out`.
 
-They are those of Table 2; `--only` names others, of any study. Each is a process of its own with one thread, or on its share
-of the GPUs, on this machine; or with `--cluster ADDRESS` on the nodes of a Ray cluster, which get code, data
-and parameters and send each run's files back (requirements-cluster.txt); a training that a dying node takes with it begins
-again on another. Killed, the same command goes on at the last point of each run's curves; a cluster trains again.
+It trains the runs of Table 2, or with `--only` others, of any study. Each runs in a separate process on this machine, with
+one thread or a share of a GPU. With `--cluster ADDRESS` they run on the nodes of a Ray cluster (requirements-cluster.txt),
+which receive code, data and parameters and send back each run's files. If a node dies, its trainings restart on other nodes.
+After an interruption, the same command resumes each run at the last point of its curves; on a cluster it starts them again.
 
-`--print` trains nothing: it writes the commands, for whatever else runs them. DVC and MLflow hear of runs together, of those
-that ended since the last time, and at the beginning of those that came to be without this command.
+`--print` only writes the commands, to run them by other means. DVC and MLflow are told of runs in groups, as they end. At
+the start they are told of runs trained without this command.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from pipeline.tools.jobs import (
 )
 from pipeline.training.run import TABLE_2, Run, matches
 
-SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds, on a terminal and elsewhere
+SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds between updates, on a terminal and elsewhere
 
 
 @entry_point
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options of every command that trains side by side."""
+    """Adds the options shared by all commands that train several runs at once."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
     per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
     parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
@@ -100,13 +100,13 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def single_instance(lock: Path) -> Iterator[None]:
-    """Inside, a signal that ends this process is an interrupt, as from a terminal.
+    """Holds a lock. Meanwhile SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
     Raises:
-        UserError: another process holds the lock, or this one is interrupted.
+        UserError: another process holds the lock, or the user interrupts this one.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, signal.default_int_handler)
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -121,7 +121,7 @@ def single_instance(lock: Path) -> Iterator[None]:
 def train_all(
     jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int = 1
 ) -> Iterator[list[Run]]:
-    """Trains on a cluster or here. Yields the runs that have ended since the last time, which MLflow then shows."""
+    """Trains on a cluster or on this machine. Yields newly ended runs in groups, after showing them in MLflow."""
     if address:
         finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
     else:
@@ -134,7 +134,7 @@ def train_all(
 
 
 def at_once(per_gpu: int) -> int:
-    """Returns how many trainings run at a time on this machine: `per_gpu` a GPU, or where there is no GPU one a core."""
+    """The number of trainings at a time on this machine: `per_gpu` per GPU, or one per core without a GPU."""
     import torch  # slow, and mostly nothing is left to train
 
     if count := torch.cuda.device_count():
@@ -146,11 +146,11 @@ def at_once(per_gpu: int) -> int:
 
 
 def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Passes on the runs that have ended, with a line for each. Shows how far all are and how long the rest takes, also
-    where none has ended."""
+    """Passes on the runs that have ended, and prints a line for each. After every wait, also without a new run, it shows the
+    progress of all trainings and the time left."""
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    shown, news = 0.0, None  # epochs, which never fall; how far all were when the time was last forecast
+    shown, news = 0.0, None  # epochs shown, which never decrease; state at the last forecast
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
@@ -172,35 +172,35 @@ def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> It
 
 
 def show_every() -> float:
-    """Seconds."""
+    """Seconds between updates."""
     return SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
 
 
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
-    """The epochs that a run still has to do, and the seconds that they will take.
+    """The remaining epochs of a run, and an estimate of the seconds they will take.
 
-    Where it trains on this machine, by its own pace, in which a pause before it was resumed does not count; else by the
-    records of others.
+    While the run trains on this machine, the estimate uses its own pace, without pauses before a resumption; otherwise it
+    uses the records of other runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
-        with contextlib.suppress(UserError):  # it has ended since
+        with contextlib.suppress(UserError):  # the run has just ended
             own = records.parse(path, RunRecord, f"delete {path.parent}")
-            done = len(own.timestamps) - 1  # points after that of step 0
+            done = len(own.timestamps) - 1  # points, without the one at step 0
             if done > 0 and matches(own, config):
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own.seconds / done
     with contextlib.suppress(UserError):
-        if is_trained(run, config):  # it has ended, and its process is about to
+        if is_trained(run, config):  # its process is about to end
             return 0, 0
     return config.train.epochs, estimates.of(run, config)
 
 
 def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
-    """The time left for runs of these durations, with so many trainings side by side, `since` seconds after it was forecast.
-    A forecast that is past is withdrawn."""
+    """The time left for runs of these durations, `at_a_time` at once, `since` seconds after the forecast; unknown once the
+    forecast has passed."""
     if None in seconds:
         return "time left unknown"
-    left = max(sum(seconds) / max(1, at_a_time), *seconds, 0) - since  # the longest may end last
+    left = max(sum(seconds) / max(1, at_a_time), *seconds, 0) - since  # at least the longest run
     return f"{times.duration(left)} left" if left >= 0 else "time left unknown"
 
 
@@ -212,8 +212,8 @@ def has_dvc() -> bool:
 
 
 def take_over(settings: Params, no_tracking: bool) -> None:
-    """Tells DVC and MLflow of the runs of Table 2 that are there and that DVC does not know: trained by hand, by what
-    `--print` wrote, on another machine, or before a kill. DVC would train them again.
+    """Tells DVC and MLflow of current runs of Table 2 that DVC does not know, or DVC would train them again. They were
+    trained by hand, by the commands of `--print`, on another machine, or before a kill.
 
     Raises:
         UserError: `dvc commit` fails.
@@ -235,9 +235,9 @@ def take_over(settings: Params, no_tracking: bool) -> None:
 
 
 def commit(runs: list[Run]) -> list[str]:
-    """Tells DVC of runs that have just been trained, or it would train them again. Runs of studies it does not know.
+    """Tells DVC of new runs of Table 2, or it would train them again. The runs of studies are not DVC stages.
 
-    Returns what DVC did not take.
+    Returns the stages for which `dvc commit` failed.
     """
     targets = [run.stage for run in runs if run.study == TABLE_2]
     if not (targets and has_dvc()):
@@ -253,7 +253,8 @@ def commit(runs: list[Run]) -> list[str]:
 
 
 def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
-    """Trains side by side on this machine, and yields the runs that have ended, now and then none. Interrupted, ends all."""
+    """Trains on this machine, `at_a_time` runs at once. Yields the runs that have ended, sometimes none. An interrupt ends
+    all trainings."""
     import torch
 
     count, free = torch.cuda.device_count(), queue.SimpleQueue()
@@ -271,7 +272,7 @@ def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
 
     def take(run: Run, future: Future) -> None:
         if error := future.exception():
-            for other in futures:  # runs under way go on, and no other begins
+            for other in futures:  # runs under way continue, but no other starts
                 other.cancel()
             raise error
 
@@ -291,16 +292,16 @@ def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
 
 
 def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
-    """Trains on a cluster, and yields the runs whose files have come, now and then none."""
+    """Trains on a cluster. Yields the runs that have ended and sent their files, sometimes none."""
     with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
         yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)
 
 
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Yields the runs whose tasks `wait` gives, which have ended, once `take` has taken their results. They may be none.
+    """Yields the runs of the tasks that `wait` returns, sometimes none, after `take` has taken their results.
 
     Raises:
-        UserError: one failed; it is named when the others, hours under way, have ended.
+        UserError: a task failed. Raised only after all other tasks, which may take hours, have ended.
     """
     waiting, failures = dict(tasks), []
     while waiting:
@@ -309,7 +310,7 @@ def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterat
             run = waiting.pop(task)
             try:
                 take(run, task)
-            except Exception as error:  # noqa: BLE001  of whatever a task does
+            except Exception as error:  # noqa: BLE001  a task may raise anything
                 why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
                 failures.append(UserError(f"{run} was not trained: {why[0].removeprefix('error: ')}"))
             else:

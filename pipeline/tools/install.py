@@ -1,7 +1,7 @@
-"""Creates .venv and installs pinned requirements into it, as `make setup` does.
+"""Creates .venv and installs pinned requirements into it, for `make setup`.
 
-It needs Python alone, even one too old for the rest. On Linux PyTorch has a build for CPUs, on an index of its own, and one
-with CUDA, on PyPI. A machine without a GPU gets the first, and PyPI's where PyTorch's index does not deliver.
+It needs only Python, even a version too old for the other code. On Linux, PyTorch has a build for CPUs on its own index, and
+one with CUDA on PyPI. A machine without a GPU gets the build for CPUs, or PyPI's if PyTorch's index is unavailable.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import urllib.request
 from pathlib import Path
 from typing import BinaryIO
 
-OLDEST, NEWEST = (3, 11), (3, 14)  # Pythons for which requirements.txt resolves
-PATIENCE = 5  # seconds in which PyTorch's index has to answer
-CPU, PYPI = "cpu", "pypi"  # the index that a build of PyTorch comes from: PyTorch's own for CPUs, or PyPI
+OLDEST, NEWEST = (3, 11), (3, 14)  # Python versions for which requirements.txt resolves
+PATIENCE = 5  # seconds to wait for PyTorch's index
+CPU, PYPI = "cpu", "pypi"  # source of PyTorch: its own index of builds for CPUs, or PyPI
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def update(options: argparse.Namespace) -> None:
-    """Installs the files of requirements that differ from their copies in the environment."""
+    """Installs each requirements file that differs from its copy in the environment."""
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
@@ -55,7 +55,7 @@ def update(options: argparse.Namespace) -> None:
     venv.mkdir(parents=True, exist_ok=True)
     with (venv / "install.log").open("ab") as log:
         try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an installer that outlives its parent holds it too
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an installer that outlives its parent keeps the lock
         except BlockingIOError:
             sys.exit(f"error: another process installs into {venv}: try again when it has ended.")
         log.truncate(0)
@@ -72,27 +72,27 @@ def update(options: argparse.Namespace) -> None:
 
 
 def has_python(venv: Path) -> bool:
-    """Returns whether the environment has its Python: a link, whose target an upgrade of the system may have removed."""
+    """True if the environment's Python exists. It is a link, and a system upgrade may have removed its target."""
     return (venv / "bin/python").exists()
 
 
 def is_installed(path: Path, venv: Path) -> bool:
-    """Returns whether the environment has a copy of these requirements, which is written when all are installed."""
+    """True if the environment has a copy of these requirements, which is written after all are installed."""
     copy = venv / path.name
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
 
 def build(venv: Path) -> str:
-    """Returns the index that the environment's PyTorch comes from; empty if it has none."""
+    """The source of the environment's PyTorch, CPU or PYPI; empty if none is installed."""
     note = venv / ".torch"
     return note.read_text(encoding="utf-8").strip() if has_python(venv) and note.exists() else ""
 
 
 def create(options: argparse.Namespace, log: BinaryIO) -> None:
-    """Creates the environment with this Python, or with one that uv finds or fetches where this one does not fit."""
+    """Creates the environment with this Python, or, if its version does not fit, with one that uv finds or fetches."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
-        path.unlink(missing_ok=True)  # they speak of an environment whose Python is gone
+        path.unlink(missing_ok=True)  # notes on an environment without Python
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif options.uv:
@@ -107,7 +107,7 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
 
 
 def install_with_torch(path: Path, options: argparse.Namespace, log: BinaryIO) -> None:
-    """Installs requirements.txt with the build of PyTorch that suits."""
+    """Installs requirements.txt with the chosen build of PyTorch."""
     venv, chosen = options.venv, choose(options.venv, options.torch)
     if chosen == CPU and install_torch_for_cpus(path, options, log):
         (venv / ".torch").write_text(CPU, encoding="utf-8")
@@ -130,9 +130,9 @@ def announce(venv: Path, size: str) -> None:
 
 
 def choose(venv: Path, torch: str) -> str:
-    """Returns the index that PyTorch is to come from: as before, as asked for, or as the machine needs."""
+    """Chooses the source of PyTorch: as installed before, as requested, or as the machine needs."""
     if sys.platform != "linux":
-        return PYPI  # its one build is for CPUs and for Apple's GPUs
+        return PYPI  # the only build there
     if build(venv):
         return build(venv)
     if torch:
@@ -145,13 +145,13 @@ def has_gpu() -> bool:
         return False
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):  # as with a broken driver
+    except (OSError, subprocess.TimeoutExpired):  # for instance a broken driver
         return False
     return listed.startswith(b"GPU ")
 
 
 def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryIO) -> bool:
-    """Installs torch and torchvision from PyTorch's index; False if it does not answer or does not have them."""
+    """Installs torch and torchvision from PyTorch's index; False if it does not answer or lacks them."""
     if build(options.venv) != CPU and not answers(public(options.index) + "/torch/"):
         return False
     announce(options.venv, "about 2 GB, with PyTorch for CPUs")
@@ -161,12 +161,12 @@ def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryI
 
 
 def public(url: str) -> str:
-    """Returns the address without a user and password."""
+    """The address without user and password."""
     return re.sub("//[^/@]*@", "//", url).rstrip("/")
 
 
 def answers(url: str) -> bool:
-    """Returns whether a server answers in time. A refusal is an answer: the installer may have the password."""
+    """True if a server answers in time. An HTTP error counts as an answer, since the installer may have a password."""
     answered = []
 
     def ask() -> None:
@@ -181,7 +181,7 @@ def answers(url: str) -> bool:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(PATIENCE)  # looking up a name has no time limit of its own
+    thread.join(PATIENCE)  # urlopen's timeout does not cover the DNS lookup
     return bool(answered)
 
 
@@ -191,7 +191,7 @@ def install_all(path: Path, options: argparse.Namespace, log: BinaryIO) -> None:
 
 
 def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool:
-    """Returns whether uv or pip installed what the arguments ask for."""
+    """Installs packages with uv or pip. True if successful."""
     python = str(options.venv / "bin/python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     command = [options.uv, "pip", "install", "--python", python] if options.uv else pip
@@ -199,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Returns whether the command succeeded. Its messages go to the log; a terminal shows the last one and the seconds."""
+    """Runs a command. True if successful. Its messages go to the log; a terminal shows the last one and the seconds."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

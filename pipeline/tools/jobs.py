@@ -1,4 +1,4 @@
-"""The runs that there should be, of Table 2 and of the studies, whether one is there, and the process that trains one."""
+"""Lists the runs that Table 2 and the studies need, checks which are missing, and starts the process that trains one."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def missing(jobs: list[Job]) -> list[Job]:
 
 
 def is_trained(run: Run, config: RunConfig) -> bool:
-    """Tells whether a run is current, data included, and has the weights where Table 2 evaluates them."""
+    """True if a run is current, was trained on the present data, and, in Table 2, has its weights for the evaluation."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.record().data_sha256 == digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """The runs of Table 2 and of studies that match these patterns, in the patterns' order.
+    """The runs of Table 2 and of studies that match the patterns, in the order of the patterns.
 
     Raises:
-        UserError: a pattern matches none.
+        UserError: a pattern matches no run.
     """
     parts = [pattern.partition("/")[0] for pattern in patterns]
     jobs = table_2_jobs(settings)
@@ -65,10 +65,10 @@ def table_2_jobs(settings: Params) -> list[Job]:
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
-    """The runs that a study compares, which are none for most."""
+    """The runs that a study compares; most studies have none."""
     if (trainings := studies.get(study).trainings) is None:
         return []
-    from pipeline.studies.lab import Lab  # which imports torch
+    from pipeline.studies.lab import Lab  # imports torch
 
     lab = Lab(study, settings, params.load_paper(), studies.reading_of(study))
     return [
@@ -79,21 +79,21 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
 
 @functools.cache
 def digest(source: str) -> str:
-    """The digest of a data set, read once."""
+    """The digest of a data set. Cached."""
     return idx.digest(idx.folder(source))
 
 
 def command(run: Run) -> list[str]:
-    """Arguments for Python that train a run."""
+    """The arguments of the Python process that trains a run."""
     study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
     return ["-m", "pipeline", "train", run.variant, str(run.seed), *study]
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Runs Python with one thread in a folder that has code, parameters and data, and passes its warnings on.
+    """Runs Python with one thread in a folder with code, parameters and data, and shows its warnings.
 
     Raises:
-        RuntimeError: it fails.
+        RuntimeError: the process fails.
     """
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
     streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")

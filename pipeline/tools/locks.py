@@ -1,4 +1,4 @@
-"""Tells who else works in this folder: processes of DVC and of the pipeline. Needs Python alone."""
+"""Finds other processes of DVC and of the pipeline that work in this folder. Needs only Python."""
 
 import contextlib
 import fcntl
@@ -9,11 +9,11 @@ from pathlib import Path
 
 FAN_OUT, TRY, DVC = Path(".checkpoints/fan_out.lock"), Path(".checkpoints/try.lock"), Path(".dvc/tmp/lock")
 WRITERS = {"check", "fetch", "train", "evaluate", "tables", "study", "report", "fan_out", "try", "tries"}
-RWLOCK = Path(".dvc/tmp/rwlock")  # the paths that processes of DVC read and write
+RWLOCK = Path(".dvc/tmp/rwlock")  # DVC lists here the paths that its processes read and write
 
 
 def held() -> list[str]:
-    """The locks that a process holds, and the processes of DVC."""
+    """The locks held by other processes, and the processes of DVC."""
     return [str(path) for path in (DVC, FAN_OUT, TRY) if _is_held(path)] + dvc_processes()
 
 
@@ -27,7 +27,7 @@ def _is_held(path: Path) -> bool:
 
 
 def claims() -> dict | None:
-    """Paths that processes of DVC read and write; None where the file is torn, as a killed process leaves it."""
+    """The paths that processes of DVC read and write; None if the file is damaged, as after a kill."""
     try:
         content = json.loads(RWLOCK.read_text(encoding="utf-8")) if RWLOCK.exists() else {}
         return content if isinstance(content, dict) else None
@@ -36,7 +36,7 @@ def claims() -> dict | None:
 
 
 def dvc_processes() -> list[str]:
-    """The processes of DVC that work here, as in `dvc repro` (process 12). DVC itself forgets those that are dead."""
+    """The running processes of DVC in this folder, as "`dvc repro` (process 12)". DVC itself cleans up after dead ones."""
     known = claims() or {}
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():
@@ -46,13 +46,13 @@ def dvc_processes() -> list[str]:
 
 
 def stages() -> list[str]:
-    """The commands of the pipeline that work here and write results, as in `train osa_qr 0` (process 12).
+    """The running commands of the pipeline that write results in this folder, as "`train osa_qr 0` (process 12)".
 
-    A stage may outlive the `dvc repro` that began it, and then holds no lock. Where the system has no /proc, none is found.
+    A stage may outlive the `dvc repro` that started it, and then holds no lock. Without /proc, none is found.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
             is_here = "python" in words[0] and os.path.samefile(path / "cwd", ".")
             command = re.search(r" -m pipeline[ .](?:\w+\.)?((\w+).*)", " ".join(words).rstrip())

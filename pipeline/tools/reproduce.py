@@ -1,6 +1,6 @@
-"""Reproduces the paper: `make reproduce`. Fetches the data, trains what is missing side by side, and lets DVC do the rest.
+"""Reproduces the paper: `make reproduce`. Fetches the data, trains missing runs in parallel, and lets DVC do the rest.
 
-It ends with the table, where page and figure lie, whether anything was trained, and how to train again.
+At the end it prints the table, the paths of page and figure, the number of runs trained, and how to train again.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     trained = bring_up_to_date(
         settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
     )
-    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # which need not ask DVC again whether all is current
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # skips the check with DVC, as all is current
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def bring_up_to_date(settings: params.Params, *options: str) -> int:
-    """Makes data, runs and all that follows from them current. Returns how many runs were trained."""
+    """Brings data, runs and everything that depends on them up to date. Returns the number of runs trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not has_data(settings.data.source):
         repro("fetch")
@@ -59,14 +59,14 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
 
 
 def has_data(source: str) -> bool:
-    """True if a published data set is here and whole. A folder of one's own may be another one by now."""
+    """True if a published data set is here and intact. False for a user's folder, which may have changed."""
     with contextlib.suppress(UserError):
         return bool(digest(source)) and source != params.FOLDER
     return False
 
 
 def repro(*options: str) -> None:
-    """`dvc repro` behind one line that moves. Shows what its stages print, and nothing of DVC's but its errors.
+    """Runs `dvc repro` with one line of progress. Shows the output of stages, and DVC's errors, but not its other messages.
 
     Raises:
         UserError: a stage fails.
@@ -92,13 +92,13 @@ def repro(*options: str) -> None:
 
 
 def tick(bar: tqdm, ended: threading.Event) -> None:
-    """Redraws the line every second, so that a long stage shows its time."""
+    """Redraws the line of progress every second, so that its clock runs during a long stage."""
     while not ended.wait(1):
         bar.refresh()
 
 
 def show(text: str, bar: tqdm) -> None:
-    """Takes a line of DVC's output as progress, or shows it where a stage has printed it."""
+    """Counts DVC's own lines as progress, and shows the lines that stages print."""
     if begun := BEGUN.match(text):
         bar.set_postfix_str(begun[1])
         bar.update()
@@ -111,7 +111,7 @@ def show(text: str, bar: tqdm) -> None:
 
 
 def said_of(trained: int) -> str:
-    """Says whether results are as committed."""
+    """A sentence on how many runs were trained, and if the results are as committed."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
@@ -125,7 +125,7 @@ def said_of(trained: int) -> str:
 
 
 def how_to_train(settings: params.Params) -> str:
-    """The command that trains one model again, and its time by the records."""
+    """A sentence with the command that trains one run again, and its time, estimated from records."""
     (run, config), *_ = table_2_jobs(settings)
     seconds = times.Estimates(record for _, record in recorded()).of(run, config)
     time = f" (about {times.duration(seconds)})" if seconds else ""

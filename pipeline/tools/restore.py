@@ -1,11 +1,11 @@
-"""Goes back to the committed results, and loses nothing: `make restore`, or `python -m pipeline restore`.
+"""Goes back to the committed results without losing anything: `make restore`, or `python -m pipeline restore`.
 
-It puts params.yaml, every dvc.lock and what stages or fan_out made back as the last commit has them. Their present versions,
-and the runs that the commit does not have, move to .restored/DATE/. Code, documents and your own files stay as they are.
+It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. Their present versions,
+and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
-What can fail comes first: git puts its index back, and writes the committed files to .restored/DATE.incoming/. After that,
-files only change their folders. A failure undoes all of it. A kill leaves every file in its place or in .restored/DATE/, and
-the next call does what is left to do.
+The steps that can fail come first: git resets its index and writes the committed files to .restored/DATE.incoming/. After
+that, files only move. A failure undoes everything. After a kill, every file is in its place or in .restored/DATE/, and the
+next call completes the work.
 """
 
 import errno
@@ -28,11 +28,11 @@ from pipeline.tools import locks
 KEPT, INCOMING = Path(".restored"), ".incoming"
 SHOWN_PARTS = 5  # parts of a path in a list: paper_outputs/runs/table_2/vit/0
 RECORD = re.compile(r"paper_outputs/runs/(.*)/record\.json")
-OF_A_RUN = re.compile(  # paths of any study but the tries, which git and DVC leave alone
+OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
     r"|weights/(?!tries/)[^/]+/[^/]+/\d+\.safetensors|evaluations/[^/]+/\d+/evaluation\.json|data/\w+\.txt)"
 )
-UNFINISHED = {  # files that git keeps of what it has begun
+UNFINISHED = {  # files in .git that mark an unfinished operation
     "MERGE_HEAD": "a merge",
     "CHERRY_PICK_HEAD": "a cherry-pick",
     "REVERT_HEAD": "a revert",
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unfinished(affected, states)
     refuse_links_and_folders(affected)
     back = sorted({*affected} & {*committed})
-    # Weights move first: if a kill comes between, their record still differs, and tells the next call of them.
+    # Weights move before their records: after a kill in between, the record still differs and leads the next call to them.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
     show(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
@@ -76,15 +76,15 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_while_others_work()
     if changes() != states:
         raise UserError("nothing was restored, as files have changed since the list: give the command again.")
-    staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]  # and edited again since
+    staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]  # edited after staging
     restore(folder, affected, staged, moving, back)
     print(f"Restored. What was here is in {folder}/")
 
 
 def restore(folder: Path, affected: list[str], staged: list[str], moving: list[str], back: list[str]) -> None:
-    """Makes the index of the `affected` paths as committed, moves files to the folder and puts the committed ones back.
+    """Resets the index of the `affected` paths, moves the files `moving` to the folder, and puts the committed `back`.
 
-    The folder keeps the `staged` versions of files too. If anything fails, all of it is undone.
+    The folder also receives the `staged` versions of files. If anything fails, everything is undone.
     """
     incoming = folder.with_name(folder.name + INCOMING)
     index, index_before = Path(git.run("rev-parse", "--git-path", "index").rstrip("\n")), incoming / ".index"
@@ -119,7 +119,7 @@ def restore(folder: Path, affected: list[str], staged: list[str], moving: list[s
 
 
 def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
-    """Moves the files in the folder to their place again, instead of the committed ones."""
+    """Undoes `restore`: moves the files in the folder back to their places, over the committed ones."""
     has_moved = {path: os.path.lexists(folder / path) for path in moving}
     for path in back:
         if has_moved.get(path, True) and os.path.lexists(path):
@@ -131,7 +131,7 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 
 
 def refuse_while_others_work() -> None:
-    """Raises UserError while a stage, a training or DVC works here, which would write into what is restored."""
+    """Raises UserError while a stage, a training or DVC runs here: it would write to the restored files."""
     if others := [*locks.held(), *locks.stages()]:
         raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
@@ -139,7 +139,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Says where an earlier call that was killed left its files, and removes its copies of committed ones."""
+    """Reports where an earlier, killed call has moved files, and removes its copies of committed files."""
     for incoming in sorted(KEPT.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -147,9 +147,9 @@ def tell_of_interrupted() -> None:
 
 
 def refuse_hidden(outputs: list[str]) -> None:
-    """Raises UserError where git is told to overlook changes of outputs, as no plan would have them.
+    """Raises UserError if git's index hides changes of outputs, which the list of changes would then lack.
 
-    Files that a sparse checkout leaves out are skipped too, but are not there.
+    A sparse checkout also sets skip-worktree, but its files are absent.
     """
     hidden = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):
@@ -165,7 +165,7 @@ def refuse_hidden(outputs: list[str]) -> None:
 
 
 def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
-    """Raises UserError in the middle of a merge or the like, and where a path is in conflict."""
+    """Raises UserError during a merge or similar operation, and if a path is in conflict."""
     options = []
     for name in UNFINISHED:
         options += ["--git-path", name]
@@ -179,7 +179,7 @@ def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
 
 
 def refuse_links_and_folders(affected: list[str]) -> None:
-    """Raises UserError where a link stands for a file or a folder above it, or a folder stands for a file."""
+    """Raises UserError if a file or a folder above it is a link, or a file has become a folder."""
     for path in affected:
         for each in (Path(path), *Path(path).parents):
             is_folder = str(each) == path and each.is_dir()
@@ -190,9 +190,9 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 
 
 def changes() -> dict[str, str]:
-    """The paths that differ from the last commit, and how: the two letters of git's short status, for index and disk.
+    """The paths that differ from the last commit, with the two letters of git's short status, for index and disk.
 
-    Files that the user's git ignores everywhere, as *.csv, are among them: a run has such files.
+    Disregards the user's global gitignore: it may list *.csv, and runs have CSV files.
     """
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
@@ -200,7 +200,7 @@ def changes() -> dict[str, str]:
 
 
 def outputs_of(committed: list[str]) -> list[str]:
-    """The files and folders that stages write, by the committed locks."""
+    """The files and folders that stages write, from the committed dvc.lock files."""
     found = []
     for path in committed:
         if Path(path).name == "dvc.lock":
@@ -211,14 +211,14 @@ def outputs_of(committed: list[str]) -> list[str]:
 
 
 def is_output(path: str, outputs: list[str]) -> bool:
-    """Tells whether a path is params.yaml, a lock, or an output of a stage or a training."""
+    """True if a path is params.yaml, a dvc.lock, or an output of a stage or a training."""
     if path == "params.yaml" or Path(path).name == "dvc.lock" or OF_A_RUN.fullmatch(path):
         return True
     return any(path == output or path.startswith(f"{output}/") for output in outputs)
 
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
-    """The weights of these runs that git ignores: those of another training than the record that comes back."""
+    """The weights, ignored by git, of the runs with an affected record: they will not match the restored record."""
     records = filter(None, map(RECORD.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
@@ -226,14 +226,14 @@ def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
 
 
 def new_folder() -> Path:
-    """The folder of this restoration, named by the time of day, that is not there yet."""
+    """A new folder for this restoration, named by date and time."""
     name = time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = sorted(KEPT.glob(f"{name}*"))
     return KEPT / (f"{name}-{len(taken)}" if taken else name)
 
 
 def show(head: str, paths: list[str], committed: list[str]) -> None:
-    """A list with a line for each file, folder of a run, and folder of which the commit has nothing."""
+    """Prints a list of paths. Files of one run, or of one folder that the commit lacks, share a line."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
     if counts:
@@ -243,7 +243,7 @@ def show(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """The path itself, or the uppermost folder above it that is not `known`, or that of its run."""
+    """The line for a path: the topmost folder above it that is not `known`, or the folder of its run, or else the path."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
@@ -253,14 +253,14 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes files below a folder as the index has them, all of them."""
+    """Writes the index's versions of files below a folder. Raises UserError if git omits one."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")
 
 
 def move(source: Path, target: Path) -> None:
-    """Moves a file, to another disk too. The target is whole as soon as it is there, and if this fails the source stays."""
+    """Moves a file, even to another disk. The target is never incomplete; on failure the source stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(source, target)
@@ -285,7 +285,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def remove_empty_folders(path: Path) -> None:
-    """Removes the folders above a path that are empty."""
+    """Removes the empty folders above a path."""
     for folder in path.parents[:-1]:
         with suppress(OSError):
             folder.rmdir()

@@ -47,14 +47,14 @@ def main() -> None:
 
 
 def digests(tree: Path) -> dict[str, str]:
-    """The digest of each model by the code and the parameters of a tree, which has this file too."""
+    """The digest of each model, computed with the code and the parameters of a tree. The tree must contain this file."""
     command, settings = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"], os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=settings, check=True, encoding="utf-8", stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
 
 def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
-    """The losses of a model's first steps on the sample, with seed 0, and the SHA-256 of its weights after them."""
+    """Trains a model on the sample with seed 0. Returns its first losses, and the SHA-256 of its weights after `steps`."""
     config = params.resolve_recipe(params.load(), params.load_paper(), name, {"train": {"batch_size": BATCH}})
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "sample"})})
     training, losses = Training(config, 0, torch.device("cpu")), []
@@ -69,7 +69,7 @@ def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--print"]:  # in either tree
+    if sys.argv[1:] == ["--print"]:  # called by `digests`
         make_deterministic()
         print(json.dumps({name: first_steps(name)[1] for name in osa.models.MODELS}))
     else:

@@ -1,4 +1,4 @@
-"""Estimates how long a training takes, by the records of earlier ones, and a stage, as measured once on one thread."""
+"""Estimates the time of trainings, from the records of earlier ones, and of other stages, as measured once on one thread."""
 
 from bisect import insort
 from collections import defaultdict
@@ -14,23 +14,23 @@ from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.training.run import Run
 
-TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 of other published data sets
+TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 in other published data sets
 
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # other stages: by their study, or OTHER
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # by group or study; others take OTHER
 OTHER = 5
 
 
 def of_stage(name: str) -> float:
-    """Seconds of a stage that trains nothing, by its study or else by its group."""
+    """Seconds of a stage without training, looked up by its study or else by its group."""
     group, _, study = name.rpartition(":")[2].partition("@")
     return SECONDS.get(study, SECONDS.get(group, OTHER))
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
-    """A number in proportion to a training's time: patches seen times blocks. None for own images that are not here.
+    """A number proportional to a training's time: patches seen × blocks. None if it needs user's images that are not here.
 
     Args:
-        data_sha256: the digest of the data, where they may be others than those that are here.
+        data_sha256: digest of the training's data, to compare with the user's images that are here.
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
@@ -45,27 +45,28 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
 
 
 class Estimates:
-    """Estimates how long trainings take, by the records of earlier ones, which are read when the first is asked for."""
+    """Estimates the time of trainings from the records of earlier ones, which are read at the first question."""
 
     def __init__(self, known: Iterable[RunRecord]) -> None:
         self._known = known
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """Seconds by `relative_cost`, ascending, of the records of one device, or of all (None), that share a key."""
+        """For each device (None for all) and key of `_keys`: its records' seconds per `relative_cost`, ascending."""
         paces = defaultdict(list)
         for record in self._known:
             _note(record, paces)
         return paces
 
     def add(self, record: RunRecord) -> None:
-        """Takes the record of a training that has ended since."""
+        """Adds the record of a training that has just ended."""
         _note(record, self._paces)
 
     def of(self, run: Run, config: RunConfig) -> float | None:
-        """Seconds, the median by the records of the same run, or else of the same variant, or else of all; None without any.
+        """Estimated seconds: the median over records of the same run, else of the same variant, else over all; None without
+        records.
 
-        Records of the kind of device that is here, a CPU or a GPU, come before all others.
+        If there are records of this machine's kind of device, CPU or GPU, only they count.
         """
         if (cost := relative_cost(config)) is None:
             return None
@@ -78,7 +79,7 @@ class Estimates:
 
 
 def _keys(run: Run | RunRecord) -> tuple:
-    """What a run shares with others, from the nearest to all: study and name, the variant, nothing."""
+    """Keys that a run shares with more and more others: study and name; the variant; None, shared by all."""
     return (run.study, run.name), run.variant, None
 
 
@@ -91,8 +92,7 @@ def _note(record: RunRecord, paces: dict[tuple[str | None, Any], list[float]]) -
 
 
 def spent(record: RunRecord, **others: float) -> str:
-    """Says how long a run took and on what, as in 12 min (start 4 s, steps 10 min), without phases below a hundredth or half
-    a second."""
+    """The time of a run and its phases, as in 12 min (start 4 s, steps 10 min). Omits phases below 1 % or half a second."""
     phases = record.phases | others
     least = max(0.5, sum(phases.values()) / 100)
     shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]
@@ -100,6 +100,6 @@ def spent(record: RunRecord, **others: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """2 h 5 min, 12 min or 40 s."""
+    """Formats seconds: 2 h 5 min, 12 min or 40 s."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"

@@ -1,9 +1,9 @@
 """Trains one variant with one seed: `python -m pipeline train osa_qr 0`.
 
-Runs on CUDA if there is a device, there as a CUDA graph with the same numbers, else on the CPU. Killed at any moment, the
-same command resumes at the last point of its curves and finishes with the same bits as an undisturbed run.
+Runs on CUDA if available, as a CUDA graph with the same results as without, else on the CPU. After an interruption, the same
+command resumes at the last point of the curves, and ends with the same bits as an uninterrupted run.
 
-With `--set train.learning_rate=1e-3` it is a try: it lies under paper_outputs/runs/tries, which DVC and git leave alone.
+With `--set train.learning_rate=1e-3` the run is a try, stored under paper_outputs/runs/tries, which DVC and git ignore.
 """
 
 import sys
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args(params.without_stage(sys.argv[1:]))
 
-    from pipeline.training.loop import make_deterministic  # torch takes seconds, for which `--help` need not wait
+    from pipeline.training.loop import make_deterministic  # imports torch, which takes seconds; `--help` does not need it
     from pipeline.training.recorder import train
 
     before = provenance.process_seconds()

@@ -1,8 +1,8 @@
 """Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-Every combination of the values is trained with every seed, side by side; given again, what is missing. A table compares test
-accuracies by ranks, as the page's claims do. Records stay under paper_outputs/runs/tries, where neither git nor DVC looks;
-weights go.
+It trains every combination of values and seeds, several at once, unless trained before. A table compares test accuracies by
+ranks, as the claims on the page do. Records stay under paper_outputs/runs/tries, which git and DVC ignore; weights are
+deleted.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from pipeline.tools.jobs import Job, digest, missing
 from pipeline.training.run import TRIES, Run
 
 HEADS = ["Model", "Table 2", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
-READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdicts on the claim that a model is more accurate
+READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdict on "the tried model is better": word
 
 
 class Trained(NamedTuple):
     record: RunRecord
-    accuracy: float  # in per cent, NaN where the run diverged
+    accuracy: float  # in per cent, NaN if the run diverged
 
 
 Seeds = dict[int, Trained]
@@ -67,11 +67,11 @@ def seeds(text: str) -> list[int]:
 
 
 def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[Job]:
-    """A run for each combination of model, values and seed. Raises UserError if one of them is impossible."""
+    """The runs of all combinations of model, values and seed. Raises UserError if a combination is impossible."""
     axes = []
     for option in options:
         key, equals, values = option.partition("=")
-        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # not inside a list
+        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # commas outside brackets
     jobs = {}
     for model, *values, seed in itertools.product(models, *axes, seeds):
         run = Run(model, seed, TRIES, params.parse_overrides(values))
@@ -80,13 +80,13 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
 
 
 def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
-    """The runs of the grid, by model and the values in which they differ. Trains what is missing, without its weights.
+    """Trains the missing runs of the grid, and deletes their weights. Returns all runs, by model and the values that vary.
 
     Raises:
-        UserError: a combination is impossible, the data are not there, or a training fails.
+        UserError: a combination is impossible, the data are missing, or a training fails.
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
-    for _, config in jobs:  # before any process waits for them
+    for _, config in jobs:  # fail before any process starts
         if config.data.source == params.FOLDER:
             config.data.description()
         digest(config.data.source)
@@ -107,13 +107,13 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
 
 
 def read(run: Run) -> Trained | None:
-    """What a training of the run has left; None where none has ended."""
+    """The record and the accuracy of a run; None if no training of it has ended."""
     record = run.record()
     return Trained(record, accuracy(run.metrics())) if record else None
 
 
 def parameters(record: RunRecord) -> dict[str, str]:
-    """Parameters of a run by key, with the data and the numerics."""
+    """The parameters of a run by key, with the digest of its data and its `osa.NUMERICS`."""
     found = {}
     for section, values in record.config.model_dump(mode="json", exclude_defaults=True).items():
         found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
@@ -121,7 +121,7 @@ def parameters(record: RunRecord) -> dict[str, str]:
 
 
 def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
-    """Both accuracies, their difference with its interval, what may be said of it, and which parameters differ."""
+    """A row of the table: both accuracies, their difference with interval and reading, and the parameters that differ."""
     row = {"model": name, "before": cell(old), "after": cell(new)}
     row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not old:
@@ -138,12 +138,12 @@ def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
 
 
 def accuracies(runs: Seeds) -> list[float]:
-    """The accuracies of the runs; one that diverged is as good as a guess."""
+    """The accuracies of the runs; a diverged run counts as a guess."""
     return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 
 def cell(runs: Seeds) -> str:
-    """97.03 ± 0.15 (3), with the number of runs that diverged."""
+    """Formats accuracies: 97.03 ± 0.15 (3), and the number of diverged runs."""
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"

@@ -1,13 +1,13 @@
-"""The runs in MLflow: a view of the files under paper_outputs/runs and .checkpoints, which stay the truth."""
+"""Shows the runs in MLflow, as a copy of the files under paper_outputs/runs and .checkpoints."""
 
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # patience of trainings with MLflow at their end, and one more for each run
+PATIENCE_SECONDS = 60  # how long the end of a training waits for MLflow; one more for each further run
 
 
 def sync_quietly(*runs: object) -> None:
-    """Shows runs that have just been trained in MLflow: in a process of its own, whose failure is a warning."""
+    """Imports newly trained runs into MLflow, in a separate process. A failure only prints a warning."""
     names, patience = [str(run) for run in runs], PATIENCE_SECONDS + len(runs) - 1
     command = [sys.executable, "-m", "pipeline.tracking", "sync", "--only", *names]
     try:

@@ -1,10 +1,10 @@
-"""The runs in MLflow, as a view of the files under paper_outputs/runs, which stay the truth.
+"""Shows the runs in MLflow, as a copy of the files under paper_outputs/runs.
 
     python -m pipeline tracking sync            bring MLflow up to date with the runs, and with those that train now
     python -m pipeline tracking sync --models   with the trained models of Table 2 too
     python -m pipeline tracking ui              serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
 
-The store is mlflow.db at the repository root, or what MLFLOW_TRACKING_URI says.
+The store is mlflow.db at the repository root, or MLFLOW_TRACKING_URI if set.
 """
 
 from pipeline.core.errors import command_parser, entry_point, without_password

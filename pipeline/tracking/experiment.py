@@ -1,4 +1,4 @@
-"""The experiment in MLflow: how its runs are found, made and written."""
+"""The experiment in MLflow: finds, creates and updates its runs."""
 
 import getpass
 import os
@@ -26,17 +26,17 @@ Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over t
 of them, and `ViT, init.head=zeros` has that value replaced. Parameters are named as in `params.yaml`; the tag `run` is the
 folder under `paper_outputs/runs`.
 """
-GREY = "#808080"  # for Figure 1's ink, which MLflow's dark scheme would hide
-MOST_RUNS = 50_000  # as many as MLflow finds in one search
+GREY = "#808080"  # replaces INK, which MLflow's dark scheme would hide
+MOST_RUNS = 50_000  # MLflow's limit for one search
 
 
 def name_of(run: "Run") -> str:
-    """The name of a training, table_2/osa_qr/0, or of a parent, table_2/osa_qr; "" of a run of somebody's own."""
+    """The name of a training, table_2/osa_qr/0, or of a parent, table_2/osa_qr; "" for a run that we did not create."""
     return run.data.tags.get("run") or run.data.params.get("run", "")  # a parameter in older stores
 
 
 class Experiment:
-    """The experiment, which it makes if there is none, with its views."""
+    """The experiment and its views. Creates them if absent."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -54,7 +54,7 @@ class Experiment:
 
     @cached_property
     def params(self) -> Any:
-        """params.yaml, or None: an edit that is under way stops no import."""
+        """params.yaml, or None if invalid: an unfinished edit must not stop an import."""
         from pipeline.config import params  # imports torch, which takes seconds
 
         with suppress(UserError):
@@ -68,7 +68,7 @@ class Experiment:
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:
-        """Finds the runs of these families, or of all: by family, the newest first."""
+        """Finds the runs of these families, or of all. Returns them by family, newest first."""
         queries = [""]
         if families is not None:
             pairs = [family.split("/") for family in families]
@@ -82,15 +82,15 @@ class Experiment:
         return found
 
     def create(self, name: str, start: int, tags: dict[str, str]) -> "Run":
-        """Makes a run. Its title and colour, which is that of Figure 1, stay as somebody edits them."""
+        """Creates a run with a title and the colour of Figure 1. Later syncs keep the user's edits of both."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
-        with suppress(KeyError, OSError):  # a user may have no name, as in a container
+        with suppress(KeyError, OSError):  # users in containers may have no name
             tags["mlflow.user"] = getpass.getuser()
         return self.client.create_run(self.id, start, tags, self._title(tags))
 
     def _title(self, tags: dict[str, str]) -> str:
-        """OSA (QR), seed 0; ViT, init.head=zeros where a value is replaced; ViT, depth as a study trained it."""
+        """The title: "OSA (QR), seed 0"; "ViT, init.head=zeros" with an override; "ViT, depth" in the study depth."""
         variant, study = tags["variant"], tags["study"]
         label = self.params.label(variant) if self.params else variant
         replaced = re.split(r"\+(?=[a-z])", tags["name"].removeprefix(variant))[1:]
@@ -102,7 +102,7 @@ class Experiment:
     def write(
         self, run: "Run", tags: Mapping[str, str], values: Sequence[Value] = (), parameters: Mapping[str, str] | None = None
     ) -> None:
-        """Writes metrics, parameters and last the tags that differ: what is cut short is written again."""
+        """Writes metrics and changed parameters, and changed tags last: an interrupted write is then repeated."""
         from mlflow.entities import Metric, Param, RunTag
 
         parameters = parameters or {}
@@ -114,14 +114,14 @@ class Experiment:
             self.client.log_batch(run.info.run_id, [Metric(*value) for value in values], new, new_tags)
 
     def _log_data(self, run: "Run", source: str) -> None:
-        """Names the data that the run was trained on, which fills MLflow's column Dataset."""
+        """Logs the run's data set, for MLflow's column Dataset."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow takes 36 characters
         self.client.log_inputs(run.info.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
     def end(self, run: "Run", status: str, at: int) -> None:
-        """Sets the status, and when the run ended."""
+        """Sets the status and the end time of a run."""
         if status == "RUNNING":
             self.client.update_run(run.info.run_id, status)
         else:

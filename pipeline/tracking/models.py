@@ -1,4 +1,4 @@
-"""The trained models of Table 2 as MLflow's models, registered by name."""
+"""Logs the trained models of Table 2 in MLflow, and registers them by name."""
 
 import tempfile
 from pathlib import Path
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def log(experiment: Experiment, run: "Run", training: Training) -> str:
-    """Logs a trained model with its MLflow run, and registers it. Returns its address; nothing without weights.
+    """Logs a trained model with its MLflow run, and registers it. Returns its address; "" without weights.
 
-    torch.export writes it: no pickle, and MLflow loads it without this code. That takes seconds and comes first, so that an
-    interruption hardly ever leaves a model whose files are to come.
+    torch.export writes the model, without pickle, and MLflow can load it without this code. The export takes seconds and
+    comes first, so that an interruption rarely leaves a logged model without files.
 
     Raises:
-        UserError: the weights are not the record's.
+        UserError: the weights do not match the record.
     """
     if not training.run.weights.exists():
         return ""
@@ -46,7 +46,7 @@ def log(experiment: Experiment, run: "Run", training: Training) -> str:
         )
         client, name, seed = experiment.client, record.name, record.seed
         for left in client.search_logged_models([experiment.id], f"source_run_id = '{run.info.run_id}'"):
-            client.delete_logged_model(left.model_id)  # left by an import that was killed
+            client.delete_logged_model(left.model_id)  # left by a killed import
         logged = client.create_logged_model(experiment.id, f"{name}-{seed}", run.info.run_id, params=run.data.params)
         try:
             client.log_model_artifacts(logged.model_id, str(path))
@@ -59,6 +59,6 @@ def log(experiment: Experiment, run: "Run", training: Training) -> str:
             raise
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    place = logged.artifact_location  # an address models:/ID would be looked up in the store that is open elsewhere
+    place = logged.artifact_location  # MLflow would look up models:/ID in its global store
     client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

@@ -1,4 +1,4 @@
-"""The store of MLflow: its address, its client, and remedies where it fails."""
+"""MLflow's store: its address, its client, and remedies for its errors."""
 
 import gc
 import logging
@@ -14,38 +14,38 @@ from filelock import FileLock, Timeout
 
 from pipeline.core.errors import UserError, without_password
 
-ENVIRONMENT = {  # set before MLflow is imported, where the user has not set them
+ENVIRONMENT = {  # set before importing MLflow, unless the user has set them
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_DISABLE_AGENT_HINT": "true",
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # its background jobs are for language models
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # MLflow's background jobs are for language models
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
 }
 VARIABLE = "MLFLOW_TRACKING_URI"
-# Beginnings of the user's settings that hold where the store is a database. Others could move it, or the server's address.
+# Prefixes of the user's settings that we keep for a database. Others could change its address, or the server's.
 KEPT = (*ENVIRONMENT, VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
-KEPT += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how a database and artifacts are reached
+KEPT += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # connections to databases and artifacts
 ARTIFACTS = "mlartifacts"
-LOCATIONS = {  # columns of MLflow's tables with addresses of artifacts
+LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "experiments": ("artifact_location",),
     "runs": ("artifact_uri",),
     "logged_models": ("artifact_location",),
     "model_versions": ("source", "storage_location"),
 }
-PATIENCE_SECONDS = 30  # with another process that writes
+PATIENCE_SECONDS = 30  # waiting for another process to finish writing
 
 
 def root() -> Path:
-    """The repository root, also where DVC runs a stage in a temporary copy of the repository."""
+    """The repository root, also when DVC runs a stage in a temporary copy."""
     return Path(os.environ.get("DVC_ROOT") or ".").resolve()
 
 
 def address() -> str:
     """MLFLOW_TRACKING_URI, or the SQLite database at the repository root.
 
-    An SQLite address cannot quote a `?`, `#` or `%` in the name of a folder above: there the path is relative.
+    An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains one, the path is relative.
     """
     path = root() / "mlflow.db"
     path = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
@@ -53,21 +53,21 @@ def address() -> str:
 
 
 def database() -> Path | None:
-    """The file of an SQLite store; None of another."""
+    """The file of an SQLite store; None for any other store."""
     uri = address()
     return Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
 
 
 def artifacts() -> str | None:
-    """The place of the artifacts: next to the database, as several clones may share it. A server has a place of its own."""
+    """The address of the artifacts, next to the database, which several clones may share. None for a server."""
     if address().startswith("http"):
         return None
     return ((database() or root() / "mlflow.db").resolve().parent / ARTIFACTS).as_uri()
 
 
 def make_settings_ours() -> None:
-    """Sets MLflow's environment. A server that the user named needs the user's settings; a database, and the server that
-    `make ui` starts for it, have but those that move neither."""
+    """Sets MLflow's environment. A server named by the user needs all the user's settings. For a database, and for the
+    server that `make ui` starts on it, only the settings in KEPT remain."""
     if not address().startswith("http"):
         for name in [name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT)]:
             del os.environ[name]
@@ -75,15 +75,15 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Rewrites the addresses of artifacts in an SQLite store that was moved or copied with them, as with a clone, since it
-    had its artifacts at the address `old`."""
+    """Updates the addresses of artifacts in an SQLite store, if the store was moved or copied together with them. `old` is
+    their former address."""
     import sqlalchemy
 
     new = artifacts()
     if database() is None or old == new or not old.endswith(f"/{ARTIFACTS}"):
         return
     if _path(old).exists() and not _path(new).exists():
-        return  # the database alone was copied
+        return  # only the database was copied
     engine, values = sqlalchemy.create_engine(address()), {"new": new, "old": old, "inside": f"{old}/", "length": len(old)}
     with engine.begin() as connection:
         for table, columns in LOCATIONS.items():
@@ -99,7 +99,7 @@ def _path(address: str) -> Path:
 
 
 def connect() -> tuple[Any, FileLock]:
-    """A client of MLflow, and the lock to hold while one writes.
+    """Opens the store. Returns a client of MLflow, and the lock to hold while writing.
 
     Raises:
         UserError: MLflow is not installed, does not answer or cannot read its store.
@@ -113,12 +113,12 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    mlflow.clear_active_model()  # a notebook leaves one, in the environment too, and metrics would be its
+    mlflow.clear_active_model()  # left by a notebook; MLflow would assign our metrics to it
     if path and not path.parent.is_dir():
         raise UserError(f"{VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            partial = path.with_name(f"{path.name}.partial")  # a kill in between would leave half of the tables
+            partial = path.with_name(f"{path.name}.partial")  # a kill could leave half of the tables
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
             os.replace(partial, path)
@@ -126,13 +126,13 @@ def connect() -> tuple[Any, FileLock]:
             client = mlflow.MlflowClient(uri)
         except ImportError as error:
             raise UserError(f"{VARIABLE} needs a driver ({error}): install it, or correct {VARIABLE}.") from None
-    gc.freeze()  # a search makes thousands of objects, at which the collector would walk all modules again and again
+    gc.freeze()  # a search creates thousands of objects, and each collection would scan all imported modules
     return client, lock
 
 
 @contextmanager
 def errors_as_user_errors() -> Iterator[None]:
-    """Turns a failure of MLflow or of its store inside into a UserError that says why and what to do."""
+    """Turns an error of MLflow or of its store into a UserError with cause and remedy."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -144,7 +144,7 @@ def errors_as_user_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception, why: str) -> str:
-    """A remedy that loses no run: nobody can rebuild a store that holds other people's too."""
+    """A remedy that loses no run. We never suggest deleting the user's own store, as it may hold other runs."""
     is_ours = not os.environ.get(VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"
@@ -154,9 +154,9 @@ def _remedy(error: Exception, why: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """The cause of an error, on one line: MLflow's own message is an address, and the cause comes last."""
+    """The root cause of an error, on one line. MLflow's outermost error often names only an address."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        if isinstance(behind, KeyError):  # an address that MLflow does not know; its message says less
+        if isinstance(behind, KeyError):  # for an unknown address, this error says less than the outer one
             break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])

@@ -1,7 +1,7 @@
 """Brings MLflow up to date with the files: a parent run for each configuration, and under it a child for each seed.
 
-A family is what has one name, as table_2/osa_qr. One search says what MLflow has of it, so a sync may be called at any time,
-by several processes and after an interruption, and doubles nothing.
+A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the family. It can therefore run
+at any time, in several processes and after an interruption, without duplicating runs.
 """
 
 import math
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
     from pipeline.config.params import RunConfig
 
-ENDED = ("FINISHED", "FAILED")  # in MLflow's words; the second has diverged
+ENDED = ("FINISHED", "FAILED")  # MLflow's status of finished and diverged runs
 COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
 ENVIRONMENT = ("device", "device_name", "num_threads", "platform", "python", "torch")
-GUARDED = ("run", "level", "configuration", *OWN)  # written again when somebody edits them
-SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # a parent's, as its children's
-REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
+GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
+SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
+REPORT = ("figure_1.svg", "report.html")  # artifacts attached to each model of Table 2
 
 
 def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports what MLflow lacks of the runs under paper_outputs, and of those that train now.
+    """Imports into MLflow what it lacks of the finished runs and of the runs in training.
 
     Args:
-        only: Beginnings of names, or none for all: a sync of one run reads its own family alone.
-        with_models: Whether to log the trained models of Table 2 too.
-        opened: The client and the lock that `store.connect` gave.
+        only: Prefixes of names; empty for all. A sync of one run then reads only its family.
+        with_models: True to log the trained models of Table 2 too.
+        opened: The client and the lock from `store.connect`, if already open.
 
     Returns:
-        How many runs were new, of how many.
+        The number of new runs, and of all runs found.
 
     Raises:
         UserError: MLflow is not installed, does not answer or cannot read its store.
@@ -74,12 +74,12 @@ def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple |
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar, where it takes longer than a moment."""
+    """A progress bar that appears after two seconds."""
     return tqdm(total=total, desc="MLflow", unit=unit, delay=2, mininterval=1 if sys.stderr.isatty() else 10)
 
 
 def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
-    """Gives what `function` gives. A run that cannot be read, or that MLflow refuses, is named and stops no other."""
+    """Calls `function`. If the run cannot be read, or MLflow refuses it, warns and returns None, so that others go on."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -90,16 +90,16 @@ def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
         if error.error_code != "INVALID_PARAMETER_VALUE":
             raise
         why = store.cause(error)
-    if training.path.exists():  # else it has ended since
+    if training.path.exists():  # else the training has just ended
         tqdm.write(f"warning: {training.path} is not imported: {why}", sys.stderr)
     return None
 
 
 def _log_models(experiment: Experiment, trainings: list[Training]) -> None:
-    """Logs the trained models of the runs that have none."""
+    """Logs the trained models of finished runs that lack one in MLflow."""
     runs = {}
     for family in experiment.search({training.family for training in trainings}).values():
-        runs |= {name_of(run): run for run in reversed(family)}  # the newest of a name comes last
+        runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name wins
     left = []
     for training in trainings:
         run = runs.get(training.name)
@@ -113,15 +113,15 @@ def _log_models(experiment: Experiment, trainings: list[Training]) -> None:
 
 
 class Family:
-    """The runs of one name in MLflow: a parent for each configuration, and children by the names of their trainings."""
+    """The MLflow runs of one family: a parent for each configuration, and a child for each training."""
 
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
-        self.experiment, self.name, self.runs = experiment, name, runs  # the newest first
+        self.experiment, self.name, self.runs = experiment, name, runs  # newest first
         self.known = {(name_of(run), run.info.start_time): run for run in runs}
-        self.seen: set[str] = set()  # runs that files tell of
-        self.has_changed = False  # since `runs` were searched
+        self.seen: set[str] = set()  # MLflow runs that belong to a file
+        self.has_changed = False  # True if `runs` is out of date
         self.parents: dict[str, Run] = {}  # one for each configuration
-        self.surplus: list[Run] = []  # parents
+        self.surplus: list[Run] = []  # duplicate parents, to delete
         for run in runs:
             if name_of(run) == name:
                 configuration = run.data.tags.get("configuration", "")
@@ -131,13 +131,13 @@ class Family:
                     self.parents[configuration] = run
 
     def import_run(self, training: Training) -> bool:
-        """Brings a child up to what the files of its training say. Returns True if it is new."""
+        """Creates or updates a child from the files of its training. Returns True if it is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
                 return False
         tags, metrics, values = _tags(training), training.metrics(), training.values()
-        checksum, self.has_changed = _checksum(training, tags), True  # before anything is written: broken files leave no run
+        checksum, self.has_changed = _checksum(training, tags), True  # first of all: broken files must not leave a run
         if is_new := run is None:
             own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
             own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
@@ -145,7 +145,7 @@ class Family:
             self.seen.add(run.info.run_id)
         else:
             history = self.experiment.client.get_metric_history(run.info.run_id, "epoch")
-            steps = {metric.step for metric in history}  # a resumed training repeats some
+            steps = {metric.step for metric in history}  # a resumed training repeats some steps
             values = [value for value in values if value[3] not in steps]
         if training.has_ended:
             self.experiment.client.log_artifacts(run.info.run_id, str(training.path.parent))
@@ -156,7 +156,7 @@ class Family:
         return is_new
 
     def _once(self, training: Training, metrics: dict) -> list[Value]:
-        """The metrics that are no curves."""
+        """The metrics with a single value."""
         once = {}
         for key in COSTS:
             if (value := getattr(training.record, key)) is not None:
@@ -167,13 +167,13 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """The paper's accuracy and the difference to it, of its models in Table 2."""
+        """The paper's accuracy and the difference from it; empty except for the paper's models in Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
-        """Marks as killed the runs of this machine that no files tell of."""
+        """Marks this machine's runs as killed if they still count as running, but have no files."""
         for run in self.runs:
             is_ours = run.data.tags.get("host") == platform.node()
             if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:
@@ -181,12 +181,12 @@ class Family:
                 self.has_changed = True
 
     def settle(self) -> None:
-        """Says which children are current, and brings the parents up to date, one for each configuration."""
+        """Tags the current children, and updates the parents, one for each configuration."""
         if self.has_changed:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            if name_of(run) != self.name and {*SHARED} <= run.data.tags.keys():  # else the files bring back what was deleted
+            if name_of(run) != self.name and {*SHARED} <= run.data.tags.keys():  # tags were deleted: import restores them
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
             self.surplus.append(self.parents.pop(configuration))
@@ -202,8 +202,8 @@ class Family:
             self._attach_report(parent)
 
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The runs that train, and of each seed the newest that has ended: in Table 2 of those that are as params.yaml has
-        their model, where there are any."""
+        """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2 only runs with
+        the configuration in params.yaml count, if there are any."""
         listed = children.keys() & self._listed(children)
         newest, current = {}, set()
         for run in self.runs:
@@ -214,7 +214,7 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The configurations of this model of Table 2 by params.yaml, with each data set; none where it has but one."""
+        """The configuration in params.yaml of this model of Table 2, with each data set; empty if there is only one."""
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
         if settings is None or variant not in settings.variants:
@@ -226,8 +226,8 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """The parent of the children with these tags. Those of Table 2 are as new as the import, so that MLflow lists them
-        first where no view is open."""
+        """The parent of the children with these tags. A new parent in Table 2 starts now, so that MLflow lists it first when
+        no view is open."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED} | {"level": "mean"}
@@ -236,10 +236,10 @@ class Family:
         return self.parents[configuration]
 
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
-        """Writes a parent's statistics over the newest finished run of each seed, where these have changed.
+        """Updates a parent's statistics over the newest ended run of each seed, if these runs have changed.
 
-        MLflow appends to a metric and shows the last value. It would draw the means of curves in a zigzag, one for each seed
-        that came, so a parent has none.
+        A parent has no mean curves: MLflow only appends to a metric, and would draw the means before and after each new seed
+        as one zigzag.
         """
         newest: dict[int, Run] = {}
         for child in children:
@@ -257,14 +257,14 @@ class Family:
         seconds = values.get("seconds", 0)
         for key, value in parent.data.metrics.items():
             if key not in values and not math.isnan(value):
-                values[key] = math.nan  # MLflow deletes no metric
+                values[key] = math.nan  # MLflow cannot delete a metric
         parameters = {key: value for key, value in children[0].data.params.items() if key not in ("seed", "run")}
         self.experiment.write(parent, tags, [(key, value, _now(), 0) for key, value in values.items()], parameters)
         if finished:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """The means of the last values of the runs that start, as in Table 2, and their standard deviations."""
+        """Means and standard deviations of the last values of the runs that start, as in Table 2."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics["starts"]]
         values, deviations = {}, {}
@@ -280,7 +280,7 @@ class Family:
         return values | deviations | {"num_seeds": len(counted)} | failed
 
     def _attach_report(self, parent: "Run") -> None:
-        """Attaches Figure 1 and the report to a model of Table 2, as artifacts."""
+        """Attaches Figure 1 and the report to a parent in Table 2, as artifacts."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
         digest = files.digest([files.sha256(path) for path in paths])[:16]
         if paths and self.name.startswith(f"{TABLE_2}/") and parent.data.tags.get("report") != digest:
@@ -290,7 +290,7 @@ class Family:
 
 
 def _tags(training: Training) -> dict[str, str]:
-    """The tags of a child; `configuration` is what the seeds under one parent have in common."""
+    """The tags of a child. All children of a parent share `configuration`."""
     from pipeline.config import params
 
     record = training.record
@@ -307,12 +307,12 @@ def _tags(training: Training) -> dict[str, str]:
 
 
 def _checksum(training: Training, tags: Mapping[str, str]) -> str:
-    """The digest of a training's files and of the tags that a sync guards."""
+    """The digest of a training's files and of the GUARDED tags."""
     return files.digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
-    """The digest of what the seeds under one parent have in common."""
+    """The digest of everything that the children of a parent share."""
     return files.digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
 
 

@@ -1,6 +1,6 @@
-"""A training as its files tell it, whether it is under way or has ended.
+"""Reads a training from its files, whether it is running or has ended.
 
-A sync looks at every training and mostly finds nothing new. So nothing here imports torch before a curve is read.
+A sync checks every training and mostly finds nothing new, so nothing here imports torch before a curve is read.
 """
 
 import csv
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from pipeline.training.run import Run
 
 FOLDER, UNDER_WAY, TABLE_2 = Path("paper_outputs", "runs"), Path(".checkpoints"), "table_2"  # as in pipeline.training.run
-# MLflow's pages show metrics in the order in which they are logged, and Compare opens on the first.
+# in this order, as MLflow shows metrics in the order of logging, and its page Compare opens with the first
 CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-LOST_SECONDS = 3600  # without a point, after which a training counts as killed until it has one
-STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # in MLflow's words
+LOST_SECONDS = 3600  # a training without a new point for so long counts as killed
+STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # record: MLflow
 
 Value = tuple[str, float, int, int]  # a metric's key and value, milliseconds since 1970, step
 
 
 class Training:
-    """A training, by the path of its record: paper_outputs/runs/STUDY/NAME/SEED/record.json once it has ended."""
+    """A training, found by its record: paper_outputs/runs/STUDY/NAME/SEED/record.json once it has ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         study, name, seed = path.parts[-4:-1]
         self.family = f"{study}/{name}"  # table_2/osa_qr
-        self.name = f"{self.family}/{seed.partition('-')[0]}"  # table_2/osa_qr/0; while it trains the folder is 0-KEY
+        self.name = f"{self.family}/{seed.partition('-')[0]}"  # table_2/osa_qr/0; in training the folder is 0-KEY
         self.has_ended = not path.is_relative_to(UNDER_WAY)
 
     @cached_property
     def digest(self) -> str:
-        """The digest of its files; while it trains of its record alone, which each point changes.
+        """The digest of the files; during training only of the record, which changes with each point.
 
         Raises:
-            UserError: one is a link, which could show any file of this machine.
+            UserError: a file is a link, which could expose any file on this machine.
         """
         digest = hashlib.sha256()
         for path in sorted(self.path.parent.iterdir()) if self.has_ended else [self.path]:
@@ -55,14 +55,14 @@ class Training:
 
     @cached_property
     def record(self) -> "RunRecord":
-        """Raises UserError if it is damaged."""
+        """The record. Raises UserError if it is damaged."""
         from pipeline.config import records
 
         return records.parse(self.path, records.RunRecord, f"`git checkout {self.path.parent}`")
 
     @cached_property
     def run(self) -> "Run":
-        """The run, for its other files. Raises UserError if the record is another run's."""
+        """The run, which has the paths of other files. Raises UserError if the record belongs to another run."""
         from pipeline.training.run import Run
 
         if self.has_ended:
@@ -75,28 +75,28 @@ class Training:
 
     @property
     def ended(self) -> int:
-        """When it ended, or while it trains the time of its last point."""
+        """When the training ended, or, if still running, the time of its last point."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
     @property
     def status(self) -> str:
-        """RUNNING, FINISHED, FAILED if it diverged, or KILLED if it came to no next point."""
+        """RUNNING, FINISHED, FAILED if it diverged, or KILLED if no point was added for LOST_SECONDS."""
         if not self.has_ended and time.time() - self.path.stat().st_mtime > LOST_SECONDS:
             return "KILLED"
         return STATUS[self.record.status]
 
     def metrics(self) -> dict:
-        """Content of metrics.json; {} while it trains. Raises UserError if a file is not the one that the record knows."""
+        """The content of metrics.json; {} during training. Raises UserError if a file does not match the record."""
         if not self.has_ended:
             return {}
         self.run.record()
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """The points of its curves, accuracies in per cent. Where a loss is not finite the accuracy is that of no model.
+        """The points of the curves, with accuracies in per cent. Where a loss is not finite, the accuracy is left out too.
 
-        While it trains, the history may have a point more than the record, which has the times.
+        The times are in the record. During training, the history may be one point ahead of it.
         """
         values = []
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
@@ -110,7 +110,7 @@ class Training:
         return values
 
     def starts(self) -> bool:
-        """Tells whether a run that has ended starts, as pipeline/statistics/verdicts.py has it."""
+        """True if an ended run starts, as defined in pipeline/statistics/verdicts.py."""
         from pipeline.statistics.claims import starts
 
         guess_loss = math.log(self.record.config.model.num_classes)
@@ -118,13 +118,13 @@ class Training:
 
 
 def find(beginnings: Sequence[str] = ()) -> list[Training]:
-    """The trainings whose names begin with one of these, or all."""
+    """The trainings with a name that begins with one of `beginnings`, or all."""
     paths = sorted(FOLDER.glob("*/*/*/record.json")) + sorted(UNDER_WAY.glob("*/*/*-*/record.json"))
     return [training for training in map(Training, paths) if training.name.startswith(tuple(beginnings) or "")]
 
 
 def rounded(key: str, value: float) -> float:
-    """A value to two digits if it is in per cent, else to five significant ones."""
+    """Rounds accuracies, in per cent, to two decimals, and other values to five significant digits."""
     return round(value, 2) if "accuracy" in key else float(f"{value:.5g}")
 
 

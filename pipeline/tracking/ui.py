@@ -1,4 +1,4 @@
-"""MLflow's pages over the runs, as they train: `make ui`."""
+"""Serves MLflow's pages, and keeps them up to date with the runs: `make ui`."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ POLL_SECONDS = 3.0
 
 
 def ui() -> None:
-    """Serves the store on 127.0.0.1 and syncs it whenever a record changes, until it is interrupted."""
+    """Serves the store on 127.0.0.1, and syncs it whenever a record changes, until interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     server, site = None, without_password(store.address()).rstrip("/")
@@ -30,12 +30,12 @@ def ui() -> None:
     finally:
         if server:
             with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)  # its workers too
+                os.killpg(server.pid, signal.SIGTERM)  # and its workers
             server.wait()
 
 
 def start_server(port: str) -> tuple[subprocess.Popen, int]:
-    """Starts `mlflow server`. Returns its process and its port, of which 0 leaves the choice to the system.
+    """Starts `mlflow server`. Returns its process and its port. With port 0 the system chooses one.
 
     Raises:
         UserError: the port cannot be used.
@@ -53,7 +53,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 def follow(server: subprocess.Popen | None, site: str) -> None:
     """Prints the addresses of the two views once the server answers, then syncs again and again."""
-    from pipeline.tracking import sync, trainings  # seconds to import, in which the server starts
+    from pipeline.tracking import sync, trainings  # takes seconds, while the server starts
 
     opened = store.connect()
     with store.errors_as_user_errors():
@@ -65,7 +65,7 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
     print(f"{'Their curves':<16}{page}seeds&compareRunsMode=CHART", flush=True)
     seen = None
     while server is None or server.poll() is None:
-        # Also now and then with no new point: a training that was killed writes none.
+        # Sync from time to time without a new point too, to notice killed trainings.
         points = [(training.path, _age(training.path)) for training in trainings.find()]
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
@@ -79,7 +79,7 @@ def follow(server: subprocess.Popen | None, site: str) -> None:
 
 
 def _wait_for(server: subprocess.Popen, site: str) -> None:
-    """Waits until the server answers. Raises UserError if it ends before."""
+    """Waits until the server answers. Raises UserError if the server exits first."""
     port = int(site.rpartition(":")[2])
     while server.poll() is None:
         with socket.socket() as client:
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
-    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()  # no argument, which `ps` shows: it may hold a password
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()  # may hold a password, and `ps` would show an argument
     cli()

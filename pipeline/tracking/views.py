@@ -1,24 +1,24 @@
-"""The two views that MLflow's menu Views offers: the models of Table 2, and their seeds with their curves."""
+"""The two views in MLflow's menu Views: the models of Table 2, and their seeds with curves."""
 
 import json
 
 from pipeline.tracking.trainings import CURVES, TABLE_2
 
-# Columns and their widths: 823 pixels with the box to tick, as many as a window of 1440 leaves next to MLflow's own panels.
+# Widths of columns, 823 pixels with the tick box: a window of 1440 pixels leaves this much beside MLflow's panels.
 MODEL = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
 SEED = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
-OTHER = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second is when a run was made
+OTHER = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second: creation time
 
 
 def views() -> dict[str, str]:
-    """The views by the ends of their addresses, in MLflow's own format; a version that cannot read it shows its default."""
+    """The views in MLflow's format, by the key in their address. A version that cannot read one shows its default."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in CURVES if metric != "epoch"]
     seeds = _state(f"{newest}'single'", "tags.`mlflow.runName`", True, SEED, lines)
     menu = {"models": ("Models", models), "seeds": ("Models, seed by seed", seeds)}
     saved = {}
-    for age, (key, (name, state)) in enumerate(menu.items()):  # the menu sorts by age
+    for age, (key, (name, state)) in enumerate(menu.items()):  # MLflow sorts the menu by age
         saved[key] = json.dumps({"name": name, "createdAt": -age, "state": json.dumps(state)})
     return saved
 
@@ -33,7 +33,7 @@ def _state(query: str, order: str, is_ascending: bool, widths: dict[str, int], c
         "selectedColumns": [*columns],
         "columnOrder": [*placed],
         "columnWidths": placed,
-        "runsHiddenMode": "SHOW_ALL",  # MLflow's default draws the ten newest
+        "runsHiddenMode": "SHOW_ALL",  # the default draws only the ten newest
         "chartsSearchFilter": f"^({'|'.join(chart['metricKey'] for chart in charts)})$",
         "compareRunSections": [{"uuid": "curves", "name": "Model metrics", "display": True, "isReordered": False}],
         "compareRunCharts": charts,
@@ -46,7 +46,7 @@ def _chart(metric: str, kind: str) -> dict:
 
 
 def _line(metric: str) -> dict:
-    """One metric over the epochs, a loss on a logarithmic axis."""
+    """A chart of one metric over the epochs, with a logarithmic axis for losses."""
     return {
         **_chart(metric, "LINE"),
         "scaleType": "log" if "loss" in metric else "linear",

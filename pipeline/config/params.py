@@ -427,7 +427,7 @@ def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overr
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
     if merged["data"]["source"] != FOLDER:
-        merged["data"] |= {"path": None, "resize": None}  # keys of a folder only
+        merged["data"] |= {"path": None, "resize": None}  # for a folder only
     return validate(RunConfig, merged, where)
 
 

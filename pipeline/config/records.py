@@ -75,7 +75,7 @@ class RunRecord(Record):
 
     @property
     def name(self) -> str:
-        """Variant and overrides, which name the folder of its study's run."""
+        """The name of the run within its study, from variant and overrides."""
         return params.run_name(self.variant, self.overrides)
 
     @property

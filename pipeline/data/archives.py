@@ -65,7 +65,7 @@ def in_archive(path: Path) -> Iterator[Member]:
 
 
 def name_in_zip(entry: zipfile.ZipInfo) -> str:
-    """The name of a member. Old Windows programs write backslashes instead of slashes."""
+    """The name of a member, with slashes. Old Windows programs write backslashes."""
     return entry.filename if entry.create_system in UNIX else entry.filename.replace("\\", "/")
 
 

@@ -91,8 +91,9 @@ def predict(model: torch.nn.Module, images: torch.Tensor | idx.Images) -> torch.
 
 
 def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """The expected calibration error of probabilities (n, classes): the mean of |accuracy − confidence| over equal bins of
-    confidence, the probability of the predicted class, each bin with its share of the images (Guo et al. 2017, Eq. 3)."""
+    """The expected calibration error of probabilities (n, classes) (Guo et al. 2017, Eq. 3): the mean of |accuracy −
+    confidence| over equally wide bins of confidence, weighted by their shares of the images. Confidence is the probability
+    of the predicted class."""
     confidence, predictions = probabilities.max(-1)
     bins = (CALIBRATION_BINS * confidence).long().clamp(max=CALIBRATION_BINS - 1)
     gaps = torch.zeros(CALIBRATION_BINS, dtype=confidence.dtype)

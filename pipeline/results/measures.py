@@ -52,7 +52,7 @@ def orthogonality_error(y: Tensor) -> Tensor:
 
 
 def effective_rank(eigenvalues: Tensor) -> float:
-    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 if one λᵢ is not 0, n if n are equal."""
+    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 if only one λᵢ ≠ 0; n if n are equal, others 0."""
     return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
 
 

@@ -26,7 +26,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 KEPT, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # parts of a path in a list: paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # most parts of a path in a printed list: paper_outputs/runs/table_2/vit/0
 RECORD = re.compile(r"paper_outputs/runs/(.*)/record\.json")
 OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"

@@ -1,6 +1,6 @@
-"""The check stage: checks params.yaml against its schema.
+"""Checks params.yaml against its schema.
 
-Every other stage waits for this one. Its output never changes, so an edited parameter reruns only the stages that use it.
+Every other stage waits for this stage. Its output never changes, so an edited parameter reruns only the stages that use it.
 """
 
 from pathlib import Path

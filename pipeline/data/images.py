@@ -1,8 +1,9 @@
 """Converts the user's images, a folder or a tar or zip archive, to the four files that training reads.
 
 The layout is that of torchvision's ImageFolder, train/CLASS/IMAGE and test/CLASS/IMAGE, in any format that Pillow reads.
-An image is stored as a viewer shows it: its EXIF orientation and its colour profile are applied. If they cannot be, it is
-refused. Size and colour depend on all images, so the decoded pixels wait in a file, not in memory.
+An image is stored as a viewer shows it, with its EXIF orientation and colour profile applied. Images that are not square,
+have more than 8 bits or are transparent are refused. The common size and colour depend on all images, so the decoded pixels
+wait in a file, not in memory.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The pages: `python -m pipeline report paper` writes report.html and report.md, `research` research.html and research.md.
+"""Writes the pages: `python -m pipeline report paper` report.html and report.md, `research` research.html and research.md.
 
     python -m pipeline report paper --only theorem_2_2    summarises this study again, keeps the others' numbers
     python -m pipeline report readme                      writes the result into README.md, between its markers

@@ -1,4 +1,4 @@
-"""The evaluate stage, which measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
+"""Measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
 Writes for each run, to paper_outputs/evaluations: loss, accuracy, calibration error, per-class accuracy, confusion matrix
 and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the theorems.

@@ -1,7 +1,7 @@
-"""The tables stage, which tabulates the runs of Table 2 and summarises them over seeds: `python -m pipeline tables`.
+"""Tabulates the runs of Table 2 and summarises them over seeds: `python -m pipeline tables`.
 
-params.yaml decides which runs the tables list. A listed run without results is marked as missing, a diverged run is counted,
-and other runs in the folder are left out.
+The tables stage lists the runs in params.yaml. A run without results is marked as missing, a diverged run is counted, and
+other runs in the folder are left out.
 """
 
 import sys

@@ -2,11 +2,11 @@
 `python -m pipeline benchmarks.attention`.
 
 Orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward` writes them,
-the dense N×N `matrix_exp`, and torch's softmax attention, as torch chooses its backend and by each backend that takes the
-inputs. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of the study `complexity`. At one
-size all are timed in rounds of shuffled order. A size that a route is predicted to be too slow or too large for is absent.
-Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to paper_outputs/benchmarks/HARDWARE/; other
-heads and ‖S‖₂ have names of their own too.
+the dense N×N `matrix_exp`, torch's softmax attention, as torch chooses its backend and by each backend that takes the
+inputs, and two linear substitutes for softmax. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of
+the study `complexity`. At one size all are timed in rounds of shuffled order. A size that a route is predicted to be too
+slow or too large for is absent. Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to
+paper_outputs/benchmarks/HARDWARE/; other heads and ‖S‖₂ have names of their own too.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from osa.functional import orthogonal_attention
 from osa.options import ITERATIONS, METHODS
-from pipeline.benchmarks import cost, measurements, straightforward
+from pipeline.benchmarks import cost, linear, measurements, straightforward
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
 from pipeline.benchmarks.inputs import DECAY, NORM, SEED, Inputs, exponential_dense
 from pipeline.benchmarks.measurements import BEST, SDPA, with_best
@@ -38,6 +38,7 @@ from pipeline.results import measures
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
+VIT_B16 = 197  # tokens of ViT-B/16 at 224×224
 WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
@@ -51,6 +52,7 @@ BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
+LINEAR = "linear"
 KEYS = ["method", "tokens", "width", "pass", "dtype"]
 
 Key = tuple[str, int, str]  # method, width and pass
@@ -114,7 +116,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
     peak, rows = 0.0, []
     last: dict[Key, tuple[int, float]] = {}  # tokens and seconds where a route was last measured
     doubled = itertools.takewhile(lambda n: n <= options.largest, (DOUBLED_FROM * 2**k for k in itertools.count()))
-    points = list(itertools.product(WIDTHS, [SMALLEST, *doubled]))
+    larger = sorted(n for n in (VIT_B16, *doubled) if n <= options.largest)
+    points = list(itertools.product(WIDTHS, [SMALLEST, *larger]))
     for width, tokens in tqdm(points, desc="attention", unit="size", disable=None):
         x = Inputs.draw(tokens, width, options.norm, device)
         tensors = tuple(each.to(dtype).repeat(1, options.heads, 1, 1) for each in (x.query, x.key, x.value))
@@ -146,6 +149,8 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)
     found[SDPA] = Route(F.scaled_dot_product_attention, 2)
+    projection = linear.orthogonal_projection(tensors[0].shape[-1]).to(tensors[0])
+    found |= {f"{LINEAR}_elu": Route(linear.elu, 1), f"{LINEAR}_favor": Route(partial(linear.favor, projection), 1)}
     for name, backend in BACKENDS.items():
         function = partial(by_backend, backend)
         if takes(function, tensors):
@@ -194,7 +199,7 @@ def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple
 def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
     """Returns ‖AᵀA − I‖₂ of the first head, with A = exp(S) as the route's result for V = I; NaN for softmax and large N."""
     call = calls.get((method, width, FORWARD))
-    if call is None or method.startswith(SDPA) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
+    if call is None or method.startswith((SDPA, LINEAR)) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
         return math.nan
     query, key = (tensor[0, 0] for tensor in call.tensors[:2])
     identity = torch.eye(len(query), dtype=query.dtype, device=query.device)

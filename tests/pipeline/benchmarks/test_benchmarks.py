@@ -1,6 +1,7 @@
 """The benchmarks compare like with like, write what they say, and refuse a rate that no machine reaches."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,7 @@ import safetensors.torch
 import torch
 
 from osa.functional import orthogonal_attention
-from pipeline.benchmarks import attention, cost, depth, measurements, step, straightforward
+from pipeline.benchmarks import attention, cost, depth, linear, measurements, step, straightforward
 from pipeline.config import params
 from pipeline.core import files, provenance
 from pipeline.training.loop import Training, build_model
@@ -153,9 +154,10 @@ def test_attention_is_timed_beside_its_error(project):
     assert set(table["tokens"]) == {50, 128} and set(table["pass"]) == {"forward", "forward and backward"}
     ours = {"exact", "qr", "newton_schulz", "polar_express", "cayley"}
     ours |= {"literal_qr", "literal_newton_schulz", "matrix_exp"}
-    assert ours | {"sdpa", "sdpa_math"} <= set(table["method"])
+    others = ["sdpa", "sdpa_math", "linear_elu", "linear_favor"]
+    assert ours | {*others} <= set(table["method"])
     errors = table.set_index("method")["orthogonality_error"]
-    assert (errors[["exact", "qr", "cayley", "matrix_exp"]] < 1e-5).all() and errors[["sdpa", "sdpa_math"]].isna().all()
+    assert (errors[["exact", "qr", "cayley", "matrix_exp"]] < 1e-5).all() and errors[others].isna().all()
     assert (table[["seconds", "tflops", "peak_bytes"]] > 0).all(axis=None)
     rows = table[(table["tokens"] == 128) & (table["pass"] == "forward")].set_index("method")
     products = 2 * 2 * 128 * 128 * 4  # floating-point operations of the scores and of their product with V
@@ -163,6 +165,34 @@ def test_attention_is_timed_beside_its_error(project):
     (ratio,) = [each for each in facts["ratios"] if each["tokens"] == 128 and each["pass"] == "forward"]
     best = rows[rows.index.str.startswith("sdpa")]["seconds"].min()
     assert ratio["best SDPA / exact"] == pytest.approx(best / rows.loc["exact", "seconds"], rel=1e-4)
+
+
+def test_linear_attention_is_its_dense_form():
+    query, key, value = 2 * torch.randn(3, 2, 2, 7, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    projection = linear.orthogonal_projection(8).double()
+
+    def elu_features(x):
+        return torch.where(x > 0, x + 1, x.exp())
+
+    def favor_features(x):
+        return (x @ projection.mT / 8**0.25 - (x**2).sum(-1, keepdim=True) / (2 * 8**0.5)).exp()
+
+    favor = partial(linear.favor, projection)
+    for function, features in ((linear.elu, elu_features), (favor, favor_features)):
+        weights = features(query) @ features(key).mT
+        dense = weights / weights.sum(-1, keepdim=True) @ value
+        torch.testing.assert_close(function(query, key, value), dense, rtol=1e-12, atol=1e-12)
+    assert favor(5 * query, 100 + key, value).isfinite().all()  # exponents of −10⁴
+
+
+def test_favor_estimates_softmax():
+    query, key, value = torch.randn(3, 1, 1, 20, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    query, key = query / 2, key / 2  # the estimate's variance grows as exp(‖q + k‖²)
+    softmax = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    projection = linear.orthogonal_projection(8, 2**14).double()
+    assert (projection[:8] @ projection[:8].mT).fill_diagonal_(0).abs().max() < 1e-5
+    error = (linear.favor(projection, query, key, value) - softmax).norm() / softmax.norm()
+    assert error < 0.03
 
 
 def test_bfloat16_has_files_of_its_own(project):

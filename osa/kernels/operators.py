@@ -31,19 +31,19 @@ PHI1_TOLERANCE = 1e-5  # no input or output of φ₁ alone is rounded
 
 
 class Backend(Protocol):
-    """What launches the kernels of one method, for tensors (batch, heads, N, width) and a scale (batch, heads, 1, 1)."""
+    """Launches the kernels of one method, for tensors (batch, heads, N, width) and a scale (batch, heads, 1, 1)."""
 
     @property
     def method(self) -> str: ...
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Names of the kernels that may be launched for tensors of these shapes, types and device: none if it takes none."""
+        """Names of the kernels for tensors of these shapes, types and device: empty if the backend takes none."""
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
         """Shape of the float32 tensor that the forward pass saves for the backward pass."""
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Fills the output, (batch, heads, N, d_value), and what is saved."""
+        """Fills the output, (batch, heads, N, d_value), and the saved tensor."""
 
     def backward(
         self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Fills the gradients of query, key, value and scale, given that of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """A number for each matrix, NaN where no digit is left, so that the call warns; None if it never warns."""
+        """One number per matrix, NaN where precision is lost, which makes the call warn; None if it never warns."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -123,7 +123,7 @@ class Operator:
     compile_both: Callable[..., None]  # takes the arguments of `attend`, on "meta"
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
-        """Calls the operator itself for a compiler, and otherwise through the function that torch.func takes."""
+        """Calls the operator directly under a compiler, and otherwise through a function that torch.func supports."""
         return self.attend(*arguments) if torch.compiler.is_compiling() else _Attention.apply(self, *arguments)
 
 
@@ -153,7 +153,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value and scale; their own derivatives are the plain route's."""
+    """The gradients of query, key, value and scale; their derivatives come from the plain route."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, ...]:
@@ -282,7 +282,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True if no trace but a compiler's, and no transform but the ones named, would take an operator on x apart."""
+    """True if an operator on x stays whole: x is in no trace but a compiler's and in no transform but the named ones."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
@@ -329,7 +329,7 @@ def _agrees(
 ) -> bool:
     """True if values and gradients on this device are those of the plain route on the CPU in float64.
 
-    Any failure of Triton, the C compiler, its cache on the disk or the driver is a reason to do without the kernel.
+    Any failure of Triton, the C compiler, its cache on the disk or the driver rules the kernel out.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
     if form == "parts":  # few heads of a length that has parts

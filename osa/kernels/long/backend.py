@@ -103,7 +103,7 @@ def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
-    """The function of a method that gives T, in full float32."""
+    """The function that computes T for a method, in full float32."""
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
         with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
@@ -119,7 +119,7 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
 
 
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R, R⁻¹, and whether no digit is left. R is I unless Z = c J G is too far from normal for φ₁.
+    """Returns R, R⁻¹, and whether precision is lost. R is I unless Z = c J G is too far from normal for φ₁.
 
     M R⁻¹ then replaces M. With R of `osa.linalg.gram_factor`, R Z R⁻¹ is nearly skew. The result is the same for any R, and
     R therefore constant in derivatives. The rounding ΔG of G gives R Z R⁻¹ the error c R J ΔG R⁻¹: for random entries of

@@ -243,7 +243,7 @@ class Orthogonal(nn.Module):
 
 
 def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
-    """Parametrises the weight of a linear layer, orthonormal already, by the map of that name: see `Orthogonal`.
+    """Parametrises the orthonormal weight of a linear layer by the named map: see `Orthogonal`.
 
     Example:
         >>> layer = nn.Linear(16, 16)
@@ -360,7 +360,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, which then parametrises the weights, or "retraction", where `StiefelConstraint` has to keep them.
+        by: one of `MAPS`, which then parametrises the weights, or "retraction": `StiefelConstraint` must then keep them.
 
     Raises:
         ValueError: the constraint is unknown, the map is to parametrise matrices of heads, or a weight is no parameter.
@@ -379,10 +379,10 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
 
 
 def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The weights that a constraint is on, of every block.
+    """The weights that a constraint acts on, in every block.
 
     Raises:
-        ValueError: there is no such constraint, or a weight is no parameter but computed, so that it cannot be written to.
+        ValueError: there is no such constraint, or a weight is computed, not a parameter, and cannot be written to.
     """
     attentions, weights = [block.attention for block in blocks_of(model)], []
     for part in _constraint(name).parts:
@@ -422,7 +422,7 @@ class StiefelConstraint:
 
     @contextmanager
     def project_step(self) -> Iterator[None]:
-        """Replaces the step that an optimiser takes inside by its `retract`."""
+        """Retracts the step that an optimiser takes inside this context: see `retract`."""
         constrained_parameters(self.model, self.name)  # raises if a weight cannot be written to
         before = self.weights()
         yield

@@ -1,7 +1,7 @@
 """Orthogonality as a penalty ‖WᵀW − I‖_F² on attention matrices and weights (Zhang et al. 2021, *On Orthogonality
 Constraints for Transformers*), for a training to add to its loss.
 
-A new penalty is one name in `PENALTIES`, and a new term one function of a block and what enters its attention.
+A new penalty is an entry of `PENALTIES`; a new term is a function of a block and its attention's input.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def head_penalty(attention: Attention) -> Tensor:
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor) -> Tensor:
-    """A of each head, (B, num_heads, N, N), as what the heads make of V = I; x is (B, N, d)."""
+    """A of each head, (B, num_heads, N, N), computed with V = I; x is (B, N, d)."""
     query, key, _ = attention.project(x)
     tokens = x.shape[-2]
     identity = torch.eye(tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], tokens, tokens)
@@ -105,7 +105,7 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 
 
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The model's output, and the penalty of that name summed over its blocks.
+    """Returns the model's output, and the named penalty summed over its blocks.
 
     The output is unchanged. Penalties on attention matrices compute them again from the inputs of the blocks, in time and
     memory of N² for each head.
@@ -118,8 +118,8 @@ def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, T
         The output, and a tensor ().
 
     Raises:
-        ValueError: there is no such penalty, the model has no blocks, or what enters them is not shown: torch.compile runs
-            no hooks.
+        ValueError: there is no such penalty, the model has no blocks, or their inputs cannot be observed: torch.compile
+            runs no hooks.
 
     Example:
         >>> logits, penalty = with_penalty(osa.create_model("vit"), torch.randn(2, 1, 28, 28), "VAR-I")

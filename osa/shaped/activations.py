@@ -1,6 +1,6 @@
 """Activations with E φ(z)² = 1 for z ~ N(0, 1), shaped for the depth of a network, and moments of activations.
 
-Their numbers are solved for in plain floats.
+Their constants are computed in plain floats.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ShapedGELU:
-    """φ(x) = c (GELU(a x + b) + e), its four numbers fixed (Martens et al. 2021)."""
+    """φ(x) = c (GELU(a x + b) + e), with four fixed constants (Martens et al. 2021)."""
 
     input_scale: float  # a
     input_shift: float  # b
@@ -40,7 +40,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1).
 
     Raises:
-        ValueError: no GELU is as curved as so few MLPs need: a slope of 5 needs 5 or more.
+        ValueError: no GELU is as curved as this few MLPs need: a slope of 5 needs at least 5 MLPs.
 
     Example:
         >>> round(float(dks_gelu(36)(torch.randn(1_000_000)).square().mean()), 1)

@@ -18,11 +18,11 @@ from osa.shaped.schedules import (
     uniform_schedule,
 )
 
-FLOOR = 1e-15  # least entry: positive, but below what an eigendecomposition tells from 0
+FLOOR = 1e-15  # least entry: positive, but too small for an eigendecomposition to tell from 0
 
 
 def attention_between(kernel: Kernel, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
-    """A = R(after) R(before)^{-1}, which takes the one kernel to the other: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
+    """A = R(after) R(before)^{-1}, which takes the first kernel to the second: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
     Causal: R is the Cholesky factor, A lower triangular and not negative (Theorems 1 and 2), for exponential kernels in the
     closed form of Theorem 3. Otherwise R is the symmetric root (Appendix A): not negative by all numerical evidence for
@@ -65,7 +65,7 @@ def _causal_uniform_attention(num_tokens: int, before: float, after: float) -> T
 
 
 def _causal_exponential_attention(num_tokens: int, before: float, after: float) -> Tensor:
-    """Theorem 3, with differences of exponentials that do not cancel."""
+    """Theorem 3, with differences of exponentials computed without cancellation."""
     decay = math.exp(-after)
     ratio = math.sqrt(math.expm1(-2 * after) / math.expm1(-2 * before))  # λ
     difference = -decay * math.expm1(after - before)  # e^{−γ'} − e^{−γ}
@@ -98,7 +98,7 @@ def signal_preserving_attention(
         num_tokens: N.
         depth: L.
         last: ρ_L or γ_L.
-        causal: tokens see those before them alone.
+        causal: a token sees only itself and earlier tokens.
         repeated: r, or the mean cosine that stands for it.
         shortcut: α of a normalised skip around the attention, 0 for none; with it r must be 0.
         cls_index: where the first token, [cls], stands in the sequence: last by default if causal, so that it sees all

@@ -27,7 +27,7 @@ def places(num_tokens: int) -> Tensor:
 
 
 def uniform_kernel(num_tokens: int, rho: float) -> Tensor:
-    """Σ(ρ) = (1 − ρ) I + ρ 11ᵀ, every two tokens with the cosine ρ (Section 3.2), (N, N)."""
+    """Σ(ρ) = (1 − ρ) I + ρ 11ᵀ, where every two tokens have cosine ρ (Section 3.2), (N, N)."""
     return (1 - rho) * eye(num_tokens) + rho
 
 

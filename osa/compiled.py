@@ -49,7 +49,7 @@ def attend(
     "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
-    """The heads, and a number as a tensor: while this tensor lives, `GRAPHS` holds the graph of the heads under it."""
+    """Returns the heads and a number. `GRAPHS` keeps the heads' graph under this number until its tensor is freed."""
     options, number = (method, num_iterations, epsilon), torch.tensor(next(NUMBERS), device="cpu")
     if not keep:
         return functional.plain_attention(query, key, value, scale, *options).contiguous(), number

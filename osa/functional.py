@@ -382,7 +382,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """Uses Gram matrices alone, of (b, N, 2d) and (b, N, d_value). `gram` is MᵀM if known, without a gradient."""
+    """Computes by Gram matrices alone, from M (b, N, 2d) and V (b, N, d_value). `gram` is MᵀM if known, without gradient."""
     if is_recorded(m, v, scale):
         return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
     return _by_differentiable_gram(m, v, scale, mixing, gram)
@@ -428,7 +428,7 @@ def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor
 
 
 def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
-    """[S] f([S]) W, the change of W, in the order of products that rounds less."""
+    """Returns [S] f([S]) W, the change of W, multiplied in the order that rounds less."""
     return torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
 
 
@@ -444,7 +444,7 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with the gradient of A V itself, to which the choice of the basis is immaterial.
+    """`_by_differentiable_basis` with the gradient of A V itself, which does not depend on the choice of basis.
 
     With U = f([S]) W, W = BᵀV, the forward is V + B [S] U. For a gradient G let H = BᵀG, Ū = f(−[S]) H and A the skew
     part, twice, of the gradient of [S] with B held fixed. A change of M outside the span of B moves B too; to first order

@@ -33,8 +33,8 @@ IMBALANCE = 128.0  # largest `imbalance` whose loss is allowed: A = exp(S) is th
 def qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis of the columns of M by the reduced QR decomposition (Section 3).
 
-    The CPU takes Householder's QR, which is the faster there. On CUDA Householder's QR goes through the batch one by one and
-    waits for the host, so that float32 matrices take `cholesky_qr_basis`.
+    The CPU uses Householder's QR, the faster one there. On CUDA Householder's QR processes a batch one matrix at a time and
+    waits for the host, so float32 matrices use `cholesky_qr_basis`.
 
     Args:
         m: (..., N, 2d_v).
@@ -73,7 +73,7 @@ def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
     """G_K = M_KᵀM_K of the Newton–Schulz iterate M_K (Eq. 9), given G₀ = M₀ᵀM₀.
 
     M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_{k+1} = T_k G_k T_k, of factors that commute. Small singular values
-    do not converge in few steps; that is part of the method.
+    do not converge in few steps: this is a property of the method.
 
     Args:
         gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ < √3. Its gradient is the symmetric part of the gradient.

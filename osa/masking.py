@@ -26,7 +26,7 @@ def check_tensors(*tensors: Tensor) -> None:
 
 
 def check_neutral(dropout_p: float, is_causal: bool) -> None:
-    """Raises ValueError where either asks for an attention matrix that is not orthogonal."""
+    """Raises ValueError if an argument asks for an attention matrix that is not orthogonal."""
     if is_causal:
         raise ValueError(
             "is_causal=True is refused: a causal attention matrix is triangular, and only diagonal ones among these are "
@@ -40,7 +40,7 @@ def check_neutral(dropout_p: float, is_causal: bool) -> None:
 
 
 def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key with zeros for the tokens that a mask leaves out, which then neither read nor are read.
+    """Sets query and key to zero for masked-out tokens, so that these tokens and the others do not affect each other.
 
     Args:
         query, key: (..., N, d).
@@ -81,7 +81,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def check_values(condition: Tensor, message: str) -> None:
-    """Raises ValueError where a condition, (), is false, or an error on the device later where its value cannot be read."""
+    """Raises ValueError if a condition, (), is false. If its value cannot be read, the device raises an error later."""
     if not is_eager(condition) or is_captured(condition):
         assert_later(condition, message)
     elif has_values(condition) and not condition.is_meta and not condition:
@@ -89,7 +89,7 @@ def check_values(condition: Tensor, message: str) -> None:
 
 
 def repeated(query: Tensor, other: Tensor) -> Tensor:
-    """Keys or values (..., h', N, d) of fewer heads, each for h/h' heads of the query in turn, as `enable_gqa` has it.
+    """Repeats each of the h' heads of keys or values (..., h', N, d) for h/h' consecutive query heads, as `enable_gqa` does.
 
     Raises:
         ValueError: h' does not divide h.

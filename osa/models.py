@@ -1,6 +1,6 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
 
-An option of `ModelConfig` that picks a part does so in a dict below; a new part is one more entry.
+An option of `ModelConfig` that picks a part names a key of a dict below; a new part is one more entry.
 """
 
 import dataclasses
@@ -53,9 +53,9 @@ from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAt
 from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
-# Parts that an option can pick. Each entry takes the whole configuration. An attention's entry returns two functions, one
-# that makes the layer of a block from its number, one that initialises it. An MLP's entry returns the latter, for an
-# activation with this gain and kappa.
+# Parts that an option can pick. Each entry takes the whole configuration. An attention's entry returns two functions: one
+# builds the layer of a block from its number, one initialises it. An MLP's entry returns only the initialising function,
+# for an activation with this gain and kappa.
 
 Initialise = Callable[..., None]
 Parts = tuple[Callable[[int], SelfAttention], Initialise]

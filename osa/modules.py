@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product where three plain layers allow.
+        """Query, key and value of each head, (B, num_heads, N, d_v), in one matrix product if the three layers are plain.
 
         Args:
             x: (B, N, embed_dim).
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """A mask of the tokens of x as (B or none, 1, 1, N); a mask of three dimensions or more as it is."""
+    """Reshapes a mask of the tokens of x to (B or none, 1, 1, N); returns a mask of three or more dimensions unchanged."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
     if attn_mask.dim() > 2:
@@ -231,7 +231,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """Stands for weights that torch's encoder gives its fast path, softmax, which takes none with `__torch_function__`."""
+    """Placeholder weights that keep torch's encoder off its softmax fast path, which rejects any `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -239,15 +239,15 @@ class _NoFastPath:
 
 
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
-    """`OrthogonalSelfAttention` that is called as `nn.MultiheadAttention` is, for encoders of torch and torchvision.
+    """`OrthogonalSelfAttention` with the call of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
-    It is `self_attn` of `nn.TransformerEncoderLayer` and `self_attention` of torchvision's `VisionTransformer`. It cannot be
-    causal or cross-attention, and masks leave out whole tokens.
+    Use it as `self_attn` of `nn.TransformerEncoderLayer` or `self_attention` of torchvision's `VisionTransformer`. It cannot
+    be causal or cross-attention, and masks leave out whole tokens.
 
     Args:
         embed_dim: d.
         num_heads: h ≥ 2.
-        batch_first: whether tokens are (B, N, d), or (N, B, d) as by `nn.MultiheadAttention`'s default.
+        batch_first: tokens are (B, N, d) if true, else (N, B, d), the default of `nn.MultiheadAttention`.
         options: as for `OrthogonalSelfAttention`, which has the same state dict.
 
     Raises:
@@ -284,14 +284,14 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, of the query's shape, and the matrices exp(S) on demand, as `nn.MultiheadAttention` has them.
+        """Returns the output, of the query's shape, and on demand the matrices exp(S), as `nn.MultiheadAttention` does.
 
         Args:
             query, key, value: one tensor, (B, N, d), (N, B, d) if not `batch_first`, or (N, d).
             key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for tokens that take part.
             need_weights: whether to return the matrices: (B, N, N), or (N, N) for (N, d).
             attn_mask: padding again, in the form (N, N) or (B·h, N, N) with equal rows, True or −∞ for padding.
-            average_attn_weights: whether the matrices are the mean over heads, or (B, h, N, N), or (h, N, N).
+            average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
             is_causal: False.
 
         Raises:
@@ -314,7 +314,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return y.transpose(0, 1) if is_turned else y, weights
 
     def _mask(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-        """Both masks of torch as one of the heads, True for tokens that take part, (B or 1, h or 1, 1 or N, N)."""
+        """Combines both masks of torch into one, True for tokens that take part, (B or 1, h or 1, 1 or N, N)."""
         square = (x.shape[-2], x.shape[-2])
         mask = None
         if key_padding_mask is not None:
@@ -328,7 +328,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return mask
 
     def _weights(self, x: Tensor, mask: Tensor | None, average: bool) -> Tensor:
-        """The matrices exp(S): what the attention makes of the identity."""
+        """The matrices exp(S), computed as the attention of V = I."""
         query, key, _ = self.project(x if x.dim() == 3 else x[None])
         identity = torch.eye(x.shape[-2], dtype=query.dtype, device=query.device)
         weights = orthogonal_attention(query, key, identity, mask, scale=self.scale(), **self.options)  # (B, h, N, N)
@@ -337,7 +337,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
 
 def _kept(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """True where a mask of `nn.MultiheadAttention`, of this shape, leaves nothing out."""
+    """True for entries that a mask of `nn.MultiheadAttention`, of this shape, keeps."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -457,10 +457,10 @@ class Block(nn.Module):
         self.skip, self.shortcut = skip, shortcut
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *, attn_mask: Tensor | None = None) -> Tensor:
-        """(B, N, d) or (N, d) → the same, or only the first `num_outputs` tokens of that: the same values for less work.
+        """Maps (B, N, d) or (N, d) to the same shape, or computes only the first `num_outputs` tokens, for less work.
 
         Args:
-            attn_mask: boolean, (B, N), True for tokens that take part: see the attention's own.
+            attn_mask: boolean, (B, N), True for tokens that take part: see the attention's `forward`.
         """
         masked = {} if attn_mask is None else {"attn_mask": attn_mask}
         y = self.join(x[..., :num_outputs, :], self.attention(self.norm1(x), num_outputs, **masked))  # (B, N, d)

@@ -1,7 +1,7 @@
-"""The options of models, their words and bounds, and the models by name. Nothing here needs torch: a schema reads it.
+"""The options of models, their words and bounds, and the models by name. Nothing here needs torch, so a schema can read it.
 
-`ModelConfig` lists every option once. `Options` says the same as the keywords of `create_model`, for type checkers; a test
-holds the two against each other.
+`ModelConfig` lists every option once. `Options` repeats them as keywords of `create_model`, for type checkers; a test
+checks that the two agree.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ MOST = 2**14  # largest size: beyond it the weights fill any memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
-    """An option with its bounds (`above`, `least`, `below`, `most`) and the attentions that alone have it (`attention`)."""
+    """An option with bounds (`above`, `least`, `below`, `most`); `attention` lists the attentions that accept it."""
     return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Parts of a model, and the initialisations that fit them. An attention's own option that is None has its default."""
+    """Parts of a model, and the initialisations that fit them. None stands for the attention's own default."""
 
     attention: AttentionKind
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
@@ -85,7 +85,7 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Start of the weights, for any architecture: an option that concerns another architecture is idle."""
+    """How the weights start. Options that concern another architecture have no effect."""
 
     alpha: float = 0.1
     """Initial α of orthogonal attention."""
@@ -183,7 +183,7 @@ def check_own(options: dict[str, Any]) -> None:
 
 
 def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any:
-    """The value of an option, a number as one of Python's own. Raises ValueError where the option cannot have it."""
+    """Returns an option's value, numbers as Python's own types. Raises ValueError if the option cannot have this value."""
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
@@ -208,7 +208,7 @@ def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any
 
 
 def is_finite(number: Any) -> bool:
-    """Tells whether a real number is one that a float holds."""
+    """True if a float can hold this real number."""
     try:
         return math.isfinite(number)
     except OverflowError:  # raised by a whole number, which may be larger
@@ -339,7 +339,7 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Name in `MODELS` that a configuration is of, whatever its sizes and start: the most specific one, or None."""
+    """Name in `MODELS` of a configuration, ignoring sizes and start: the most specific match, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)

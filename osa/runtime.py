@@ -54,7 +54,7 @@ def is_transformed() -> bool:
 
 
 def known(size: int) -> int:
-    """The size as a plain number in a trace too, since the length of a range is never symbolic: each size is traced anew."""
+    """Returns the size as a plain number, in a trace too (a range's length is never symbolic). Each size is traced again."""
     return len(range(size))
 
 
@@ -191,5 +191,5 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model inside a compiled one, or the model itself."""
+    """Returns the model that torch.compile wraps, or the model itself."""
     return dict(model.named_children()).get("_orig_mod", model)

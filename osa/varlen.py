@@ -25,8 +25,8 @@ def orthogonal_attention_varlen(
 ) -> Tensor:
     """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as FlashAttention has them.
 
-    The sequences are padded with zeros to the longest of them. Rows of zeros add nothing to MᵀM and MᵀV, which is all that S
-    is needed for, and so the others get what they get alone, to rounding. This takes the memory of B times the longest
+    The sequences are padded with zeros to the longest of them. Zero rows add nothing to MᵀM and MᵀV, so each
+    sequence gets the same output as alone, up to rounding. This takes the memory of B times the longest
     sequence, in place of the total: sort very unequal ones into packs of similar length. The lengths are read, for which a
     GPU is waited for, and torch.compile breaks its graph.
 
@@ -76,7 +76,7 @@ def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
 
     Raises:
         TypeError: the offsets are no tensor.
-        ValueError: they are no offsets of so many tokens.
+        ValueError: the offsets do not fit the number of tokens.
     """
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, not {type(cu_seqlens).__name__}: torch.as_tensor makes one")

@@ -98,7 +98,7 @@ class VisionTransformer(nn.Module):
             xavier_linear_(self.head)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The input of the first block: [cls] and the embedded patches, plus positions; normalised if so chosen.
+        """The input of the first block: [cls] and the embedded patches, plus positions; normalised if the model does so.
 
         Args:
             images: (B, C, H, W).
@@ -149,7 +149,7 @@ class VisionTransformer(nn.Module):
             indices: the numbers of the blocks, negative ones from the end; or how many of the last. None: all.
             return_prefix_tokens: give a pair for each block, its patches and its [cls], (B, 1, d).
             norm: apply the final norm to each.
-            stop_early: run no block after the last of these; the features are then of that block.
+            stop_early: run no block after the last index; the features are then the output of that block.
             output_fmt: form of the patches, "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
             intermediates_only: give no features.
             output_dict: give a dictionary, "image_features", "image_intermediates" and "image_intermediates_prefix".
@@ -200,7 +200,7 @@ class VisionTransformer(nn.Module):
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """A new head, by Xavier, of the device and type of the weights; 0 for none."""
+        """Replaces the head by a new one with Xavier weights, of the same device and type; 0 removes it."""
         token = self.cls_token  # no adapter replaces it
         self.head = nn.Identity()
         if num_classes:
@@ -214,7 +214,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
-        """The first `num_outputs` tokens that leave the last block and its norm, (B, num_outputs, d)."""
+        """The first `num_outputs` tokens after the last block and its norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
             x = self._through(block, x, num_outputs if i == len(self.blocks) else None)

@@ -266,7 +266,7 @@ class Family:
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
         """Means and standard deviations of the last values of the runs that start, as in Table 2."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
-        counted = [child for child in ended if child.data.metrics["starts"]]
+        counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}
         for key in (*CURVES, *COSTS):
             last = [child.data.metrics[key] for child in counted if key in child.data.metrics]

@@ -98,12 +98,11 @@ def warn(sentence: str) -> None:
 
 def measured(runs: list[dict], name: str) -> pd.DataFrame:
     """Concatenates a table of MEASURED over all finished runs."""
-    parts = []
+    parts, columns = [], RUN + MEASURED[name]
     for run in runs:
         if run["status"] == "finished" and run[name]:
             parts.append(as_table(name, run[name]).assign(variant=run["variant"], seed=run["seed"]))
-    table = pd.concat(parts) if parts else pd.DataFrame()
-    return table.reindex(columns=RUN + MEASURED[name])  # an earlier evaluation may have measured less
+    return pd.concat(parts)[columns] if parts else pd.DataFrame(columns=columns)
 
 
 def as_table(name: str, value: list | dict) -> pd.DataFrame:

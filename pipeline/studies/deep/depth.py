@@ -1,8 +1,8 @@
-"""Depth: which model trains at which depth without skips and LN, and what stops the others? Section 4 of He et al. 2023, and
-OSA with them. Theirs are language models of width 1,024 on WikiText-103, these are ViTs of width 64 on MNIST.
+"""Depth: which model trains at which depth without skips and LN, and what stops the others? Section 4 of He et al. 2023,
+with OSA added. He et al. train language models of width 1,024 on WikiText-103; we train ViTs of width 64 on MNIST.
 
-The runs are listed in params.yaml of this folder. All models of one depth have the same budget, and each the learning rate
-that the study `rates` found for its kind.
+This folder's params.yaml lists the runs. All models of one depth have the same budget. Each takes the learning rate that
+the study `rates` found for its kind.
 """
 
 from pathlib import Path
@@ -35,14 +35,14 @@ DRAWN = {  # OSA's runs: how the MLPs are drawn
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
-SHALLOW = 36  # blocks that train for two epochs; more train for one
-HIGHEST = 30.0  # train loss that is drawn
-IMAGES = 8  # test images in which tokens are watched
+SHALLOW = 36  # this many blocks train for two epochs, deeper models for one
+HIGHEST = 30.0  # range of train loss in the figure
+IMAGES = 8  # test images whose tokens are watched
 
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Numbers of `of_tokens` after the middle block and after the last one, while they are finite."""
+    """Returns `of_tokens` after the middle and the last block, if the tokens are finite."""
     model, rows = training.model, []
     x = model.tokens(training.data.test_images[:IMAGES])
     for number, block in enumerate(model.blocks, 1):
@@ -70,7 +70,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def tokens(watched: pd.DataFrame) -> list[dict]:
-    """Mean cosine and effective rank of the tokens after the last block, before training and after it: means over runs."""
+    """Returns mean cosine and effective rank of the tokens after the last block, before and after training: means over
+    runs."""
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
     before, after = (each.groupby("name").mean() for each in (runs.first(), runs.last()))
@@ -81,14 +82,15 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 
 
 def step_times(path: Path) -> dict:
-    """A machine, and there a step of each model over ViT's, as pipeline/benchmarks/depth.py has timed it."""
+    """Returns a machine and each model's step time there over ViT's, as pipeline/benchmarks/depth.py timed it."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     over_vit = table.set_index("model")["over_vit"]
     return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Train loss of OSA: a line for each list of runs, one of its own for seeds that fail, and a panel for each budget."""
+    """Draws the train loss of OSA: a panel for each budget, a line for each list of runs, a second line for seeds that
+    fail."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in DRAWN.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
@@ -112,7 +114,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
-    """The curves of a list of runs, those that train and those that fail, without the points where a loss is not finite."""
+    """Returns the curves of a list of runs, split into runs that train and runs that fail; only finite losses."""
     outcomes = {True: [], False: []}
     for curve in Results(tables).curves(name):
         outcomes[trains(curve["train_loss"].iloc[-1])].append(curve[np.isfinite(curve["train_loss"])])

@@ -1,12 +1,12 @@
 """Isometric MLPs at finite width: do they keep the size of a token where independent draws let it wander?
 
-Shaped MLPs one after the other, without attention, whose two layers are drawn independently (SUO) or together
-(`osa.init.init_isometric_mlp_`). With a nearly linear activation the first kind multiplies |x|² by H/d times a Beta(d/2,
-(H − d)/2) variable in each MLP, so that after L of them
+We stack shaped MLPs without attention. The two layers of an MLP are drawn independently (SUO) or together
+(`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by H/d times a
+Beta(d/2, (H − d)/2) variable, so that after L MLPs
 
     Var log |x|² ≈ 2 (1 − d/H) L/d.
 
-Then the first gradient of OSA with either kind, on a few images.
+Then we compare the first gradient of OSA with either kind, on a few images.
 """
 
 import itertools
@@ -68,7 +68,7 @@ def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequential:
-    """`depth` MLPs of d = `width`, with DKS's GELU for as many."""
+    """Returns `depth` MLPs of d = `width`, with DKS's GELU for this depth."""
     activation = dks_gelu(depth)
     with default_dtype(torch.float64):
         blocks = [MLP(width, RATIO * width, activation) for _ in range(depth)]
@@ -107,13 +107,13 @@ def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def spreads(table: pd.DataFrame) -> pd.Series:
-    """Standard deviation of log |x|² over tokens and networks, by draw, width and depth."""
+    """Returns the standard deviation of log |x|² over tokens and networks, by draw, width and depth."""
     nets = table.groupby(["draw", "width", "depth"])
     return (nets["log_std"].apply(lambda each: each.pow(2).mean()) + nets["log_mean"].var(ddof=0)).pow(0.5)
 
 
 def predicted(width: int, depth: int) -> float:
-    """The same of linear MLPs with independent draws."""
+    """Returns this standard deviation as predicted for linear MLPs with independent draws."""
     return math.sqrt(2 * (1 - 1 / RATIO) * depth / width)
 
 
@@ -146,7 +146,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """A line for each draw and the three largest widths; dashed, what independent linear MLPs are to have."""
+    """Draws a line for each draw and each of the three largest widths; dashed: the prediction for independent linear
+    MLPs."""
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):

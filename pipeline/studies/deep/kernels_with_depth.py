@@ -1,9 +1,10 @@
-"""Kernels with depth: what attention alone makes of the tokens' Σ = X Xᵀ/d, block by block. Figures 1, 6 and 7 of He et al.
-2023.
+"""Kernels with depth: how attention alone changes the tokens' kernel Σ = X Xᵀ/d, block by block. Figures 1, 6 and 7 of He et
+al. 2023.
 
-Without MLPs and in the limit of wide networks, where an attention layer is Σ ← A Σ Aᵀ, exactly and in float64: nothing is
-trained. Their signal-preserving attention and Value-SkipInit, the usual arrangements of norms and skips around softmax with
-ALiBi, and orthogonal attention, which needs X itself. Then the layers of real models, with several heads.
+Without MLPs and in the limit of wide networks an attention layer maps Σ to A Σ Aᵀ. We compute this in float64 and train
+nothing. The rows are the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
+arrangements of norms and skips, and orthogonal attention, which needs X itself. Then come layers of real models, with
+several heads.
 """
 
 import itertools
@@ -35,7 +36,7 @@ from pipeline.studies.lab import Lab
 
 ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # rows of Figure 7, in its order
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # lines that are drawn: a label, and the model whose look it has
+LINES = {  # lines of the figure: a label, and the model that lends its colour and style
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -43,8 +44,8 @@ LINES = {  # lines that are drawn: a label, and the model whose look it has
     "espa": ("E-SPA", "espa"),
     "osa": ("OSA", "osa_exact"),
 }
-COLLAPSED = 0.99  # a mean cosine above which all tokens are as good as one
-COLLAPSING = ("vanilla", "rms", "post_ln")  # to one direction, as Figures 1 and 7 show
+COLLAPSED = 0.99  # above this mean cosine all tokens are practically one
+COLLAPSING = ("vanilla", "rms", "post_ln")  # rows that collapse to one direction, as Figures 1 and 7 show
 TOLERANCE = 1e-10  # error of an identity: L products of N×N matrices with condition numbers up to 1e4
 NORM_TOLERANCE = 0.1  # error of q = 1 after all blocks with normalised skips, where E-SPA is an approximation
 CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: how far q may be from 1 with the correction, and its least value without
@@ -73,7 +74,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Mean cosine, rank and norms by row and depth; the schedules; Figure 6; layers of several heads."""
+    """Returns mean cosine, rank and norms by row and depth; the schedules; Figure 6; layers of several heads."""
     kernels, spectra = [], []
     for seed in settings.seeds:
         first = repeated_tokens(settings.tokens, settings.types, lab, seed)
@@ -97,7 +98,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Σ_0 of tokens of random types, whose embeddings are orthogonal: 1 for two of a type, else 0 (Appendix B)."""
+    """Returns Σ_0 of tokens of random types with orthogonal embeddings: 1 for two tokens of one type, else 0 (Appendix
+    B)."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
@@ -109,7 +111,7 @@ def cosines(kernel: Tensor) -> Tensor:
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
-    """Mean cosine, that of tokens a lag apart, effective rank of C, and the diagonal q."""
+    """Returns the mean cosine of all tokens, of neighbours, and of tokens N/2 apart; the effective rank of C; q = diag Σ."""
     c, q = cosines(kernel), kernel.diagonal()
     near, far = 1, len(c) // 2
     return {
@@ -131,7 +133,7 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, Step]:
-    """One block around attention with these matrices (heads, N, N), each with an equal share of the width."""
+    """Returns a block around attention with these matrices (heads, N, N); all heads have the same width."""
 
     def attend(kernel: Tensor) -> Tensor:
         return (matrices @ kernel @ matrices.mT).mean(0)
@@ -146,7 +148,7 @@ def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, Step]:
 
 
 def attending(matrices: Iterable[Tensor]) -> list[Step]:
-    """Σ ← A Σ Aᵀ for each of these matrices."""
+    """Returns the map Σ ← A Σ Aᵀ of each matrix."""
     return [lambda kernel, a=matrix: a @ kernel @ a.mT for matrix in matrices]
 
 
@@ -173,8 +175,8 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
     """The kernels of X_l = exp(S_l) X_{l−1} W_l, of one head with orthogonal weights, from an X_0 with this kernel.
 
-    X_0 = √d Σ^½ is the one symmetric root: eigenvectors alone would be another choice on another machine, where eigenvalues
-    are equal.
+    X_0 = √d Σ^½ is the symmetric root, which is unique. A root by eigenvectors would differ between machines where
+    eigenvalues are equal.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
@@ -195,7 +197,7 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 
 
 def schedules(settings: Settings) -> Iterator[dict]:
-    """Distance of A_l ⋯ A_1 from the kernel that block l shall have, for each form of signal-preserving attention."""
+    """Returns the distance of A_l ⋯ A_1 from block l's target kernel, for each form of signal-preserving attention."""
     n = settings.tokens
     for (kernel, causal), depth in itertools.product(itertools.product(KERNELS, (True, False)), (6, *settings.depths[-1:])):
         last = settings.rho if kernel == "uniform" else settings.gamma
@@ -213,7 +215,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """E-SPA with normalised skips, from Σ_0 = I: q and cosines after all blocks, as Eq. 26 has it and as Eq. 25 does."""
+    """Runs E-SPA with normalised skips from Σ_0 = I: q and cosines after all blocks, by Eq. 26 and by Eq. 25."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -230,13 +232,13 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """The rate of decay that Eq. 25 as printed gives where Eq. 26 gives `after`: with λ_α² in the place of λ_α."""
+    """Returns the decay rate of Eq. 25 as printed, with λ_α² for λ_α, where Eq. 26 gives `after`."""
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)  # −a(γ)² of both, so that λ_α² is their ratio
     return -math.log1p(reached * (reached / squared)) / 2
 
 
 def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Figure 6: the diagonal of Σ_l of one sequence, with and without the correction for tokens that repeat."""
+    """Returns Figure 6: the diagonal of Σ_l of one sequence, with and without the correction for repeated tokens."""
     n, (depth, gamma, types) = settings.tokens, FIGURE_6
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0
@@ -251,7 +253,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layers(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """The change of the trace of X Xᵀ of an image through the layers of orthogonal attention, one after the other."""
+    """Returns the change of an image's trace of X Xᵀ through consecutive layers of orthogonal attention."""
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         model = lab.model(config, settings.seeds[0], torch.float64)
@@ -287,7 +289,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Mean cosine of two tokens, by the number of blocks."""
+    """Draws the mean cosine of two tokens over the number of blocks."""
     kernels = tables["kernels"].groupby(["row", "depth"], sort=False)["cosine"].mean()
     figure, (axes,) = charts.panels(1, 3.2)
     for row, (label, model) in LINES.items():

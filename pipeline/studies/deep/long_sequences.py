@@ -1,12 +1,12 @@
 """More tokens: what do smaller patches cost and bring? Section 3.1 in training, and Section 4.
 
-ViT and OSA with patches of 4, 2 and 1 pixels, where a cost that is linear in N meets a real training. As initialised, α has
+We train ViT and OSA with patches of 4, 2 and 1 pixels, to see a cost linear in N in a real training. At initialisation α has
 to follow N: with ‖W̃‖₂ = 1 (Theorem 4.2)
 
     ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂²
 
-for a head of Eq. 5. The N tokens have ‖X‖_F² = N d q with the mean square q, and a rank of at most d, so that
-N q ≤ ‖X‖₂² ≤ N d q: tokens of a given size let both bounds grow in proportion to N, and α in proportion to 1/N keeps them.
+for a head of Eq. 5. N tokens with mean square q have ‖X‖_F² = N d q and a rank of at most d, so N q ≤ ‖X‖₂² ≤ N d q. For
+tokens of a given size both bounds therefore grow in proportion to N; α in proportion to 1/N keeps them constant.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
-CASES = ("paper", "normalised", "following")  # the paper's tokens and α; tokens ÷ RMS; and α in proportion to 1/N besides
+CASES = ("paper", "normalised", "following")  # the paper's tokens and α; tokens ÷ RMS; tokens ÷ RMS and α ∝ 1/N
 SIZES = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
 
 
@@ -43,7 +43,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block, means over images and heads, for each case."""
+    """Returns ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block of each case: means over images and heads."""
     for patch, case, seed in itertools.product(settings.patches, CASES, settings.initial_seeds):
         changes = {"variant": {"normalise_tokens": case != "paper"}}
         config = lab.config(OSA, changes | {"model": {"patch_size": patch}})
@@ -62,7 +62,7 @@ def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def skew_norm(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> float:
-    """‖S‖₂ of scale · (Q Kᵀ − K Qᵀ), from the 2d_v eigenvalues that are not zero."""
+    """Returns ‖S‖₂ for S = scale · (Q Kᵀ − K Qᵀ), from its 2d_v nonzero eigenvalues."""
     m, m_j = stacked(x @ w_query, x @ w_key)
     return torch.linalg.eigvals(scale * m_j.mT @ m).abs().max().item()
 
@@ -73,7 +73,8 @@ def stacked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor, iterations: int) -> float:
-    """‖J₁‖₂ of one head at x (N, d), the derivative of A[X] X W^V W^O by way of A (Theorem 4.1), by power iteration."""
+    """Returns ‖J₁‖₂ of one head at x (N, d) by power iteration: A[X] X W^V W^O differentiated through A alone (Theorem
+    4.1)."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 
@@ -109,7 +110,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """‖S‖₂ and ‖J₁‖₂ of the first block, by the number of tokens."""
+    """Draws ‖S‖₂ and ‖J₁‖₂ of the first block over the number of tokens."""
     figure, panels = charts.panels(2, 3.2)
     sizes = tables["initial"].groupby(["case", "tokens"], sort=False)[list(SIZES)].mean()
     labels = {"paper": "the paper’s tokens", "normalised": "tokens ÷ RMS", "following": "tokens ÷ RMS, α ∝ 1/N"}

@@ -1,5 +1,5 @@
-"""A pilot of deep models: some hundred steps of few images, with MLPs drawn independently or as isometries, at other rates,
-with a warm-up, a tighter clipping and other α. It tells which of them fail at once, before a run takes an hour.
+"""A pilot of deep models: about a hundred steps on few images. MLPs are drawn independently or as isometries; rate, warm-up,
+clipping and α vary. It shows which settings fail at once, before a run takes an hour.
 """
 
 from typing import Annotated
@@ -14,8 +14,8 @@ from pipeline.studies.lab import Lab, first_steps
 
 class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
-    windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of a mean
-    last: PositiveInt  # steps at the end, for a mean of their own
+    windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of each mean loss
+    last: PositiveInt  # last steps, whose mean loss is listed too
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

@@ -1,5 +1,5 @@
-"""Learning rates of deep models, and α of OSA shaped for depth: a grid of short trainings, by which the runs of the study
-`depth` were given theirs. Their seed is one that no other study has.
+"""Learning rates of deep models, and α of OSA shaped for depth: a grid of short trainings that chose the values of the study
+`depth`. No other study uses their seed.
 """
 
 import math
@@ -14,9 +14,9 @@ from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
-OSA = "osa_shaped"  # whose α L is sought at its best rate
-ALPHA = 0.36  # α L until then
-LEARNS = 0.01  # below the loss of a guess, or there is nothing to tell rates apart by
+OSA = "osa_shaped"  # the model whose α L is searched, at its best rate
+ALPHA = 0.36  # α L during the search of rates
+LEARNS = 0.01  # a model learns if its best loss is this far below a guess's
 
 
 class Search(Section):
@@ -40,7 +40,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def trainings(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
-    """Every rate for every model, and then the other α L for OSA."""
+    """Returns the loss at every rate for every model, then at the other α L for OSA."""
     for model in settings.models:
         alpha = ALPHA if model == OSA else math.nan
         rows = [last_loss(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
@@ -53,7 +53,7 @@ def trainings(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
 
 
 def last_loss(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
-    """One short training: mean loss of its last steps, ∞ where it diverged."""
+    """Runs one short training; returns the mean loss of its last steps, ∞ if it diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}
@@ -68,7 +68,7 @@ def loss_of(row: dict) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Each depth's trainings, model by model, with the best first; `learns` where it is below a guess."""
+    """Lists each depth's trainings by model, best first; `learns` tells if the best is below a guess's loss."""
     searches = []
     for search in settings.searches:
         own, models = tables["trainings"], []

@@ -1,8 +1,8 @@
 """Signals at initialisation: which models vanish, explode or collapse? Section 4 of He et al. 2023, and of the paper.
 
-Every model at several depths before its first step: what becomes of the tokens from block to block, of what [cls] knows of
-the image, and of the gradient on its way back. Then, for OSA shaped for depth, how small α has to be: a bound on the
-Jacobian says that it has to fall as 1/(L ‖X‖₂²).
+For every model at several depths, before its first step: how do the tokens, the image's share in [cls], and the gradient
+change from block to block? Then, for OSA shaped for depth: how small must α be? A bound on the Jacobian says that α must
+fall as 1/(L ‖X‖₂²).
 """
 
 import itertools
@@ -44,10 +44,10 @@ MODELS = (*FIRST, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
 KEPT = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # models that keep ‖X‖_F, X Xᵀ or Σ_L
 BAND = (0.05, 0.95)  # quantiles over tokens
-SINGULAR = 1 / torch.finfo(torch.float64).eps  # κ from which on float64 cannot tell a matrix from a singular one
+SINGULAR = 1 / torch.finfo(torch.float64).eps  # from this κ on a matrix is singular in float64
 TOLERANCE = 1e-10  # error of kept quantities: tens of products of small matrices
 RATIO = 2.0  # factor by which the attention may raise the first block's gradient
-SMALLEST = 1e-3  # least α L ‖X‖₂²/√d_v, where the attention is as good as none
+SMALLEST = 1e-3  # least α L ‖X‖₂²/√d_v: here attention has practically no effect
 
 
 class Settings(Section):
@@ -61,7 +61,8 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each model and depth, by block and as a whole; what the attention keeps; the α that doubles the gradient."""
+    """Measures each model and depth, by block and as a whole, the quantities attention keeps, and the α that doubles the
+    gradient."""
     blocks, wholes = [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         changes = {"model": {"depth": depth}} | ({"variant": SHAPED[name]} if name in SHAPED else {})
@@ -81,13 +82,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """A row for each block, and one for the whole model.
+    """Returns a row for each block, and one for the whole model.
 
-    q                mean square of an entry of the block's output; q_low and q_high, of its tokens', are `BAND`'s quantiles
+    q                mean square of the block's output; q_low and q_high are `BAND`'s quantiles over its tokens
     cosine, rank     mean cosine of two tokens, and effective rank of their cosines; means over images
-    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices; a bias has a gradient however small the tokens are
-    image_share      of [cls]'s energy after the last block: the part that differs between images
-    kappa            of A_L ⋯ A_1
+    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices; biases have a gradient however small the tokens are
+    image_share      part of [cls]'s energy after the last block that differs between images
+    kappa            κ(A_L ⋯ A_1), by `attention_condition`
     """
     model.zero_grad()
     x, outputs = model.tokens(images), []
@@ -118,9 +119,9 @@ def of_tokens(x: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def attention_condition(model: VisionTransformer, images: Tensor) -> float:
-    """κ(A_L ⋯ A_1) of a head's attention matrices, the geometric mean over heads and images; ∞ from `SINGULAR` on.
+    """Returns κ(A_L ⋯ A_1) of each head's attention matrices: geometric mean over heads and images; ∞ from `SINGULAR` on.
 
-    With skips tokens do not come through this product alone: NaN.
+    NaN for models with skips, where tokens bypass this product.
     """
     if model.blocks[0].skip:
         return math.nan
@@ -136,9 +137,9 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Distance of the attention layers of real models, by themselves, from the aim of their initialisation.
+    """Returns how far the attention layers of real models, without the rest, miss the aim of their initialisation.
 
-    They start from tokens with X Xᵀ/d = I, for which d has to be N or more.
+    The tokens start with X Xᵀ/d = I, which needs d ≥ N.
     """
     for variant, depth in itertools.product(KEPT, settings.depths[:2]):
         config = lab.config(variant)
@@ -160,7 +161,7 @@ def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def wanted_kernel(variant, n: int) -> Tensor:
-    """Σ_L in the order of tokens, [cls] first."""
+    """Returns the target Σ_L in the order of tokens, [cls] first."""
     if variant.kernel is None:
         return torch.eye(n, dtype=torch.float64)
     if variant.kernel == "uniform":
@@ -174,7 +175,8 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """The α at which the first block's gradient is twice that of a small α, over depth, and over ‖X‖₂² by other patches."""
+    """Returns the α that doubles the first block's gradient against a small α, over depth, and over ‖X‖₂² by other
+    patches."""
     sizes = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -195,7 +197,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
-    """The least α of a ladder of halves and doubles at which the gradient has doubled, interpolated in logarithms."""
+    """Returns the least α at which the gradient has doubled, in steps of √2 with interpolation in logarithms."""
     base = first_gradient(model, images, cotangent, SMALLEST * unit)
     below, alpha = (0.0, SMALLEST * unit), unit
     while True:
@@ -207,9 +209,9 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
 
 
 def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, alpha: float) -> float:
-    """‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, for U = `cotangent` (images, N, d).
+    """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, for U = `cotangent` (images, N, d).
 
-    Of a random linear function of all tokens: a loss would saturate, and has its own opinion of each image.
+    ⟨U, X_L⟩ is a random linear function of all tokens; a loss would saturate and weight images differently.
     """
     model.zero_grad()
     with torch.no_grad():
@@ -240,7 +242,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over seeds by model, depth and block, geometric where a number spans orders of magnitude."""
+    """Returns means over seeds by model, depth and block, geometric for numbers that span orders of magnitude."""
     keys = [key for key in ("model", "depth", "block") if key in table]
     logs = {name: np.log(table[name]) for name in ("q", "q_low", "q_high", "gradient") if name in table}
     means = table.assign(**logs).drop(columns="seed").groupby(keys, sort=False).mean()
@@ -248,7 +250,7 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_alpha(table: pd.DataFrame) -> dict:
-    """Exponents of α over depth and over ‖X‖₂², and 2 L ‖X‖₂² α/√d_v where the gradient has doubled."""
+    """Returns the exponents of α over depth and over ‖X‖₂², and 2 L ‖X‖₂² α/√d_v where the gradient has doubled."""
     slopes = {}
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
@@ -258,7 +260,7 @@ def of_alpha(table: pd.DataFrame) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """The gradient, the tokens' mean square and their effective rank, block by block."""
+    """Draws the gradient, the tokens' mean square and their effective rank, block by block."""
     depth = settings.depths[-2:][0]
     own = over_seeds(tables["blocks"][tables["blocks"]["depth"] == depth]).droplevel("depth")
     figure, panels = charts.panels(3, 3.6)

@@ -1,8 +1,8 @@
-"""Six blocks, side by side: what does each way to do without skips or LN come to in the paper's own setting?
+"""Six blocks: how well does each way to remove skips or LN work in the paper's own setting?
 
-Six blocks, ten epochs and the paper's recipe by the first reading, whose runs of Table 2's models are there for
-comparison. What He et al. 2023 leave open or call unimportant is tried on E-SPA. The runs are listed in params.yaml of this
-folder.
+Models have six blocks and train for ten epochs by the first reading of the paper's recipe; the study first_reading has
+Table 2's models for comparison. On E-SPA we try the choices that He et al. 2023 leave open or call unimportant. This
+folder's params.yaml lists the runs.
 """
 
 from pipeline.statistics.claims import Results, read_claims

@@ -21,7 +21,7 @@ from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-OF_TRAINING = 0.5  # whose lowest loss speed is compared at
+OF_TRAINING = 0.5  # part of the training whose lowest loss is the target when speed is compared
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")
 CLAIMS += ("rotations_replace_norm", "muon_speeds", "muon_helps")
@@ -36,7 +36,7 @@ DRAWN = {  # lines of the figure
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Condition numbers of every layer and head, and how far constrained weights are from orthonormal, ‖WᵀW − I‖₂."""
+    """Returns condition numbers of every layer and head, and ‖WᵀW − I‖₂ of constrained weights."""
     keep = training.config.variant.keep
     error, rows = math.nan, []
     if keep:
@@ -55,7 +55,7 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """A row for each trained list of runs; the claims; whether constrained weights stayed orthonormal."""
+    """Returns a row for each trained list of runs, the claims, and a check that constrained weights stayed orthonormal."""
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     loss = target_loss(results.curves(REFERENCE), OF_TRAINING)
     rows = {name: row(name, loss, results) for name in (*BASELINES, *settings.runs)}
@@ -67,7 +67,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, loss: float, results: Results) -> dict:
-    """Accuracy, the median epoch at which the runs reach a loss, and median condition numbers after training."""
+    """Returns accuracy, the median epoch at which runs reach `loss`, and median condition numbers after training."""
     accuracy, curves = summary_of(results.accuracies(name)), results.curves(name)
     epochs = float(np.median([epochs_to_reach(curve, loss) for curve in curves])) if curves else math.nan
     last = results.watched[(results.watched["name"] == name) & (results.watched["epoch"] == results.watched["epoch"].max())]
@@ -76,7 +76,7 @@ def row(name: str, loss: float, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """κ of each layer's Σ W^V W^O along training, thin, and their geometric mean; the first seed of four models."""
+    """Draws κ of Σ W^V W^O during training for the first seed of four models: each layer (thin) and their geometric mean."""
     if "watched" not in tables:
         return None
     figure, (axes,) = charts.panels(1, 3.0)

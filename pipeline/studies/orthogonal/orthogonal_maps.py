@@ -1,6 +1,6 @@
-"""Four charts of one group: how the maps of osa/constrained/orthogonal.py from X to rotations Q(X) ∈ SO(n) differ.
+"""Four maps onto rotations: how the maps X → Q(X) ∈ SO(n) of osa/constrained/orthogonal.py differ.
 
-All have Q(0) = I and the same derivative there. In the plane each is an angle; beyond it they differ from exp(A) by a power
+All have Q(0) = I and the same derivative at 0. For n = 2, Q(X) is an angle; for n > 2, a map differs from exp(A) by a power
 of the distance from 0.
 """
 
@@ -32,11 +32,11 @@ ANGLES = {  # angle of Q(X) for n = 2, by x = X₂₁
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
 ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
-NEAR = 1e-2  # ‖tA‖₂ up to which the power is read off
+NEAR = 1e-2  # the power is fitted up to this ‖tA‖₂
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
-DASHED = ("exponential", "householder")  # where they lie on another's line
+DASHED = ("exponential", "householder")  # drawn dashed, as they coincide with another map's line
 
 
 class Settings(Section):
@@ -46,13 +46,12 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Angles in the plane, and how far each map is from the exponential along random directions."""
+    """Measures angles in the plane, and each map's distance from the exponential along random directions."""
     return {"plane": pd.DataFrame(plane(settings)), "apart": pd.DataFrame(apart(settings, lab))}
 
 
 def plane(settings: Settings) -> Iterator[dict]:
-    """The angle of Q(X) by x, counted on through half turns from that of x = 0, and how far it is from what it should be, if
-    that is known."""
+    """Yields the angle of Q(X) over x, unwrapped from x = 0, and its error where `ANGLES` has the formula."""
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)
     stacked[:, 1, 0] = x
@@ -66,7 +65,7 @@ def plane(settings: Settings) -> Iterator[dict]:
 
 
 def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """‖Q(tX) − exp(tA)‖₂ along a random X with ‖A‖₂ = 1."""
+    """Yields ‖Q(tX) − exp(tA)‖₂ along a random X with ‖A‖₂ = 1."""
     steps = torch.logspace(-3, math.log10(settings.largest), 25, dtype=torch.float64)
     for n, seed in itertools.product(settings.sizes, settings.seeds):
         x = lab.normal(seed, f"orthogonal_maps/{n}", n, n).tril(-1)
@@ -79,7 +78,8 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the angles against `ANGLES`, and the power of t with which a map leaves the exponential against `ORDERS`."""
+    """Checks the angles against `ANGLES`, and the power of t in each map's distance from the exponential against
+    `ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))
@@ -94,7 +94,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """The angle in the plane, and the distance from the exponential in the most dimensions."""
+    """Draws the angle in the plane, and the distance from the exponential for the largest n."""
     plane, apart = tables["plane"], tables["apart"]
     figure, (left, right) = charts.panels(2, 3.6)
     style = {name: {"color": COLOURS[name], "linestyle": (0, (5, 5)) if name in DASHED else "-"} for name in MAPS}

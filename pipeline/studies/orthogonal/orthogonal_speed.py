@@ -1,6 +1,6 @@
 """Speed of orthogonal linear layers, machine by machine, from the files of `python -m pipeline benchmarks.orthogonal`.
 
-That command is run by hand. Its ratios are compared with a post's statements on speed."""
+The command is run by hand. We compare its ratios with the speeds that a post states."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-SIZES = (64, 256)  # n between which the goal is set
-GOAL = 1.3  # ours over dense
-MUCH_SLOWER = 10.0  # the post's “significantly”, as we take it
+SIZES = (64, 256)  # the goal holds for n in this range
+GOAL = 1.3  # goal: the time of ours over dense
+MUCH_SLOWER = 10.0  # our reading of the post's “significantly”
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
@@ -28,8 +28,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def machine(path: Path) -> dict:
-    """The machine; our layers in training over a dense one, at their slowest in `SIZES`; and the rows at which the post's
-    two statements come nearest to failing."""
+    """Returns the machine, the slowest training time of each of our layers over dense in `SIZES`, and for each of the post's
+    two statements the row that decides it."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]
     training = others[(others["tokens"] == TRAINING_TOKENS) & (others["pass"] == BOTH)]
@@ -44,13 +44,13 @@ def machine(path: Path) -> dict:
 
 
 def statement(table: pd.DataFrame, limit: float) -> dict:
-    """A statement that ratios lie above a limit, at the row that refutes it most, or else at the one nearest to it."""
+    """Returns the row that most refutes “all ratios lie above `limit`”, or, if none does, the row nearest to the limit."""
     refuting = table[table["p90_over_dense"] < limit]
     return ratio(table.loc[refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()])
 
 
 def ratio(row: pd.Series) -> dict:
-    """Time over dense at one size n: the median, and the 10th and 90th percentile of rounds."""
+    """Returns time over dense at one size n: the median, and the 10th and 90th percentile over rounds."""
     keys = {"n": "n", "over_dense": "seconds_over_dense", "low": "p10_over_dense", "high": "p90_over_dense"}
     return {name: row[column] for name, column in keys.items()}
 

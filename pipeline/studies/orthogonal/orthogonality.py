@@ -1,7 +1,7 @@
 """Penalties on the orthogonality of attention and weights: their share in the first gradient of a training.
 
-The penalties are those of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and the study penalties
-trains with them.
+The penalties come from Zhang et al. 2021, *On Orthogonality Constraints for Transformers*; the study `penalties` trains with
+them.
 """
 
 import itertools
@@ -21,16 +21,16 @@ from pipeline.studies.lab import Lab
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
 WEIGHT = 1e-6  # the largest λ of Section 3
-RANK_SHARE = 0.01  # share of the largest singular value of A, up to which others do not count for its rank
+RANK_SHARE = 0.01  # singular values of A up to this share of the largest do not count towards its rank
 
 
 class Settings(Section):
     seeds: Seeds
-    images: PositiveInt = 32  # test images of the loss
+    images: PositiveInt = 32  # test images over which the loss is taken
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """The gradients' norms of each model and seed, in float64."""
+    """Measures the gradients' norms for each model and seed, in float64."""
     gradients = []
     for variant, seed in itertools.product(MODELS, settings.seeds):
         config = lab.config(variant)
@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """‖∇‖₂ over all parameters of the cross-entropy and of each term, summed over blocks."""
+    """Returns ‖∇‖₂ over all parameters, of the cross-entropy and of each penalty summed over blocks."""
     inputs = list(zip(model.blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}
     losses |= {name: sum(term(block, x) for block, x in inputs) for name, term in TERMS.items()}
@@ -56,9 +56,9 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 def attention_row(a: Tensor) -> dict[str, float]:
     """Measures A (images, h, N, N), on average over heads and images.
 
-    These are ‖AᵀA − I‖_F² / (N − 1), which is 0 for a permutation, 1 for uniform attention and N where all rows are one
-    token; the mean product of two rows; the share of rows that attend most to their own token; the rank, with what is below
-    `RANK_SHARE` taken for 0; and the entropy of a row in nats, where rows are probabilities.
+    The row has ‖AᵀA − I‖_F² / (N − 1), which is 0 for a permutation, 1 for uniform attention and N if all rows attend to one
+    token; the mean product of two rows; the share of rows that attend most to their own token; the rank, with singular
+    values up to `RANK_SHARE` counted as 0; and a row's entropy in nats, if rows are probabilities.
     """
     tokens = a.shape[-1]
     rows = a @ a.mT  # (images, h, N, N)
@@ -81,7 +81,7 @@ def weight_row(block: nn.Module) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The share of the penalties in each model's first gradient at the largest λ: a sum of medians over seeds."""
+    """Returns the penalties' share of each model's first gradient at the largest λ: a sum of medians over seeds."""
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

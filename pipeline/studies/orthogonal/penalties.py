@@ -1,7 +1,7 @@
-"""Trainings with penalties on the orthogonality of attention and weights: what those of Zhang et al. 2021, *On Orthogonality
-Constraints for Transformers*, do to a ViT with skips and LN, and to one without.
+"""Trainings with the orthogonality penalties of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*: their
+effect on a ViT with skips and LN, and on one without.
 
-VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The cross-entropy is recorded alone.
+VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The recorded loss is the cross-entropy alone.
 """
 
 import copy
@@ -24,7 +24,7 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # test images of what is watched, and those of Theorem 2.1's ratio
+IMAGES, FEW = 32, 2  # test images for all that is watched, and for Theorem 2.1's ratio
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations on the pixels: of A's change, of accuracy
 CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
@@ -34,7 +34,7 @@ SHOWN = ("attention", "projections", "mlp")
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Attention and weights of each layer, in float64, on the first test images, and the model's accuracy under noise."""
+    """Measures each layer's attention and weights in float64 on the first test images, and accuracy under noise."""
     model, images = copy.deepcopy(training.model).cpu().double(), training.data.test_images[:IMAGES].cpu().double()
     generator = loop.random_stream(0, "penalties/noise")
     noisy = images + NOISE * torch.randn(images.shape, generator=generator, dtype=images.dtype)
@@ -54,7 +54,7 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
 
 
 def spectral_row(block: nn.Module) -> dict[str, float]:
-    """‖W‖₂ and κ(W) of the block's six matrices, geometric means."""
+    """Returns ‖W‖₂ and κ(W): geometric means over the block's six matrices."""
     attention, mlp = block.attention, block.mlp
     layers = (attention.query, attention.key, attention.value, attention.out, mlp.fc1, mlp.fc2)
     values = [torch.linalg.svdvals(layer.weight) for layer in layers]
@@ -63,8 +63,8 @@ def spectral_row(block: nn.Module) -> dict[str, float]:
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
-    """Accuracy on the first test images with Gaussian noise on their pixels, by its standard deviation: the same noise at
-    every point, scaled."""
+    """Returns the accuracy on the first test images with Gaussian noise on their pixels, by standard deviation. Every point
+    scales the same noise."""
     images, labels = training.data.test_images[:NOISY_IMAGES], training.data.test_labels[:NOISY_IMAGES]
     noise = torch.randn(images.shape, generator=loop.random_stream(0, "penalties/pixels")).to(images)
     predictions = {scale: training.model(images + scale * noise).argmax(-1) for scale in NOISES}
@@ -72,7 +72,7 @@ def under_noise(training: loop.Training) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """A row for each trained list of runs, weakest penalty first; the claims; Theorem 2.1 along the trainings."""
+    """Returns a row for each trained list of runs, weakest penalty first; the claims; Theorem 2.1 during training."""
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     rows = [row(name, settings, results) for name in settings.runs]
     return {
@@ -84,7 +84,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, settings: Settings, results: Results) -> dict:
-    """A list's model and penalty, its accuracy, and what was seen of it after training, over layers and seeds."""
+    """Returns a list's model, penalty and accuracy, and its watched numbers after training, over layers and seeds."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}
@@ -94,7 +94,7 @@ def row(name: str, settings: Settings, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Test accuracy and orthogonality of attention over λ, a colour for each penalty; dashed, without a penalty."""
+    """Draws test accuracy and orthogonality of attention over λ: a colour for each penalty; dashed: no penalty."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]
     if all(each["penalty"] == "none" for each in models):
         return None

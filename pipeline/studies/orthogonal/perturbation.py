@@ -1,7 +1,7 @@
 """Theorem 2.1 of Zhang et al. 2021 (“On Orthogonality Constraints for Transformers”): how far a row of softmax attention
-moves when its query does, against the paper's bound and against a quarter of it; and the same of orthogonal attention.
+moves when its query moves, against the paper's bound and a quarter of it. Orthogonal attention is measured likewise.
 
-One row of Q moves by δ, ‖δ‖ = ε, and K stays. What is measured is the change over the bound.
+One row of Q moves by δ with ‖δ‖ = ε; K is fixed. We measure the change of the row over the bound.
 """
 
 import itertools
@@ -24,7 +24,7 @@ SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and k
 KEY_MEANS = (0.0, 3.0)  # added to all keys alike, which changes no softmax attention
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # as initialised
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
-QUARTER = 0.25  # factor that the constant 2 may have
+QUARTER = 0.25  # the sharper bound: this factor times the paper's constant 2
 ROUNDING = 1e-6  # rounding of a ratio, at the smallest ε
 
 
@@ -35,7 +35,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """The largest and the median ratio over the rows of each case, with what the keys' mean adds to ‖K‖₂."""
+    """Measures the largest and the median ratio over the rows of each case, and ‖K‖₂ of centred keys over ‖K‖₂."""
     softmax, orthogonal = [], []
     for seed in settings.seeds:
         for identity, query, key, scale in itertools.chain(gaussian(seed, lab), models(seed, settings, lab)):
@@ -50,14 +50,14 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """The identity of a case, and its query and key, (2, 1, N, d_v)."""
+    """Yields the identity of each Gaussian case, and its query and key, (2, 1, N, d_v)."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
 
 
 def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, Tensor | None]]:
-    """The same of each layer, (images, h, N, d_v), with α/√d_v where the attention is orthogonal."""
+    """Yields the same for each layer, (images, h, N, d_v), with α/√d_v if its attention is orthogonal."""
     for variant in MODELS:
         config = lab.config(variant)
         images = lab.images(config.data.pixel_scaling)[0][: settings.images]
@@ -67,7 +67,7 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 
 
 def softmax_rows(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
-    """‖A'ᵢ − Aᵢ‖ over 2α‖K‖₂ε for a random δ of each row, and, of ε = 0, for the worst: ‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂)."""
+    """Yields ‖A'ᵢ − Aᵢ‖ over 2α‖K‖₂ε for a random δ of each row. ε = 0 stands for the worst δ, by `worst_ratios`."""
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
     centred = (norm(key - key.mean(-2, keepdim=True))[..., None] / size).min()
@@ -78,20 +78,20 @@ def softmax_rows(query: Tensor, key: Tensor, generator: Generator) -> Iterator[d
 
 
 def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
-    """‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂) for each row f of softmax attention, (..., N)."""
+    """Returns ‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂) for each row f of softmax attention, (..., N)."""
     f = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)  # (..., N, N)
     jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # each row's times K, (..., N, N, d_v)
     return norm(jacobians) / (2 * norm(key)[..., None])
 
 
 def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
-    """The distance by which each row moves, (..., N), when every query moves by a random δ of length ε."""
+    """Returns how far each row moves, (..., N), when every query moves by a random δ of length ε."""
     delta = torch.randn(query.shape, generator=generator, dtype=query.dtype)
     return (rows(query + epsilon * delta / delta.norm(dim=-1, keepdim=True)) - rows(query)).norm(dim=-1)
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """‖A' − A‖₂ over (α/√d_v) ‖K‖₂ε for the whole matrix A = exp(S), with a random δ of one row."""
+    """Yields ‖A' − A‖₂ over (α/√d_v) ‖K‖₂ε for the whole matrix A = exp(S) and a random δ of one row."""
     a = orthogonal_attention_matrix(query, key, scale=scale)
     factor = torch.as_tensor(scale, dtype=key.dtype).abs().expand(*key.shape[:-2], 1, 1)[..., 0, 0]
     for epsilon in EPSILONS:
@@ -107,7 +107,7 @@ def extremes(ratios: Tensor) -> dict[str, float]:
 
 
 def attained() -> pd.DataFrame:
-    """The ratio for N = 2, K = (1, −1)ᵀ and q = 0, which tends to ¼ as ε falls."""
+    """Returns the ratio for N = 2, K = (1, −1)ᵀ and q = 0: it tends to ¼ as ε falls."""
     key = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     row = lambda q: torch.softmax(q * key.mT, dim=-1)  # noqa: E731
     ratios = [(row(e) - row(0.0)).norm().item() / (2 * norm(key).item() * e) for e in EPSILONS]
@@ -115,7 +115,7 @@ def attained() -> pd.DataFrame:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The theorem, the bound that is four times as sharp and its sharpness, and the bound of orthogonal attention."""
+    """Checks the theorem, the bound four times as sharp and that it is attained, and the bound for orthogonal attention."""
     softmax, orthogonal = (float(tables[name]["largest"].max()) for name in ("softmax", "orthogonal"))
     return {
         "stated": check(softmax, 1 + ROUNDING),

@@ -1,7 +1,7 @@
 """Transduction: do penalties on orthogonality help where Zhang et al. 2021 claim it, on sequences?
 
-Their translation data is out of reach. Here a Transformer encoder with skips and LN learns to write a string of symbols in
-reverse or in order, each output at its position. A run is a training of a few hundred steps and a test on fresh strings.
+Their translation data is not available to us. Here a Transformer encoder with skips and LN learns to copy or reverse a
+string of symbols, with one output per position. A run trains for a few hundred steps and is tested on fresh strings.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class Settings(Section):
 
 
 class Encoder(nn.Module):
-    """The blocks of the paper's ViT over symbols: strings (B, N) → logits (B, N, symbols)."""
+    """The paper's ViT blocks on symbols: strings (B, N) → logits (B, N, symbols)."""
 
     def __init__(self, blocks: nn.ModuleList, embed_dim: int, length: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Encoder(nn.Module):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """A row for each task, model and seed, with the share of symbols that are right in fresh strings."""
+    """Returns a row for each task, model and seed, with the share of correct symbols in fresh strings."""
     rows = []
     for task, (name, model), seed in itertools.product(TASKS, settings.models.items(), settings.seeds):
         identity = {"name": f"{task}_{name}", "seed": seed, "status": "finished"}
@@ -68,7 +68,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -> dict[str, float]:
-    """Cross-entropy of the last tenth of the steps, and the accuracy over symbols after them."""
+    """Returns the cross-entropy over the last tenth of the steps, and the accuracy over symbols after training."""
     config, draw = lab.config("vit"), random_stream(seed, f"transduction/{task}")
     blocks, width = lab.model(config, seed).blocks, config.model.embed_dim
     model = Encoder(blocks, width, settings.length, random_stream(seed, "transduction/init"))
@@ -91,7 +91,7 @@ def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The last loss and the accuracy in per cent of each model by task, and the verdicts."""
+    """Returns each model's last loss and accuracy (%) by task, and the verdicts."""
     results, rows = Results(tables), []
     for task, (name, model) in itertools.product(TASKS, settings.models.items()):
         key = f"{task}_{name}"

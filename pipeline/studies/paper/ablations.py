@@ -1,9 +1,9 @@
 """Ablations by PyTorch's defaults: what the accuracies of Table 2 depend on, one change at a time.
 
-The learning rate, each of the four details that this reading chooses otherwise than the first, exp, and skip connections
-with LN. Every change is compared with runs of Table 2, which are a baseline only where params.yaml has this reading too. Two
-changes of initialisation are for attention_or_initialisation. Rules and expectations were written before the first run. A
-claim is shown once all its runs are there.
+We change the learning rate, each of the four details in which this reading differs from the first, exp, and skip connections
+with LN. The baseline of every change is Table 2's runs, if params.yaml follows this reading too. The study
+attention_or_initialisation uses two changes of initialisation. Rules and expectations were written before the first run.
+A claim is shown once all its runs are there.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """A row for each verdict of a claim whose runs are all there."""
+    """Returns a row for each verdict, for claims whose runs are all there."""
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
@@ -43,14 +43,14 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def read(lab: Lab) -> Results:
-    """The runs of this study with those of Table 2, for another study."""
+    """Returns the runs of this study and their baselines in Table 2, for use by another study."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
     return with_table_2(comparison.read(settings, own), own)
 
 
 def with_table_2(tables: Tables, lab: Lab) -> Results:
-    """This study's runs with their baselines in Table 2, or without them where Table 2 follows another reading."""
+    """Returns this study's runs, with their baselines in Table 2 if Table 2 follows the study's reading."""
     if not has_baselines(lab):
         return Results(tables)
     table_2 = results_of(lab).runs
@@ -58,13 +58,13 @@ def with_table_2(tables: Tables, lab: Lab) -> Results:
 
 
 def has_baselines(lab: Lab) -> bool:
-    """Tells whether Table 2 is trained by the study's reading, as params.yaml is now."""
+    """True if Table 2, by the current params.yaml, is trained by the study's reading."""
     table_2 = results_of(lab)
     return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 
 
 def described(settings: comparison.Settings, results: Results, name: str) -> dict[str, Any]:
-    """A model's variant, what is changed of it, and its accuracy. A name that the study does not list is Table 2's."""
+    """Returns a model's variant, its changes, and its accuracy. Names that the study does not list belong to Table 2."""
     training = settings.runs.get(name)
     return {
         "variant": training.variant if training else name,

@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
-The paper's OSA differs from ViT (no skip, no LN) in both. Here each is changed alone: {softmax, OSA (exact)} × {Xavier,
-Section 4's initialisation}. By the first reading two of the four cells are runs of the study first_reading; by Table 2's,
-two are its runs and two those of the study ablations.
+The paper's OSA differs from ViT (no skip, no LN) in both. Here each changes alone: {softmax, OSA (exact)} × {Xavier,
+Section 4's initialisation}. By the first reading, the study first_reading supplies two of the four cells. By Table 2's
+reading, Table 2 supplies two and the study ablations the other two.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -14,21 +14,21 @@ from pipeline.studies.paper import ablations
 from pipeline.studies.paper.section_5 import CLAIMS
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
-ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # cells in which this alone is changed
+ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor
 INTERACTION = (1, -1, -1, 1)  # weights: how much more Section 4's initialisation helps OSA than softmax
 RULES = ("attention_matters", "attention_matters_with_xavier")
 RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """The comparison by each of the two readings."""
+    """Returns the comparison by each of the two readings."""
     return {"first": compare(Results(tables, comparison.first_reading(lab))), "table_2": compare(ablations.read(lab))}
 
 
 def compare(results: Results) -> dict:
-    """The four cells, the share of the gap that each change closes by itself, their interaction, the verdicts.
+    """Returns the four cells, the share of the gap that each change closes by itself, their interaction, and the verdicts.
 
-    The shares add up to more than one where the changes overlap.
+    If the changes overlap, the shares add up to more than one.
     """
     claims = read_claims(CLAIMS)
     samples = {cell: results.accuracies(cell) for cell in CELLS}

@@ -1,7 +1,7 @@
-"""Seconds of OSA on the machines that were at hand, as pipeline/benchmarks has timed it.
+"""Seconds of OSA on several machines, as timed by pipeline/benchmarks.
 
 The scripts are run by hand. The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware
-with fast products: the literal forms are that comparison, and ours, which share their products, are not.
+with fast matrix products. The literal forms test this; our forms, which share their products, do not.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words left
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Step times over ViT's on each machine, CPUs first; Newton–Schulz over QR in attention alone; and the speed of OSA
-    (exact) over softmax's on each GPU."""
+    """Returns step times over ViT's on each machine, CPUs first; times of Newton–Schulz over QR in attention alone; and the
+    speed of OSA (exact) over softmax's on each GPU."""
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]
     calls = [against_softmax(path) for path in measured("gpu_attention.csv")]
@@ -29,7 +29,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Newton–Schulz over QR in the attention of one head of the paper's models: literal forms, and ours."""
+    """Returns the time of Newton–Schulz over QR, for attention of one head of the paper's models: literal forms, and
+    ours."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]
@@ -41,8 +42,8 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Speed of OSA (exact) over the fastest softmax attention's, by heads, tokens and ‖S‖₂: what `make gpu STEP=attention`
-    leaves, of whole calls with their gradients as replays of CUDA graphs."""
+    """Returns the speed of OSA (exact) over the fastest softmax attention's, by heads, tokens and ‖S‖₂. `make gpu
+    STEP=attention` timed whole calls with their gradients, as replays of CUDA graphs."""
     table = files.read_csv(path)
     whole = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")]
     rows = []
@@ -56,14 +57,14 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """One machine's step of each model over ViT's, with trained weights if there."""
+    """Returns one machine's step time of each model over ViT's, with trained weights if these were timed."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """The same of what `make gpu STEP=step` leaves: replays of CUDA graphs, with weights as initialised."""
+    """Returns the same from the table of `make gpu STEP=step`: replays of CUDA graphs, with weights as initialised."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())
@@ -75,7 +76,7 @@ def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
 
 
 def short(environment: dict) -> str:
-    """A machine as the head of a column: EPYC, 1 thread."""
+    """Returns a machine's name for the head of a column, such as “EPYC, 1 thread”."""
     threads = None if environment.get("device") == "cuda" else environment["num_threads"]
     name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name

@@ -15,12 +15,12 @@ from pipeline.studies.paper import CLAIMS
 from pipeline.studies.paper.section_5 import judge_all, results_of
 
 DIFFERENCE = (1, -1)
-LEAST_RUNS = 2  # behind an interval
+LEAST_RUNS = 2  # fewest runs that give an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """For each model the final loss, accuracy, calibration error, and the accuracy of a vote of its runs. For each
-    comparison of accuracies the difference of their means, with an interval over seeds and images."""
+    """Returns for each model the final loss, accuracy, calibration error, and the accuracy of a vote of its runs; for each
+    comparison of accuracies the difference of means, with an interval over seeds and images."""
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(read_claims(CLAIMS), results_of(lab), lab).items():
         rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
@@ -30,8 +30,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
-    """For each model 1 where a run gets a test image right and 0 where it does not, (runs, images). A run that diverged is
-    as good as a guess on each."""
+    """Returns for each model an array (runs, images): 1 if a run gets a test image right, else 0. A diverged run has the
+    accuracy of a guess everywhere."""
     if "mistakes" not in tables or tables["per_class"].empty:
         return {}
     of_runs = tables["per_class"].groupby(["variant", "seed"])["images"].sum()
@@ -45,7 +45,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """The contrast of mean accuracies that a claim is about, in points; None where a model has fewer than two runs."""
+    """Returns a claim's contrast of mean accuracies, in points; None if a model has fewer than two runs."""
     if min(len(right.get(model, [])) for model in models) < LEAST_RUNS:
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], WEIGHTS.get(kind, DIFFERENCE))
@@ -67,8 +67,7 @@ def model_row(tables: Tables, variant: str, right: np.ndarray) -> dict:
 
 
 def vote(mistakes: pd.DataFrame, runs: int, images: int) -> float:
-    """The accuracy of the class that most runs predict for an image. Where k classes tie, one of them is drawn: the right
-    one counts 1/k."""
+    """Returns the accuracy of a majority vote of the runs. If the right class ties with others, k in all, it counts 1/k."""
     votes = mistakes.groupby(["image", "prediction"]).size()  # for each wrong class of each image
     most = votes.groupby("image").max()
     leaders = (votes == votes.groupby("image").transform("max")).groupby("image").sum()

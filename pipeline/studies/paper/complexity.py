@@ -36,7 +36,7 @@ from pipeline.studies.lab import Lab
 
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 KEYS = ["sweep", "part", "pass"]
-TIMED = ("tokens", "widths")  # the sweeps whose times are taken
+TIMED = ("tokens", "widths")  # the sweeps that are timed
 METHODS = {  # attention by each method, named as the model that has it
     "osa_qr": "qr",
     "osa_ns": "newton_schulz",
@@ -58,13 +58,13 @@ class Settings(Section):
     tokens: PositiveInt = 2048
     joint: Sizes = Field([8, 16, 32, 64, 128])  # both vary, at `tokens_per_width`
     tokens_per_width: PositiveInt = 32
-    most_tokens_matrix: PositiveInt = 4096  # above, no N×N matrix is formed: 64 MiB each, several at once
-    most_tokens_exponential: PositiveInt = 1024  # above, no N×N exponential: its backward pass takes one of 2N×2N
-    sample_seconds: PositiveFloat = 0.005  # a sample repeats its call for as long: far above the clock's resolution
+    most_tokens_matrix: PositiveInt = 4096  # above this, no N×N matrix is formed: several of 64 MiB would coexist
+    most_tokens_exponential: PositiveInt = 1024  # above this, no N×N exponential: its backward pass needs a 2N×2N one
+    sample_seconds: PositiveFloat = 0.005  # a sample repeats its call for this long, far above the clock's resolution
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        least = 256 * self.width  # from there N×N is large against N×d over all sizes that slopes are fitted to
+        least = 256 * self.width  # from here on N×N dominates N×d at every size that slopes are fitted to
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -73,13 +73,13 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: it is not used, and no number depends on its file
+def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: unused here, so the stage need not depend on lab.py
     device = provenance.default_device()
     return {"counts": count(settings, device), "times": measure_times(settings, device)}
 
 
 def count(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Multiply–adds and bytes of everything at every point. Bytes are those of the inputs and the peak of the call."""
+    """Counts multiply–adds and bytes of every call at every point. Bytes are the inputs plus the call's peak."""
     rows = []
     for sweep, tokens, width in tqdm(points(settings), desc="count", disable=None):
         for (part, direction), call in calls(tokens, width, settings, device).items():
@@ -90,7 +90,7 @@ def count(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Median and quartiles of the seconds of everything at every point of the timed sweeps."""
+    """Measures the median and quartiles of seconds of every call at every point of the timed sweeps."""
     rows, order = [], random.Random(SEED)
     timed = [point for point in points(settings) if point[0] in TIMED]
     for sweep, tokens, width in tqdm(timed, desc="time", disable=None):
@@ -105,7 +105,7 @@ def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def points(settings: Settings) -> list[tuple[str, int, int]]:
-    """Sweep, N and d of every point."""
+    """Returns sweep, N and d of every point."""
     doublings = int(math.log2(settings.largest_tokens / SMALLEST))
     tokens = [("tokens", SMALLEST * 2**k, settings.width) for k in range(doublings + 1)]
     widths = [("widths", settings.tokens, d) for d in settings.widths]
@@ -113,7 +113,7 @@ def points(settings: Settings) -> list[tuple[str, int, int]]:
 
 
 def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Everything that is measured at one point, by part and pass. N×N matrices only as far as the settings allow."""
+    """Returns all calls to measure at one point, by part and pass. The settings limit N for calls that form N×N matrices."""
     most = dict.fromkeys(("small_dense", "application_dense", "softmax_dense"), settings.most_tokens_matrix)
     most["exponential_dense"] = settings.most_tokens_exponential
     every = parts(Inputs.draw(tokens, width, NORM, device)).items()
@@ -122,8 +122,8 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """The rows of Table 1, each on the results of the rows before it, two of them also as they are written; then attention:
-    ours by every method, torch's, and both with their N×N matrix."""
+    """Returns the rows of Table 1, each on the results of earlier rows, two of them also in their written order; then
+    attention: ours by every method, torch's, and both with their N×N matrix."""
     qkv = (x.query, x.key, x.value)
     m = torch.cat(qkv[:2], dim=-1)  # (1, 1, N, 2d)
     qr, newton_schulz = partial(qr_basis, dtype=m.dtype), partial(newton_schulz_basis, epsilon=EPSILON, dtype=m.dtype)
@@ -149,11 +149,12 @@ def parts(x: Inputs) -> dict[str, Call]:
     }
 
 
-# The formulas of Table 1 that `osa.reference` does not have: in the order that costs O(N), and each N×N matrix on its own
+# Formulas of Table 1 that `osa.reference` lacks: in the order that costs O(N), and with each N×N matrix formed
 
 
 def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
-    """BᵀB, all that `orthogonal_attention` needs of that basis: the iteration runs on 2d×2d matrices (end of Section 3)."""
+    """Returns BᵀB of the Newton–Schulz basis, all that `orthogonal_attention` needs: it iterates on 2d×2d matrices (end of
+    Section 3)."""
     inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     return newton_schulz_gram(inverse_norm.square() * (m.mT @ m), num_iterations)
 
@@ -193,23 +194,24 @@ def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 # Summaries of the tables alone
 
-ORDERS = {  # the entry of each part in paper.yaml's orders
+ORDERS = {  # the key of each part in `orders` of paper.yaml
     **{"qr": "qr", "newton_schulz": "newton_schulz", "newton_schulz_gram": "newton_schulz", "small": "small"},
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-JUDGED = {"tokens": "N", "joint": "Nd"}  # the degree in N, and the total degree: what decides an order at 2d ≤ N
+JUDGED = {"tokens": "N", "joint": "Nd"}  # degree in N, and total degree: together they decide an order at 2d ≤ N
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
-FIT_POINTS = 4  # largest sizes of a sweep to which slopes are fitted: exponents are about the large
+FIT_POINTS = 4  # slopes are fitted to this many of a sweep's largest sizes, as exponents are asymptotic
 TOLERANCE = 0.05  # excess of a slope over an exponent. A wrong power moves it by 1; one Taylor term or squaring more
 # among 15 by 0.03 over three doublings, and a lower-order term that is 10 % at their start by 0.04
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Exponents and checks of Table 1's components and of OSA as a whole, and OSA against torch's fused softmax attention.
+    """Returns exponents and checks of Table 1's components and of OSA as a whole, and OSA against torch's fused softmax
+    attention.
 
-    "table_1" and "linear" are the largest excess of a slope over the paper's exponent. "formed" has the slopes against N of
-    the operations of Eq. 7 and 6 with S and A formed. Crossings and ratios are of a forward and a backward pass.
+    "table_1" and "linear" are the largest excess of a slope over the paper's exponent. "formed" has the slopes over N of the
+    operations of Eq. 7 and 6 when S and A are formed. Crossings and ratios are of a forward and a backward pass.
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components = [
@@ -232,7 +234,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """The exponents of a part's operations and memory along the judged sweeps; NaN where fewer than three sizes are."""
+    """Returns the exponents of a part's operations and memory along `JUDGED`; NaN for fewer than three sizes."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -243,27 +245,27 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """The exponent of an order such as "N d^2 + d^3" in these symbols together, such as "N" or "Nd"."""
+    """Returns the degree of an order such as "N d^2 + d^3" in all of `symbols` together: "N" or "Nd"."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
-    """The most by which a slope exceeds the exponent of its order; NaN where one of them is."""
+    """Returns the largest excess of a slope over the exponent of its order; NaN if a slope is NaN."""
     places = list(itertools.product(QUANTITIES.values(), JUDGED.items()))
     return float(np.max([own[name][s] - degree(order[name], n) for own, order in measured for name, (s, n) in places]))
 
 
 def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """A quantity of a forward and a backward pass, N by part."""
+    """Returns a quantity of a forward and a backward pass, by N (rows) and part (columns)."""
     rows = table[(table["sweep"] == "tokens") & (table["pass"] == BOTH)]
     return rows.pivot(index="tokens", columns="part", values=quantity)
 
 
 def crossing(ratio: pd.Series) -> float | None:
-    """The N from which a ratio, indexed by N, stays below 1, on a straight line between points on log–log axes.
+    """Returns the N from which a ratio, indexed by N, stays below 1, interpolated on log–log axes.
 
-    The smallest N where the ratio is below 1 everywhere, and None where it is not at the largest.
+    The smallest N if the ratio is below 1 everywhere; None if it is not below 1 at the largest N.
     """
     above = np.flatnonzero(ratio >= 1)
     if len(above) == 0:
@@ -276,7 +278,8 @@ def crossing(ratio: pd.Series) -> float | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Time and peak memory of a forward and a backward pass over N: OSA, and softmax attention fused and with its matrix."""
+    """Draws time and peak memory of a forward and a backward pass over N: OSA, and softmax, fused and with its N×N
+    matrix."""
     lines = {part: look_of(part).line(label=lab.label(part)) for part in OSA}
     lines["softmax"] = look_of("softmax").line(label="softmax, fused")
     lines["softmax_dense"] = {"color": PALETTE[4], "label": "softmax, N×N"}

@@ -1,4 +1,4 @@
-"""The first reading of the recipe: pixels in [0, 1], Xavier for each matrix by itself. Ten seeds of Table 2's models.
+"""The first reading of the recipe: pixels in [0, 1], Xavier for each matrix separately. Ten seeds of Table 2's models.
 
 Seeds 0 to 4 were known before the second rule of verdicts, and all ten before the present one. Studies that follow this
 reading take them as their baseline. Git has their records; CHANGELOG names the commit that has their weights.
@@ -13,7 +13,7 @@ from pipeline.studies.paper import section_5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """The verdicts of the paper's claims in these runs."""
+    """Returns the verdicts of the paper's claims in these runs."""
     judged = section_5.judge_all(read_claims(section_5.CLAIMS), Results(tables), lab)
     return {"claims": judged, "headline": section_5.headline(judged, fresh={})}
 

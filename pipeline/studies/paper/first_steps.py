@@ -1,10 +1,10 @@
 """The first steps of OSA from the same weights and images: Newton–Schulz with the paper's K = 6 and with 10, and QR.
 
 Section 3 prefers Newton–Schulz for its stable gradients. Its error grows with ‖S‖₂, which nothing bounds during training. A
-run fails where the mean loss of its last steps is a guess's, or no number. It is repeated in float64, from the same weights,
-which tells what rounding decides. Fisher's exact test compares how many seeds fail.
+run fails if the mean loss of its last steps is a guess's or not finite. Repeating it in float64 from the same weights shows
+the effect of rounding. Fisher's exact test compares how many seeds fail.
 
-It takes an hour and a half of a core, so no stage makes it: `python -m pipeline study first_steps`.
+It takes one core an hour and a half, so no DVC stage runs it: `python -m pipeline study first_steps`.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from pipeline.studies.charts import legend, logarithmic, panels
 from pipeline.studies.lab import Lab, first_steps
 from pipeline.training.loop import Training
 
-LEARNT = GUESS_LOSS - 0.1  # the mean loss of the last steps of a model that has left the guess
+LEARNT = GUESS_LOSS - 0.1  # a model has left the guess if the mean loss of its last steps is lower
 LAST_STEPS = 20
 
 
@@ -50,7 +50,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def as_dtype(training: Training, dtype: torch.dtype) -> Training:
-    """The training from the same weights over the same images, in another dtype."""
+    """Returns the training with the same weights and images in another dtype."""
     data = training.data
     train, test = (replace(images, levels=images.levels.to(dtype)) for images in (data.train_images, data.test_images))
     training.data = replace(data, train_images=train, test_images=test)
@@ -64,7 +64,7 @@ def steps_of(training: Training, steps: int) -> pd.DataFrame:
 
 @torch.no_grad()
 def extremes(training: Training) -> dict[str, float]:
-    """The largest ‖S‖₂, the largest ‖A‖₂ and the smallest σ_min(A) of all layers, heads and images that are looked at."""
+    """Returns the largest ‖S‖₂, largest ‖A‖₂ and smallest σ_min(A) over layers, heads and the watched images."""
     norms, largest, smallest = [], [], []
     for layer, x in attention_inputs(training.model, training.data.test_images[:LAYER_IMAGES]):
         query, key, _ = layer.project(x)  # (images, heads, N, d_v)
@@ -81,12 +81,12 @@ def extremes(training: Training) -> dict[str, float]:
 
 
 def learns(losses: pd.Series, steps: int) -> bool:
-    """Tells whether a run has left the guess. One that ended early, at a loss that is no number, has not."""
+    """True if a run has left the guess. A run that ended early, at a loss that is not finite, has not."""
     return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists the seeds of each model that fail, in float32 and in float64 too, and the extremes of both groups.
+    """Lists each model's failing seeds in float32, and in float64 too, and the extremes of both groups.
 
     `failing` and `failing_double` are also totals.
     """
@@ -112,12 +112,12 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
-    """The extremes over all steps of some runs; None without a run."""
+    """Returns the extremes over all steps of the given runs; None without runs."""
     return None if rows.empty else {"skew_norm": rows["skew_norm"].max(), "smallest": rows["smallest"].min()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """‖S‖₂ and the gradient over steps: the median of the seeds that learn, and a line for each run that fails."""
+    """Draws ‖S‖₂ and the gradient over steps: the median over seeds that learn, and a line for each run that fails."""
     figure, axes = panels(2, height=2.9)
     titles = {"skew_norm": "‖S‖₂, largest head", "gradient": "Gradient of the loss"}
     handles, single = [], tables["steps"][tables["steps"]["dtype"] == "float32"]
@@ -140,7 +140,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
 
 
 def label(settings: Settings, lab: Lab, name: str) -> str:
-    """A model's label, with K where it is not the paper's."""
+    """Returns a model's label, with K if K is not the paper's."""
     training = settings.runs[name]
     iterations = training.set.get("variant", {}).get("num_iterations")
     return lab.label(training.variant) + (f", K = {iterations}" if iterations else "")

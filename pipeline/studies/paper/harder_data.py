@@ -1,7 +1,7 @@
 """Footnote 6: whether ViT and ViT (no skip) differ by more on harder data than on MNIST; and whether OSA matches ViT there.
 
-The models are trained by the first reading on CIFAR-10 as JPEG images, and MNIST's runs are those of that reading. The claim
-is about points. Near 100 % a point is worth more, so that the gap is given in log-odds too.
+The models are trained by the first reading on CIFAR-10 as JPEG images; the study first_reading supplies the runs on MNIST.
+The claim is about points. Near 100 % a point is worth more, so we give the gap in log-odds too.
 """
 
 from scipy.special import logit
@@ -17,7 +17,7 @@ MATCHES = ("osa_matches_vit_on_harder_data", "osa_iso_matches_vit_on_harder_data
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Accuracies of each model on both data sets, and the verdict."""
+    """Returns each model's accuracy on both data sets, and the verdict."""
     first = comparison.first_reading(lab)
     own, mnist, results = Results(tables), Results(first), Results(tables, first)
     models = {name: training.variant for name, training in settings.runs.items()}

@@ -1,4 +1,4 @@
-"""Choices that the paper leaves open: the recipe with one other value at a time, against the runs of the first reading."""
+"""Choices that the paper leaves open: one is changed at a time and compared with the runs of the first reading."""
 
 from matplotlib.figure import Figure
 
@@ -9,11 +9,11 @@ from pipeline.statistics.intervals import contrast, interval, summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 
-MARGIN = 1.0  # points: a change beyond it would matter to Section 5's comparisons
+MARGIN = 1.0  # points: a larger change would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists the alternatives by key of params.yaml and by name, the number that have runs, and those that matter."""
+    """Lists the alternatives by key of params.yaml and by name, how many have runs, and which matter."""
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
     for row in rows:
@@ -29,10 +29,10 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """The accuracy of each choice, and its change from the first reading's runs that start, with the 95 % interval.
+    """Returns each choice's accuracy and its change from the first reading's runs that start, with the 95 % interval.
 
-    Both samples share one spread, as they do if the choice changes nothing, so that one run is enough for an interval. A
-    choice matters if the whole interval is beyond the margin, at 95 % confidence for all together (Bonferroni).
+    We assume one spread for both samples, as if the choice changed nothing; so one run is enough for an interval. A choice
+    matters if its whole interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():
@@ -58,7 +58,7 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
 
 
 def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """The change of each choice with its interval."""
+    """Draws the change of each choice with its interval."""
     rows = [row for row in changes(settings, tables, lab) if row["ours"].n]
     if not rows:
         return None

@@ -1,9 +1,9 @@
 """OSA without skips and LN against ViT on CIFAR-10, each with the better of two optimisers at the best of three rates.
 
-Short trainings search the rate of each model and optimiser: the one with the lowest train loss after their last epoch is
-taken, as a choice by test accuracy would count the test set twice. Long trainings follow, with other seeds. The optimiser of
-a model is the one whose long trainings end with the lower mean train loss. The claim was written before the first run.
-Nothing is shown until all are there.
+Short trainings search the rate of each model and optimiser. The rate with the lowest train loss after the last epoch is
+taken: a choice by test accuracy would use the test set twice. Long trainings follow, with other seeds. For each model we
+take the optimiser whose long trainings end with the lower mean train loss. The claim was written before the first run.
+Nothing is shown until all runs are there.
 """
 
 import itertools
@@ -23,12 +23,12 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import CLAIMS
 
 CLAIM = "osa_matches_vit_with_better_optimisers"
-SEARCH = "_search"  # end of the name of a short training
+SEARCH = "_search"  # suffix of a short training's name
 
 
 class Settings(Section):
-    """Every model, by the name that the claim has for it, is trained by every optimiser at every rate with `search_seed`,
-    and then at the best rate with `seeds`."""
+    """Every model (under its name in the claim) is trained by every optimiser, at every rate with `search_seed`, then at the
+    best rate with `seeds`."""
 
     reading: Name  # a key of readings in pipeline/paper.yaml
     set: Overrides  # values replaced in all trainings
@@ -46,14 +46,14 @@ def request(settings: Settings, model: str, optimizer: str, rate: float, seed: i
 
 
 def searches(settings: Settings, model: str, optimizer: str) -> dict[float, Request]:
-    """The short training at each rate."""
+    """Returns the request of the short training at each rate."""
     epochs = {"epochs": settings.search_epochs}
     return {rate: request(settings, model, optimizer, rate, settings.search_seed, **epochs) for rate in settings.rates}
 
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
-    """The rate whose short training ends with the lowest train loss; None until all are there. A training that diverged has
-    no last loss, and is never the best."""
+    """Returns the rate whose short training ends with the lowest train loss; None until all are there. A diverged training
+    counts as an infinite loss."""
     losses = {}
     for rate, (variant, overrides, seed) in searches(settings, model, optimizer).items():
         run = lab.run(variant, overrides, seed)
@@ -65,7 +65,7 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """The name and request of each short training, and where its search has ended of each long one."""
+    """Yields name and request of each short training, and of each long training whose search has ended."""
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in searches(settings, model, optimizer).values():
             yield f"{model}_{optimizer}{SEARCH}", each
@@ -79,7 +79,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """The tables of the runs, and `rates`: the rate of each model and optimiser whose search has ended."""
+    """Returns the tables of the runs, and `rates`: the rate of each model and optimiser whose search has ended."""
     listed, rates = [], {}
     for name, (variant, overrides, seed) in requests(settings, lab):
         listed.append((name, lab.run(variant, overrides, seed), lab.config(variant, overrides)))
@@ -89,7 +89,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """A row for each model and optimiser, and the verdict, once all runs are there."""
+    """Returns a row for each model and optimiser, and, once all runs are there, the verdict."""
     results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}
@@ -110,7 +110,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def mean_loss(results: Results, name: str) -> float:
-    """The mean of the last train losses, where a run that diverged has that of a guess."""
+    """Returns the mean of the last train losses; a diverged run counts as a guess."""
     losses = results.losses(name)
     return sum(losses) / len(losses)
 

@@ -1,6 +1,6 @@
 """Readings of the recipe, and their distance from the paper: common code bases fill in the details that it leaves open.
 
-A run is called by its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
+A run's name joins its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
 the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) − log-odds(the
 paper's): a point counts for more near 100 %.
 
@@ -25,7 +25,7 @@ LIMIT = 0.20
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Each configuration against the paper, with the first reading and Table 2."""
+    """Compares each configuration, the first reading and Table 2 with the paper."""
     own, paper = Results(tables), lab.paper.table_2
     samples: dict[str, dict[str, list[float]]] = {}
     for name, training in settings.runs.items():
@@ -37,7 +37,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """A configuration's models against the paper's, its distance, and whether it is the recipe."""
+    """Compares a configuration's models with the paper's; returns its distance, and whether it is the recipe."""
     models = {}
     for model, values in accuracies.items():
         if values:

@@ -1,8 +1,8 @@
 """Does a training repeat? Runs of Table 2 and of the first reading, trained once more: by another process, for another
 study, or here since the last commit.
 
-On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the accuracy may be
-that of one more seed; other studies that trained a model with the same configuration and seed show it.
+On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the
+accuracy may be that of one more seed, as other studies show that trained the same configuration and seed.
 """
 
 import json
@@ -63,13 +63,13 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def ended(run: Run) -> Ended | None:
-    """The record and metrics of a run; None where no training of it has ended."""
+    """Returns the record and metrics of a run; None if no training of it has ended."""
     record = run.record()
     return (record, run.metrics()) if record else None
 
 
 def committed(run: Run) -> Ended | None:
-    """The same of the last commit."""
+    """Returns the record and metrics of a run in the last commit; None if either is missing."""
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None
@@ -77,7 +77,7 @@ def committed(run: Run) -> Ended | None:
 
 
 def compared(pairs: Iterable[tuple[Run, Ended | None, Ended | None]]) -> pd.DataFrame:
-    """A row for each pair of two trainings: one that has ended twice, and not the same one."""
+    """Returns a row for each pair of different trainings that have both ended."""
     rows = [compare(run, after, before) for run, after, before in pairs if after and before and after != before]
     return pd.DataFrame(rows, columns=[*COLUMNS, "difference"])
 
@@ -98,10 +98,10 @@ def compare(run: Run, after: Ended, before: Ended) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Counts the repeats with the same bits on one kind of machine, and compares those elsewhere with one more seed.
+    """Counts repeats with the same bits on one kind of machine, and compares repeats elsewhere with one more seed.
 
     other_bits   the repeats on one kind of machine whose bits differ, with both accuracies
-    replaced     the same of the trainings that replace a committed one
+    replaced     likewise for trainings that replace a committed one
     """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]

@@ -1,7 +1,8 @@
-"""Does rounding decide whether a run starts? One that does not, trained again from weights that differ by a millionth.
+"""Does rounding decide whether a run starts? We train one that does not start again, from weights that differ by a
+millionth.
 
-The runs differ from it by `train.perturbation` alone. Where some of them start and others do not, what is far below any
-choice of a recipe decides. Until all are there, nothing is shown.
+The runs differ from it by `train.perturbation` alone. If some start and others do not, a difference far below any choice of
+a recipe decides. Nothing is shown until all runs are there.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from pipeline.studies.lab import Lab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """The accuracy of each draw in per cent, and how many of them start."""
+    """Returns the accuracy (%) of each draw, and how many start."""
     results = Results(tables)
     accuracies = [accuracy for name in settings.runs for accuracy in results.accuracies(name)]
     start = sum(len(results.starting(name)) for name in settings.runs)

@@ -1,5 +1,5 @@
-"""Section 3 says of a basis from QR that its gradients can explode where M = [Q, K] is close to being rank-deficient, and of
-Newton–Schulz that it is stable there. How wrong is a float32 gradient, the smaller σ_min(M)?
+"""Section 3 says that gradients through a QR basis can explode where M = [Q, K] is nearly rank-deficient, and that
+Newton–Schulz is stable there. How does the error of a float32 gradient grow as σ_min(M) falls?
 """
 
 import itertools
@@ -46,7 +46,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method) -> Tensor:
-    """∂⟨direction, attention⟩/∂M, (N, 2d_v), by a method of the library or a function of the reference."""
+    """Returns ∂⟨direction, attention⟩/∂M, (N, 2d_v), by a method of the library or a function of the reference."""
     m = m.clone().requires_grad_()
     query, key = (part[None] for part in m.chunk(2, dim=-1))  # (1, N, d_v)
     if callable(method):
@@ -57,7 +57,7 @@ def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The median error of each method at the worst conditioned M."""
+    """Returns each method's median error at the worst-conditioned M."""
     gradients, worst = tables["gradients"], max(settings.conditions)
     errors = gradients[gradients["condition"] == worst].groupby("method")["error"].median()
     return {"methods": {method: {"worst": errors[method]} for method in METHODS}, "smallest": 1 / worst}

@@ -31,13 +31,13 @@ BASELINES = ("vit", "vit_noskip")
 # reading.
 SPREADS = {"osa_qr": 0.20, "osa_ns": 0.88, "vit": 0.16, "vit_noskip": 0.63, "vit_noskip_nonorm": 9.9}
 LOG_SPREADS = {"osa_qr": 0.1, "vit": 0.095, "vit_noskip": 0.087}
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # points, and ratios, that a figure shows
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits: points, and ratios
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # share of the second model's training: each point of a curve, but the last
+FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training: every point of a curve except the last
 
 
 def results_of(lab: Lab) -> Results:
-    """Table 2's runs."""
+    """Returns Table 2's runs."""
     tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     return Results(tables, guess_loss=math.log(lab.params.model.num_classes))
 
@@ -57,7 +57,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """The verdict of each claim and comparison, and the paper's own value where Table 2 has one."""
+    """Returns the verdict of each claim and comparison, and the paper's value if its Table 2 has one."""
     declared, judged = Declared(lab.paper.table_2, SPREADS), {}
     for name in (*ABOUT_OSA, *ABLATIONS):
         claim, judged[name] = claims[name], {}
@@ -70,22 +70,22 @@ def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str,
 
 
 def baseline(claim: Claim) -> str:
-    """The model that a claim compares OSA with."""
+    """Returns the model that a claim compares OSA with."""
     return claim.compare[0][1]
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """The verdicts of comparisons that seeds of their own decide, of which all runs are there."""
+    """Returns the verdicts of the comparisons in `FRESH` whose runs are all there; new seeds decide them."""
     found = {name: verdict(lab) for name, verdict in FRESH.items()}
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
 
 def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -> dict:
-    """Verdicts of the primary comparisons, `fresh` ones in place of Table 2's.
+    """Summarises the verdicts of the primary comparisons; `fresh` verdicts replace Table 2's.
 
     Returns:
-        How many have each word; which are reproduced and which are undecided; Holm's adjusted p-value of each, and how many
-        hold together with a family-wise error of 5 %.
+        The count of each verdict; the names of reproduced and of undecided comparisons; Holm's adjusted p-value of each; and
+            how many hold together at a family-wise error of 5 %.
     """
     verdicts = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY} | fresh
     adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
@@ -107,8 +107,9 @@ def count(verdicts) -> dict[str, int]:
 
 
 def ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """The ratio of the epochs after which two models reach a train loss, as claims of speed estimate it, for each loss that
-    the second has reached after a fraction of its training; where half of the runs of either never get there, none."""
+    """Returns the ratio of the epochs at which two models reach a train loss, estimated as in claims of speed, for each loss
+    that the second model reaches after a fraction of its training. Losses that half of either model's runs never reach are
+    left out."""
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
     for fraction in FRACTIONS if starting and curves[0] else []:
@@ -121,7 +122,7 @@ def ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """The epoch of the second model from which on the first is ahead; None where it is not in the end."""
+    """Returns the second model's epoch from which on the first stays ahead; None if the first is behind at the end."""
     table = ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
     since = behind[-1] + 1 if len(behind) else 0
@@ -129,7 +130,7 @@ def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
 
 
 def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """A forest plot: each comparison of OSA with its interval, its limit and the paper's value."""
+    """Draws a forest plot: each comparison of OSA with its interval, its limit and the paper's value."""
     judged = judge_all(read_claims(CLAIMS), results_of(lab), lab)
     rows = [row for name in ABOUT_OSA for row in judged[name].values() if row["verdict"].n]
     if not rows:
@@ -152,7 +153,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """A dot for each run of Table 2 and a bar for the paper's number, by log-odds, which spread what is near 100 %."""
+    """Draws a dot for each run of Table 2 and a bar for the paper's number, on log-odds, which spread values near 100 %."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
@@ -172,7 +173,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """The ratio of epochs against the train loss that both models reach, and where the claims are judged."""
+    """Draws the ratio of epochs over the train loss that both models reach, and marks where claims are judged."""
     results, claims = results_of(lab), read_claims(CLAIMS)
     if not all(results.starting(model) for model in BASELINES):
         return None
@@ -185,7 +186,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
             axes.plot(table["loss"], table["ratio"], **looks.look_of(model).line())
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]
-                axes.plot(*last, ".", color=looks.look_of(model).colour)  # shows a curve of one point
+                axes.plot(*last, ".", color=looks.look_of(model).colour)  # makes a curve of one point visible
                 side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # a side of the dashed line
                 axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)

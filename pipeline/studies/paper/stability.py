@@ -10,7 +10,7 @@ from pipeline.studies.paper.section_5 import CLAIMS
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """The number of stable runs, the largest rise of their train loss, and the lower 95 % bound of the stable share."""
+    """Returns the number of stable runs, the largest rise of train loss, and the lower 95 % bound of the stable share."""
     results, claim = Results(tables), read_claims(CLAIMS)["qr_is_stable"]
     (model,) = claim.models
     verdict = claim.judge(results)[model]

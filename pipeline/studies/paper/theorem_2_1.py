@@ -27,7 +27,7 @@ from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case
 from pipeline.studies.lab import Lab, initialised_layers
 
-IDENTICAL = ("qr", "exact")  # methods that give exp(S) but for rounding
+IDENTICAL = ("qr", "exact")  # methods that give exp(S) up to rounding
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 NORM = 1.0  # ‖S‖₂ while cond(M) varies
 
@@ -40,7 +40,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """‖A − exp(S)‖₂ for every case, method and precision. A layer's heads have a row each, for the worst of the images."""
+    """Measures ‖A − exp(S)‖₂ for every case, method and precision. Each head of a layer has a row, for its worst image."""
     rows = []
     for (tokens, width), seed in itertools.product(settings.sizes, settings.seeds):
         m = lab.normal(seed, f"theory/exponential/{tokens}x{width}", tokens, 2 * width)
@@ -110,7 +110,8 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The worst error of "qr" and "exact" by precision, and the largest ‖A − exp(S)‖₂ of a head of each trained model."""
+    """Returns the worst error of "qr" and "exact" by precision, and the largest ‖A − exp(S)‖₂ over heads of each trained
+    model."""
     errors = tables["errors"]
     identical = errors[errors["method"].isin(IDENTICAL)]
     checks = {dtype: worst_case(own["error"], own["tolerance"]) for dtype, own in identical.groupby("dtype")}

@@ -1,8 +1,8 @@
 """Theorem 2.2: Σ_l = X_l X_lᵀ = A Σ₀ Aᵀ with A ∈ SO(N), so that rank and eigenvalues of Σ₀ are kept at every depth.
 
-Of stacks of one-head layers without MLP, skip or norm, with W^V W^O orthogonal: QR and exact must keep the spectrum up to
-rounding, which checks the code. What do softmax, with and without a skip, and Newton–Schulz make of it? Measured on Gaussian
-tokens and on those of an image.
+We stack one-head layers without MLP, skip or norm, with W^V W^O orthogonal. QR and exact must keep the spectrum up to
+rounding, which checks the code. How do softmax, with and without a skip, and Newton–Schulz change it? The tokens are
+Gaussian, or those of an image.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import worst_case
 from pipeline.studies.lab import Lab
 
-IDENTICAL = ("qr", "exact")  # methods whose A is orthogonal but for rounding
+IDENTICAL = ("qr", "exact")  # methods whose A is orthogonal up to rounding
 SOFTMAX = ("softmax", "softmax, skip")  # stacks for comparison
 TOLERANCE = 1e-10  # relative, of every eigenvalue: 64 layers x n eps x the cond(X) of a thousand or so of real tokens
 
@@ -69,19 +69,19 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def _image_tokens(lab: Lab, seed: int) -> Tensor:
-    """The input of the first block of an initialised model for one test image, (N, d), float64."""
+    """Returns the input of an initialised model's first block for one test image, (N, d), float64."""
     config = lab.config(ORTHOGONAL[0])
     images, _ = lab.images(config.data.pixel_scaling)
     return lab.model(config, seed).double().tokens(images[seed % len(images)][None])[0]
 
 
 def orthogonal_stacks(settings: Settings) -> dict[str, tuple[str, float]]:
-    """Method and α of each stack of orthogonal attention."""
+    """Returns method and α of each stack of orthogonal attention."""
     return {f"{method}, alpha {alpha:g}": (method, alpha) for alpha, method in itertools.product(settings.alphas, METHODS)}
 
 
 def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """W^Q, W^K and W = W^V W^O of each layer, (d, d) each and orthogonal: the same for all stacks of a seed."""
+    """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, (d, d) each, shared by all stacks of a seed."""
     generator = lab.generator(seed, "theory/stack")
     draw = lambda: stiefel_uniform(width, width, generator=generator, dtype=torch.float64)  # noqa: E731
     return [(draw(), draw(), draw() @ draw()) for _ in range(settings.depths[-1])]
@@ -90,7 +90,7 @@ def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[
 def attention_stack(
     x: Tensor, weights: list[tuple[Tensor, Tensor, Tensor]], attention: Callable[..., Tensor], skip: bool
 ) -> Iterator[Tensor]:
-    """X₀ = x and then X_l = attention(X W^Q_l, X W^K_l, X W_l) [+ X for `skip`] of each layer l, as they are computed.
+    """Yields X₀ = x, then X_l = attention(X W^Q_l, X W^K_l, X W_l) [+ X for `skip`] of each layer l.
 
     Args:
         x: (N, d).
@@ -105,15 +105,15 @@ def attention_stack(
 
 
 def kernel_eigenvalues(x: Tensor) -> Tensor:
-    """The eigenvalues of Σ = X Xᵀ in descending order, min(N, d) of them: squared singular values of X (N, d).
+    """Returns the min(N, d) largest eigenvalues of Σ = X Xᵀ, in descending order: squared singular values of X (N, d).
 
-    The others are zero. Eigenvalues of the product itself would lose those below eps · λ₁.
+    The others are zero. Computed from the product itself, eigenvalues below eps · λ₁ would be lost.
     """
     return torch.linalg.svdvals(x).square()
 
 
 def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
-    """Effective rank, λ₁/Σλ, Σλ, and the largest change of an eigenvalue relative to itself at depth 0."""
+    """Returns effective rank, λ₁/Σλ, Σλ, and the largest relative change of an eigenvalue since depth 0."""
     kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # not zero: squares of singular values
     return {
         "effective_rank": effective_rank(values),
@@ -124,7 +124,8 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The worst eigenvalue of "qr" and "exact", the largest change with Newton–Schulz, and effective ranks of images.
+    """Returns the worst eigenvalue of "qr" and "exact", the largest change with Newton–Schulz, and effective ranks of
+    images.
 
     Ranks are means over seeds: before the first layer, and after the last one of softmax attention.
     """
@@ -144,7 +145,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Every eigenvalue of one image's tokens through depth: orthogonal attention, softmax with a skip, softmax."""
+    """Draws every eigenvalue of one image's tokens over depth: orthogonal attention, softmax with a skip, softmax."""
     floor, deepest, spectra = 1e-16, settings.depths[-1], tables["spectra"]
     stacks = {
         list(orthogonal_stacks(settings))[-1]: "Orthogonal attention",

@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
-Proved for singular values σᵢ of B of at most 1, such as those of Newton–Schulz (Eq. 9): there it checks the code. What
-becomes of the bounds with Polar Express, which passes 1 before it converges, and how orthogonal are the layers? Measured by
-K, cond(M) and ‖S‖₂, and in the layers of the models as initialised at their own K.
+Proved for singular values σᵢ of B of at most 1, such as those of Newton–Schulz (Eq. 9): there it checks the code. Do
+the bounds hold with Polar Express, whose σᵢ pass 1 before they converge, and how orthogonal are the layers? We vary K,
+cond(M) and ‖S‖₂, and measure the layers of the models as initialised at their K.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUNDS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # a dash for each condition of M
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # the dash pattern for each condition number of M
 
 
 class Settings(Section):
@@ -50,7 +50,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """‖YᵀY − I‖₂ and its bounds for both iterations, in float64."""
+    """Measures ‖YᵀY − I‖₂ and its bounds for both iterations, in float64."""
     rows = []
     for (tokens, width), seed, condition in itertools.product(settings.sizes, settings.seeds, settings.conditions):
         generator = lab.generator(seed, f"theory/basis/{tokens}x{width}/{condition:g}")
@@ -69,7 +69,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """A row for each iteration, S, number of iterations, and, where there are any, image and head.
+    """Yields a row for each iteration, S, number of iterations and, in models, image and head.
 
     Args:
         m: ([images, h,] N, 2d_v).
@@ -89,7 +89,7 @@ def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], cou
 
 
 def _bases(m: Tensor, num_iterations: int) -> dict[str, list[Tensor]]:
-    """M₁ … M_K of both iterations."""
+    """Returns M₁ … M_K of both iterations."""
     express = [POLAR_EXPRESS[min(k, len(POLAR_EXPRESS) - 1)] for k in range(num_iterations)]
     return {"newton_schulz": iterates(m, [(1.5, -0.5, 0.0)] * num_iterations), "polar_express": iterates(m, express)}
 
@@ -143,9 +143,9 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Worst cases of both bounds for Newton–Schulz; how often and how far Polar Express breaks them.
+    """Returns the worst cases of both bounds for Newton–Schulz, and how often and how far Polar Express breaks them.
 
-    ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised, and of each trained model: the largest head, over seeds.
+    Also ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised and in each trained model: the largest over heads, by seed.
     """
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
@@ -166,13 +166,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
-    """The bounds of exact arithmetic with what rounding may add to the error."""
+    """Returns the bounds of exact arithmetic, plus an allowance for rounding."""
     slack = errors["tokens"].map(lambda tokens: rounding(tokens, torch.float64))
     return errors.assign(**{bound: errors[bound] + slack for bound in BOUNDS})
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Over K: the error for each condition of M at the ‖S‖₂ nearest to 1, and the worst error in units of Eq. 10."""
+    """Draws over K the error for each cond(M) at the ‖S‖₂ nearest to 1, and the worst error over the bound of Eq. 10."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -1,6 +1,6 @@
 """Theorem 4.1: the Jacobian of one head of OSA is J₁ + J₂.
 
-J from automatic differentiation of the head is compared with both terms of Eq. 13, computed by themselves.
+J from automatic differentiation of the head is compared with both terms of Eq. 13, computed independently.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """‖J − (J₁ + J₂)‖_F/‖J‖_F of one head on Gaussian tokens, and both terms' spectral norms."""
+    """Measures ‖J − (J₁ + J₂)‖_F/‖J‖_F of one head on Gaussian tokens, and both terms' spectral norms."""
     rows = []
     for (tokens, d, heads), seed, method in itertools.product(SIZES, settings.seeds, METHODS):
         generator = lab.generator(seed, f"theory/jacobian/{tokens}x{d}x{heads}")
@@ -47,7 +47,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def terms_and_jacobian(x: Tensor, weights: tuple[Tensor, ...], scale: float, method: str) -> tuple[Tensor, Tensor, Tensor]:
     """J₁ and J₂ of Eq. 13, and J by automatic differentiation, (N·d, N·d) each.
 
-    ∂A is the exponential's derivative in closed form; that of Newton–Schulz, whose A is not exp(S), is automatic too.
+    ∂A is the exponential's derivative in closed form. For Newton–Schulz, whose A is not exp(S), automatic differentiation
+    gives ∂A.
     """
     w_query, w_key, w_value, w_out = weights
 

@@ -1,6 +1,6 @@
 """Theorem 4.2: with the initialisation of Section 4 the query–key product W̃ has condition number 1.
 
-The singular values of W̃ are compared with those of Xavier's initialisation, and κ(W̃) with its value after training.
+We compare the singular values of W̃ with Xavier's initialisation, and κ(W̃) with its value after training.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """The singular values of W̃ of each head as Section 4 initialises it, in both precisions, and as Xavier does."""
+    """Measures the singular values of each head's W̃ by Section 4's initialisation, in both precisions, and by Xavier's."""
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():
@@ -42,7 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelfAttention) -> list[dict]:
-    """Measures each head: the 2d_v singular values of W̃ that are not zero, their extremes, their distance from 1, and κ."""
+    """Measures each head: the 2d_v nonzero singular values of W̃, their extremes, their distance from 1, and κ."""
     d, heads = attention.embed_dim, attention.num_heads
     query, key = (linear.weight.unflatten(0, (heads, -1)).mT for linear in (attention.query, attention.key))
     rows = []
@@ -59,7 +59,7 @@ def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The worst |σ − 1| by precision."""
+    """Returns the worst |σ − 1| by precision."""
     weights = tables["weights"]
     checks = {}
     for dtype, own in weights[weights["source"] == OURS].groupby("dtype"):

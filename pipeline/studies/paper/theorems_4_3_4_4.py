@@ -1,7 +1,7 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
-‖J₁‖₂ and κ(J) of one head are compared with their bounds over α. The models show what the theorems leave out: κ(J)
-of a head of each layer, as initialised and trained, and κ(Σᵢ W^Vᵢ W^Oᵢ) of a whole layer.
+We compare ‖J₁‖₂ and κ(J) of one head with their bounds over α. The models show cases beyond the theorems: κ(J) of a head of
+each layer, as initialised and trained, and κ(Σᵢ W^Vᵢ W^Oᵢ) of a whole layer.
 """
 
 import itertools
@@ -33,9 +33,9 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-FIT_BELOW = 1e-3  # where ‖S‖ is below 0.05 or so, and the next order in α therefore that much smaller
+FIT_BELOW = 1e-3  # here ‖S‖ is below about 0.05, so the next order in α is smaller by this factor
 SLOPE_TOLERANCE = 0.01  # next order: log(1.05) over the fitted log(1000)
-MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # whose layers are drawn, and the line of those as initialised
+MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line for layers as initialised
 
 
 class Settings(Section):
@@ -43,9 +43,9 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """One head on Gaussian tokens for each size, seed, method and α.
+    """Measures one head on Gaussian tokens for each size, seed, method and α.
 
-    And of each layer as initialised: κ(J) and ‖J‖₂ of the first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) of the whole.
+    Also, for each layer as initialised, κ(J) and ‖J‖₂ of its first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
     """
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
@@ -64,9 +64,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: str) -> dict[str, float]:
-    """‖S‖₂, ‖J₁‖₂ and the C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
+    """Returns ‖S‖₂, ‖J₁‖₂ and the C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
 
-    Both κ are also given less 1: for small α the digits of κ that a file holds are all zero.
+    κ − 1 is given too: for small α the file's digits cannot tell κ from 1.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -116,10 +116,10 @@ def condition_bound(deviation: float, first_norm: float) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """The checks of one head, and κ in the models: of a layer's first head, and of Σᵢ W^Vᵢ W^Oᵢ over all its heads.
+    """Returns the checks of one head, and κ in the models: of a layer's first head, and of Σᵢ W^Vᵢ W^Oᵢ over all its heads.
 
-    "slope" is |slope − 1| of ‖J₁‖₂ against α, "first_term" ‖J₁‖₂ against Cα where A = exp(S), "condition" κ(J) − 1 against
-    that of its bound wherever δ + ‖J₁‖₂ < 1.
+    "slope" checks |slope − 1| of ‖J₁‖₂ over α; "first_term" checks ‖J₁‖₂ against Cα where A = exp(S); "condition" checks
+    κ(J) − 1 against its bound wherever δ + ‖J₁‖₂ < 1.
     """
     alphas, layers = tables["alphas"], tables["layers"]
     identical = alphas[alphas["method"] != "newton_schulz"]
@@ -135,18 +135,18 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(points: pd.DataFrame) -> pd.Series:
-    """The least-squares slope of log ‖J₁‖₂ against log α, for each method, size and seed."""
+    """Returns the least-squares slope of log ‖J₁‖₂ over log α, for each method, size and seed."""
     grouped = points.groupby(["method", *SIZE, "seed"])[["alpha", "first_norm"]]
     return grouped.apply(lambda own: log_log_slope(own["alpha"], own["first_norm"]))
 
 
 def _once(layers: pd.DataFrame) -> pd.DataFrame:
-    """The layers as initialised without repetition: a seed gives all models the same weights."""
+    """Drops repeated rows of layers as initialised: a seed gives all models the same weights."""
     return layers.drop_duplicates(["seed", "layer"])
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """κ(J) − 1 of one head over α, with its bound; and κ of one head and of the whole layer, by layer."""
+    """Draws κ(J) − 1 of one head over α, with its bound; and κ of one head and of the whole layer, by layer."""
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]
     own = alphas[(alphas["method"] == "exact") & (alphas[SIZE] == alphas[SIZE].iloc[0]).all(axis=1)]

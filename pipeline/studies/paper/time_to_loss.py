@@ -1,7 +1,7 @@
-"""Section 5's claims of OSA's speed in seconds: the ratio of the epochs to one train loss, times that of a step's seconds.
+"""Section 5's claims of speed, in seconds: the ratio of epochs to one train loss, times the ratio of seconds per step.
 
-An epoch has the same steps for every model, and pipeline/benchmarks has timed them on several machines. The claims are about
-epochs: seconds have no verdict.
+An epoch has the same number of steps for every model; pipeline/benchmarks timed a step on several machines. The claims are
+about epochs, so seconds have no verdict.
 """
 
 import itertools
@@ -25,8 +25,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """For each baseline and each OSA model the ratio of epochs, the least limit that it keeps, and the ratio of seconds on
-    each machine, NaN where that has not timed both."""
+    """Returns, for each baseline and OSA model, the ratio of epochs, the least limit it keeps, and the ratio of seconds on
+    each machine, NaN if the machine has not timed both."""
     claims, results, machines, rows = read_claims(CLAIMS), results_of(lab), step_seconds(), []
     for claim, model in itertools.product((claims[name] for name in SPEED), MODELS):
         second = baseline(claim)
@@ -39,8 +39,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def step_seconds() -> dict[str, Mapping[str, float]]:
-    """The seconds of a training step of each model, by machine: CPUs first, with trained weights if timed; GPUs, whose steps
-    are replays of CUDA graphs, with weights as initialised."""
+    """Returns the seconds of each model's training step, by machine: CPUs first, with trained weights if timed; then GPUs,
+    with weights as initialised and steps that replay CUDA graphs."""
     machines: dict[str, Mapping[str, float]] = {}
     for path in measured("step.csv"):
         table = files.read_csv(path)
@@ -59,12 +59,12 @@ def seconds_of(table: pd.DataFrame) -> dict[str, float]:
 
 
 def in_seconds(epochs: Verdict, step: float) -> dict[str, float]:
-    """A ratio of epochs and its interval as ratios of seconds, given that of a step."""
+    """Converts a ratio of epochs and its interval to seconds, by the ratio of step times."""
     return {"step": step, "estimate": step * epochs.estimate, "low": step * epochs.low, "high": step * epochs.high}
 
 
 def least_limit(verdict: Verdict) -> float:
-    """The least limit of two decimals above the ratio's bound: the test reproduces a claim from it on."""
+    """Returns the least limit, to two decimals, at which the test reproduces the claim."""
     return math.floor(100 * verdict.bound + 1) / 100 if math.isfinite(verdict.bound) else math.inf
 
 

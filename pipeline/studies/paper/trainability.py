@@ -1,9 +1,9 @@
 """Trainability: does OSA let Transformers without skips and normalisation be trained more easily?
 
-Networks of several depths as initialised, with neither skips nor normalisation: each attention, OSA's two and softmax, with
-each initialisation of the MLPs, SUO (the paper's for OSA) and Xavier (the paper's for the ViTs), to separate what the
-attention does from what the MLPs do. ViTs with normalisation are measured too. The question is ours: the paper's
-models differ in attention and MLPs at once.
+We measure networks of several depths as initialised, without skips and normalisation. Each attention (OSA's two, softmax) is
+combined with each initialisation of the MLPs: SUO (the paper's for OSA) and Xavier (the paper's for the ViTs). This
+separates the effect of attention from that of the MLPs; the paper's models change both at once. ViTs with normalisation
+are measured too.
 """
 
 import itertools
@@ -32,15 +32,15 @@ MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_no
 class Settings(Section):
     seeds: Seeds
     depths: Depths
-    gradient_images: PositiveInt = 16  # test images of the loss whose gradient is measured
-    samples: PositiveInt = 8  # draws of Hutchinson's estimate of a Frobenius norm, which is then good to a few per cent
+    gradient_images: PositiveInt = 16  # test images for the loss whose gradient is measured
+    samples: PositiveInt = 8  # draws for Hutchinson's estimate of a Frobenius norm: accurate to a few per cent
     power_iterations: PositiveInt = 10  # enough where the largest singular value stands out, as it does in deep products
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the gradient that reaches the tokens from logits and loss, and by the attention alone.
+    """Measures the gradient that reaches the tokens from logits and loss, and through attention alone.
 
-    One test image a seed for the Jacobians, several for the loss.
+    Jacobians use one test image per seed, the loss several.
     """
     networks, attentions = [], []
     for (variant, mlp), depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
@@ -59,7 +59,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def logits_jacobian(model: VisionTransformer, x: Tensor) -> dict[str, float]:
-    """‖·‖₂, ‖·‖_F and κ of ∂logits/∂X₀, (classes, N·d), dense."""
+    """Returns ‖·‖₂, ‖·‖_F and κ of the dense ∂logits/∂X₀, (classes, N·d)."""
 
     def logits(x: Tensor) -> Tensor:
         return model.head(model.norm(nn.Sequential(*model.blocks)(x)[:, 0]))  # (batch, classes)
@@ -73,14 +73,14 @@ def logits_jacobian(model: VisionTransformer, x: Tensor) -> dict[str, float]:
 
 
 def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """‖∂loss/∂θ‖₂ over the parameters of the first and of the last block."""
+    """Returns ‖∂loss/∂θ‖₂ over the parameters of the first and of the last block."""
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
     return {"first_gradient": gradient_norm(model.blocks[0]), "last_gradient": gradient_norm(model.blocks[-1])}
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
-    """‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ without the MLPs, with the skips and norms that the model has, matrix-free."""
+    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ without the MLPs but with the model's skips and norms; matrix-free."""
 
     def attend(x: Tensor) -> Tensor:
         for block in model.blocks:
@@ -96,7 +96,7 @@ def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, 
 
 
 def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_samples: int, generator: Generator) -> float:
-    """‖∂f/∂X‖_F by Hutchinson's estimator: the root of the mean of ‖Jᵀu‖² over Gaussian u.
+    """Estimates ‖∂f/∂X‖_F by Hutchinson's estimator: the root of the mean of ‖Jᵀu‖² over Gaussian u.
 
     Args:
         function: (batch, N, d) → (batch, ...), each item of the batch by itself.
@@ -109,10 +109,10 @@ def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_sampl
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """A row for each model, as geometric means over seeds.
+    """Returns a row for each model: geometric means over seeds.
 
-    "kept" and "attention_kept" are the factors a block by which ‖∂logits/∂X₀‖_F and, without the MLPs, ‖∂X_L/∂X₀‖_F change
-    with depth; "kappa" of ∂logits/∂X₀ and the first block's gradient stand at the smallest and the largest depth.
+    "kept" and "attention_kept" are the factors per block by which ‖∂logits/∂X₀‖_F and, without the MLPs, ‖∂X_L/∂X₀‖_F change
+    with depth. "kappa" of ∂logits/∂X₀ and the first block's gradient are given at the smallest and the largest depth.
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]
@@ -129,7 +129,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def kept_per_block(table: pd.DataFrame, column: str) -> float:
-    """The factor a block: exp of the slope of log(column) over depth, the mean over seeds."""
+    """Returns the factor per block: exp of the slope of log(column) over depth, averaged over seeds."""
     slopes = [np.polyfit(own["depth"], np.log(own[column]), 1)[0] for _, own in table.groupby("seed")]
     return float(np.exp(np.mean(slopes)))
 

@@ -1,8 +1,8 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py: simulated experiments.
 
-In one part the truth is at the limit of a claim, so that every "reproduced" and "contradicted" is an error; in the other it
-is the paper's Table 2. Runs that start are normal, with the spreads that Section 5 declares. A share of the runs fails to
-start: of both models at a limit, of OSA (NS) alone at the paper's values.
+In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error; in the other
+the truth is the paper's Table 2. Runs that start are normal, with the spreads that the study section_5 declares. A share of
+runs fails to start: of both models at a limit, of OSA (NS) alone at the paper's values.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA, CLAIMS, LOG_SPREADS, SPR
 
 SIZES = (3, 5, 10)  # runs of each model
 FAILING = (0.0, 0.1)  # share of runs that fail to start
-FAILED, SCATTER = -50.0, 10.0  # points below the others at which such runs end, and their standard deviation
+FAILED, SCATTER = -50.0, 10.0  # runs that fail end this many points below the others, with this standard deviation
 PRIMARY = ("osa_qr", "vit", "vit_noskip")  # the first against each of the others, in accuracy and in speed
 
 
@@ -31,7 +31,7 @@ class Settings(Section):
 
 
 def runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
-    """The values of n runs, from normal numbers (n, 2)."""
+    """Returns the values of n runs, from normal numbers (n, 2)."""
     value, draw = normal.T
     return np.where(draw < ndtri(failing), FAILED + SCATTER * value, mean + spread * value)
 
@@ -66,8 +66,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Rates of "reproduced" by share of failing runs, one for each number of runs: errors, the largest over the pairs and
-    that of the family; and the power of each pair."""
+    """Returns rates of "reproduced" by share of failing runs, for each number of runs: the error, as the largest over pairs
+    and for the family; and the power of each pair."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

@@ -1,13 +1,13 @@
 """Resources that the kernels of osa/kernels take: `python -m pipeline benchmarks.kernels`. It needs Triton, and no GPU.
 
 Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
-paper_outputs/benchmarks/: registers of a thread, bytes that a thread stores and loads because registers ran out, bytes of
-shared memory, how many programs a multiprocessor holds at once, by that memory alone and altogether, the compiler's warnings
-of performance, and for how many of its products of tensor cores (HGMMA, Hopper's asynchronous instruction) a thread waits.
-C7510 says that it waits for each of them.
+paper_outputs/benchmarks/: registers of a thread, bytes that a thread spills (stores and loads), bytes of
+shared memory, how many programs fit on a multiprocessor, by shared memory alone and by all limits, the compiler's
+performance warnings, the number of tensor-core products (HGMMA, Hopper's asynchronous instruction), and the number of waits
+for them. Warning C7510 says that a thread waits for each product.
 
-Kernels whose row has the digest of what the compiler would be given are not compiled again. Where one takes more than its
-row said before, a warning names it.
+A kernel is compiled again only if the digest of the compiler's input differs from its row. A warning names a kernel that
+takes more resources than its row said.
 """
 
 import ast
@@ -42,8 +42,8 @@ from pipeline.core.files import ROOT
 
 TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
-REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor of either
-RESERVED = 1024  # bytes of shared memory that each program takes besides its own
+REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, for both architectures
+RESERVED = 1024  # bytes of shared memory that the driver adds to each program
 WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
@@ -55,9 +55,9 @@ METHODS = (
     "phi1",
 )
 BACKENDS = {"": short.Short, "long": long.Long, "fused": hopper.Hopper, "parts": hopper.Hopper}
-MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
-MANY = 4096  # tokens that stand for any number of a long sequence
-MULTIPROCESSORS = {"parts": 132}  # an H100's, of which few heads occupy few; for all else heads are many
+MOST_ROWS = {"exact": 64}  # most rows for which a program can fall back on a basis
+MANY = 4096  # stands for any long sequence
+MULTIPROCESSORS = {"parts": 132}  # an H100's, with few heads: `parts` splits a head. All other kernels have many heads
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table() -> dict[Key, dict[str, str]]:
-    """The rows of kernels.csv by their keys; none where it is missing."""
+    """Returns the rows of kernels.csv by key; empty if the file is missing."""
     if not (ROOT / TABLE).exists():
         return {}
     rows = pd.read_csv(ROOT / TABLE, dtype=str, keep_default_na=False).to_dict("records")
@@ -95,7 +95,7 @@ def table() -> dict[Key, dict[str, str]]:
 
 
 def cases() -> Iterator[tuple[Key, Launch, int]]:
-    """The key of each row, its launch and its architecture, in the table's order."""
+    """Yields each row's key, launch and architecture, in the table's order."""
     for method, width, dtype, architecture in itertools.product(METHODS, WIDTHS, DTYPES, ARCHITECTURES):
         for launched in launches(method, width, dtype, architecture):
             key = method, name(launched), str(width), str(dtype).removeprefix("torch."), f"sm_{architecture}"
@@ -103,7 +103,7 @@ def cases() -> Iterator[tuple[Key, Launch, int]]:
 
 
 def source(launched: Launch, architecture: int) -> str:
-    """A digest of what the compiler is given: code, arguments, and its own version."""
+    """Returns a digest of the compiler's input: code, arguments, and Triton's version."""
     kernel, tensors, strides, arguments = launched
     types = [str(tensor.dtype) for tensor in tensors]
     return files.digest([code(kernel), types, strides, arguments, architecture, triton.__version__])[:12]
@@ -111,7 +111,7 @@ def source(launched: Launch, architecture: int) -> str:
 
 @functools.cache
 def code(kernel) -> dict[str, str]:
-    """The code of a kernel and of the functions that it calls, without comments, and the constants that they read."""
+    """Returns the code, without comments, of a kernel and the functions it calls, and the constants they read."""
     found, waiting = {}, [kernel.fn]
     while waiting:
         function = waiting.pop()
@@ -160,20 +160,20 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    if form == ["parts"]:  # steps are listed with "fused", and the first launch is one of either pass
+    if form == ["parts"]:  # "fused" lists the steps; both passes share the first launch
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
 
 
 def name(launched: Launch) -> str:
-    """The kernel's name in the table."""
+    """Returns the kernel's name in the table."""
     kernel, *_, arguments = launched
     forms = " sheared" * arguments.get("SHEARED", False) + " three" * arguments.get("SPLIT", False)
     return kernel.fn.__name__.removesuffix("_kernel") + forms
 
 
 def resources(launched: Launch, architecture: int) -> dict:
-    """Numbers of a row of the table."""
+    """Returns the numbers of a row of the table."""
     compiled = compile_kernel(launched, architecture)
     target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def resources(launched: Launch, architecture: int) -> dict:
         report = _run("ptxas", "-v", f"--gpu-name={target}", ptx, "-o", machine_code).stderr
         instructions = _run("cuobjdump", "--dump-sass", machine_code).stdout
     hgmma, waits = (len(re.findall(rf"\b{name}\b", instructions)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # over all its functions
+    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # sum over functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
@@ -201,7 +201,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Tells whether a kernel takes more of a GPU than its row of the table says."""
+    """True if a kernel takes more resources than its row of the table says."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))
@@ -216,7 +216,7 @@ def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
 
 
 def compile_kernel(launched: Launch, architecture: int):
-    """Compiled as the launch would, for tensors of aligned addresses."""
+    """Compiles a kernel as its launch would, for tensors at aligned addresses."""
     kernel, tensors, strides, arguments = launched
     options = {key: value for key, value in arguments.items() if key in OPTIONS}
     given = dict(zip(kernel.arg_names, (*tensors, *strides), strict=False)) | arguments

@@ -1,7 +1,7 @@
 """The questions that the project asks, one file each, in three wings: the paper, deep models, orthogonal weights.
 
-A study is found by its file, which ends in `STUDY = Study(...)`. Its name is also that of its section of parameters, of its
-stage in dvc.yaml, of its template, and of its folder under paper_outputs/studies.
+Each file defines one study, `STUDY = Study(...)`. Its name is also the name of its section in params.yaml, its stage in
+dvc.yaml, its template, and its folder under paper_outputs/studies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipeline.config import reading
 from pipeline.config.params import FIRST, Overrides, Section
 from pipeline.core.errors import UserError
 
-if TYPE_CHECKING:  # slow to import, and no training draws
+if TYPE_CHECKING:  # slow to import, and training draws no figures
     import pandas as pd
     from matplotlib.figure import Figure
 
 WINGS = ("paper", "deep", "orthogonal")
 Tables = dict[str, "pd.DataFrame"]
-Request = tuple[str, Overrides, int]  # a training's variant, changes of its configuration, and seed
+Request = tuple[str, Overrides, int]  # variant, overrides of its configuration, seed
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Study:
     """The parts of a study.
 
     Args:
-        settings: the schema of its section of parameters; None where it measures nothing.
+        settings: the schema of its section in params.yaml; None if it has no section.
         measure: (settings, lab) → tables: what is expensive. `python -m pipeline study NAME` writes them as CSV.
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that its template shows, from its tables alone.
         figures: by name, (settings, tables, lab) → a figure.

@@ -10,19 +10,19 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """The check of the case that uses up most of its limit, or of one whose value is NaN."""
+    """Returns the check that uses most of its limit, or the first whose value is NaN."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
     worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))
 
 
 def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
-    """The exponent of y as a power of x: the least-squares slope of log y over log x."""
+    """Returns p in y ∝ xᵖ: the least-squares slope of log y over log x."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
-    """Variant, seed and these columns of the table `layers`: the rows that have them all, which may be none."""
+    """Returns variant, seed and these columns of the table `layers`, without rows that lack a value. It may be empty."""
     table = lab.tables.get("layers", pd.DataFrame())
     return table.reindex(columns=["variant", "seed", *columns]).dropna()
 

@@ -15,7 +15,7 @@ RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE
 
 
 def panels(count: int, height: float = 3.6, rows: int = 1, **options) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a page with `count` panels in this number of rows; options are those of `Figure.subplots`."""
+    """Creates a page-wide figure with `count` panels in `rows` rows; `options` go to `Figure.subplots`."""
     figure = Figure(figsize=(7.2, height), layout="constrained")
     return figure, list(figure.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
 
@@ -26,7 +26,7 @@ def legend(figure: Figure, handles: list, columns: int = 3) -> None:
 
 
 def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
-    """Makes the axes of these names, "x" or "y", logarithmic, with at most `numticks` labels and no small ticks."""
+    """Makes the named axes ("x", "y") logarithmic, with at most `numticks` labels and no minor ticks."""
     for name in names:
         getattr(axes, f"set_{name}scale")("log")
         axis = getattr(axes, f"{name}axis")
@@ -35,7 +35,7 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
 
 
 def interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
-    """A line from `low` to `high` at the height y; where it is cut at an end of `within`, an arrow says that it goes on."""
+    """Draws a line from `low` to `high` at height y, cut at the ends of `within`: an arrow marks a cut end."""
     left, right = max(low, within[0]), min(high, within[1])
     axes.plot([left, right], [y, y], color=colour, linewidth=LINE_WIDTH)
     for end, is_cut, arrow in ((left, low < left, "<"), (right, high > right, ">")):
@@ -44,8 +44,7 @@ def interval(axes: Axes, low: float, high: float, y: float, colour: str, within:
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Writes each line's label next to its last point, where lines should end together; labels that would touch keep `gap`
-    of the axes' height from one another."""
+    """Labels each line at its last point, for lines that end at the same x. Labels stay `gap` of the axes' height apart."""
     axes.get_figure().draw_without_rendering()  # settles the limits
     to_axes, labels = axes.transData + axes.transAxes.inverted(), []
     for line in (line for line in axes.lines if not line.get_label().startswith("_")):
@@ -62,5 +61,5 @@ def label_ends(axes: Axes, gap: float = 0.075) -> None:
 
 
 def ramp(count: int) -> list[tuple[float, ...]]:
-    """`count` colours in an order, from dark to light."""
+    """Returns `count` colours from dark to light."""
     return [RAMP(i / max(1, count - 1)) for i in range(count)]

@@ -1,7 +1,7 @@
-"""Studies that train lists of runs and compare them: what they share.
+"""What studies share that train a list of runs and compare them.
 
-The section of such a study names its reading of the paper's recipe, and lists its runs by the names that tables, claims and
-templates have for them:
+The study's section names its reading of the paper's recipe and lists its runs. Tables, claims and templates use the names
+in this list:
 
     reading: first
     runs:
@@ -22,7 +22,7 @@ from pipeline.studies.lab import Lab
 
 
 class Training(Section):
-    """A variant with something replaced, or nothing, once for each seed."""
+    """Trains a variant once for each seed; `set` replaces values of its configuration."""
 
     variant: Name
     set: Overrides = Field(default_factory=dict)
@@ -34,7 +34,7 @@ class Settings(Section):
     runs: dict[Name, Training]
 
     def requests(self) -> Iterator[tuple[str, Request]]:
-        """Name and request of each run, in the order of the list."""
+        """Returns the name and request of each run, in the order of the list."""
         for name, training in self.runs.items():
             for seed in training.seeds:
                 yield name, (training.variant, training.set, seed)
@@ -50,7 +50,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """The tables of the runs that are listed, by the names of the list."""
+    """Returns the tables of the listed runs, under their names in the list."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in settings.requests()
@@ -58,16 +58,17 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def first_reading(lab: Lab) -> Tables:
-    """Runs and histories of the paper's models by the first reading, which studies of that reading compare theirs with."""
+    """Returns runs and histories of the paper's models by the first reading: the baseline of studies that follow this
+    reading."""
     own = lab.of("first_reading", FIRST)
     return lab.once("runs of first_reading", lambda: read(studies.settings("first_reading"), own))
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Counts the runs of a name that are there, that train and that are missing.
+    """Counts the runs of a name that exist, that train and that are missing.
 
-    `loss` and `accuracy` (%) are summaries over the runs that train, as a mean over all would describe neither those nor the
-    others. `failed_losses` are the last train losses of the others, None where one diverged.
+    `loss` and `accuracy` (%) summarise the runs that train: a mean over all runs would describe neither group.
+    `failed_losses` are the last train losses of the runs that fail, None where a run diverged.
     """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)

@@ -1,4 +1,4 @@
-"""The bench of a study: a reading of the paper as configurations and models, images, random streams, trainings, tables."""
+"""The tools of a study: configurations and models by a reading of the paper, images, random streams, trainings, tables."""
 
 from __future__ import annotations
 
@@ -31,57 +31,57 @@ TABLES = Path("paper_outputs/tables")
 
 
 class Lab:
-    """Tools of one study. Models and trainings follow a reading of pipeline/paper.yaml, not what one edits."""
+    """Tools of one study. Models and trainings follow a reading of pipeline/paper.yaml, and ignore edits of params.yaml."""
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST) -> None:
         self.study, self.params, self.paper, self.reading = study, settings, paper, reading
         self._made: dict[str, Any] = {}  # shared with the labs of other studies
 
     def of(self, study: str, reading: str) -> Lab:
-        """The lab of another study, with the same tables and images."""
+        """Returns the lab of another study; both share tables and images."""
         other = copy.copy(self)
         other.study, other.reading = study, reading
         return other
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what `make` gave when this lab, or a lab of another study, first asked for this name."""
+        """Returns `make()`, computed once per name and shared with the labs of other studies."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
     def label(self, variant: str) -> str:
-        """The label of a variant."""
+        """Returns the label of a variant."""
         return self.params.label(variant)
 
     def config(self, variant: str, overrides: Overrides | None = None) -> RunConfig:
-        """The configuration of a variant by the study's reading, with `overrides` in place."""
+        """Returns a variant's configuration by the study's reading, with `overrides` applied."""
         return params.resolve_recipe(self.params, self.paper, variant, overrides, self.reading)
 
     def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:
-        """The model as a training with this seed begins; of another dtype as drawn in it, and not rounded to float32."""
+        """Returns the model at the start of a training with this seed. Another dtype draws its weights in that dtype."""
         with default_dtype(dtype):
             return build_model(config, seed)
 
     def training(self, config: RunConfig, seed: int) -> Training:
-        """A training before its first step, on the device that a run would take."""
+        """Returns a training before its first step, on the device that a run would use."""
         return Training(config, seed, provenance.default_device())
 
     def generator(self, seed: int, name: str) -> Generator:
-        """A random stream of its own for each name."""
+        """Returns the random generator of this seed and name."""
         return random_stream(seed, name)
 
     def normal(self, seed: int, name: str, *shape: int) -> Tensor:
-        """Standard normal numbers from the stream of that name, float64."""
+        """Returns float64 standard normal numbers from the generator of this seed and name."""
         return torch.randn(shape, generator=self.generator(seed, name), dtype=torch.float64)
 
     @functools.cache  # noqa: B019  a lab lives as long as its process
     def images(self, pixel_scaling: str = "unit") -> tuple[Tensor, Tensor]:
-        """The test images, (n, C, H, W) in float64, and their labels, (n,)."""
+        """Returns the test images (n, C, H, W) in float64 and their labels (n,)."""
         mnist = idx.load(idx.folder(self.params.data.source), pixel_scaling)
         return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
-        """The run of this study with that identity, whether it is there or not."""
+        """Returns this study's run with this identity, which need not exist yet."""
         return Run(variant, seed, self.study, overrides or {})
 
     @functools.cached_property
@@ -91,13 +91,13 @@ class Lab:
 
 
 def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
-    """The first steps of a training, from the draws and over the images of a whole one, up to a loss that is not finite.
+    """Runs a training's first steps, with the draws and images of a whole training; stops at a loss that is not finite.
 
     loss       of the step's minibatch, before the step
     gradient   ‖∂loss/∂θ‖₂ over all parameters, before it is clipped
     """
     norms: list[Tensor] = []
-    training.with_graph = False  # in whose replay no hook runs
+    training.with_graph = False  # replaying a CUDA graph runs no hooks
     for parameter in training.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.double().norm()))
     for step, batch in enumerate(itertools.islice(training.batches(0), steps)):
@@ -110,11 +110,11 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
 
 @torch.no_grad()
 def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
-    """The attention layers of the orthogonal models as a training with this seed begins, in float64.
+    """Returns the orthogonal models' attention layers at the start of a training with this seed, in float64.
 
     Returns:
-        For each layer what names it ({"source": variant, "layer": from 1 on}), the module, and what enters it for the first
-        `LAYER_IMAGES` test images, (images, N, d).
+        For each layer its key ({"source": variant, "layer": from 1 on}), the module, and its input for the first
+            `LAYER_IMAGES` test images, (images, N, d).
     """
     layers = []
     for variant in ORTHOGONAL:

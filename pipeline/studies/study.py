@@ -1,6 +1,6 @@
 """Measures one study: `python -m pipeline study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-It takes one thread, as the last digits depend on their number. record.json next to the tables has the digest of each.
+It uses one thread, as the last digits depend on the number of threads. record.json beside the tables holds their digests.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:
-    """The tables that a study has measured. Raises UserError if they are not there, or not as they were measured."""
+    """Returns a study's measured tables. Raises UserError if they are missing or have changed since."""
     folder = FOLDER / name
     records.read(folder, Record, f"python -m pipeline study {name}")
     return {path.stem: files.read_csv(path) for path in sorted(folder.glob("*.csv"))}

@@ -55,7 +55,7 @@ METHODS = (
     "phi1",
 )
 BACKENDS = {"": short.Short, "long": long.Long, "fused": hopper.Hopper, "parts": hopper.Hopper}
-MOST_ROWS = {"exact": 64}  # most rows for which a program can fall back on a basis
+MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
 MANY = 4096  # stands for any long sequence
 MULTIPROCESSORS = {"parts": 132}  # an H100's, with few heads: `parts` splits a head. All other kernels have many heads
 OPTIONS = ("num_warps", "num_stages", "maxnreg")

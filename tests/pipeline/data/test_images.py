@@ -100,16 +100,17 @@ def test_what_is_stored_is_mapped_and_has_the_digest_of_its_bytes():
 def test_memory_holds_a_few_of_the_images_at_a_time():
     for number in range(120):
         save(f"train/cat/large {number}.png", np.full((96, 96, 3), number, np.uint8))
-    stored()  # what is imported and kept at the first use does not count
-    tracemalloc.start()
-    try:
-        loaded = stored()
-        for rows in torch.arange(len(loaded.train_images)).split(8):
-            loaded.train_images[rows].mean()
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < loaded.train_images.pixels.nbytes / 2
+    peaks = []
+    for _ in range(4):  # the least: other memory of the process, as of a module imported meanwhile, only adds to a peak
+        tracemalloc.start()
+        try:
+            loaded = stored()
+            for rows in torch.arange(len(loaded.train_images)).split(8):
+                loaded.train_images[rows].mean()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert min(peaks) < loaded.train_images.pixels.nbytes / 2
 
 
 def test_more_classes_than_a_byte_has(monkeypatch, capsys):

@@ -8,7 +8,8 @@ in this list:
       osa_iso_72: {variant: osa_iso, set: {model: {depth: 72}}, seeds: [0, 1, 2]}
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 from pydantic import Field
 
@@ -51,10 +52,25 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 def read(settings: Settings, lab: Lab) -> Tables:
     """Returns the tables of the listed runs, under their names in the list."""
+    return tables_of_requests(settings.requests(), lab)
+
+
+def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
+    """Tables of the requested runs, under the names that come with the requests."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
-        for name, (variant, overrides, seed) in settings.requests()
+        for name, (variant, overrides, seed) in requests
     )
+
+
+def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
+    """The last value of a loss curve, infinite if the run diverged; None if no current training of it has ended."""
+    variant, overrides, seed = request
+    run = lab.run(variant, overrides, seed)
+    if not run.is_current(lab.config(variant, overrides)):
+        return None
+    metrics = run.metrics()
+    return math.inf if metrics["diverged"] else metrics[curve]
 
 
 def first_reading(lab: Lab) -> Tables:

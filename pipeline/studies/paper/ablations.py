@@ -14,7 +14,8 @@ from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper.section_5 import CLAIMS, results_of
+from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper.section_5 import results_of
 
 RULES = (
     "rate_is_fair",

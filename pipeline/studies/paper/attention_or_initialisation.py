@@ -10,8 +10,7 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import ablations
-from pipeline.studies.paper.section_5 import CLAIMS
+from pipeline.studies.paper import CLAIMS, ablations
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor

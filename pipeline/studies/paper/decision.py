@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pipeline import studies
 from pipeline.config.params import Name, PositiveFloat
-from pipeline.statistics.claims import Accuracy, Results, read_claims
+from pipeline.statistics.claims import NOTHING, Accuracy, Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import LEVEL, Verdict, power_of_ranks
 from pipeline.studies import Tables, comparison
@@ -51,7 +51,7 @@ def judge(claim: Accuracy, results: Results) -> Verdict | None:
     first, second = claim.compare[0]
     if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
         return None
-    return Accuracy(**claim.model_dump() | {"compare": [[first, second]]}).judge(results)[f"{first}_vs_{second}"]
+    return claim.verdict(first, second, results, NOTHING)
 
 
 def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper.section_5 import CLAIMS
+from pipeline.studies.paper import CLAIMS
 
 MATCHES = ("osa_matches_vit_on_harder_data", "osa_iso_matches_vit_on_harder_data")
 

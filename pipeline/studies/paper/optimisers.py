@@ -7,7 +7,6 @@ Nothing is shown until all runs are there.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -18,9 +17,9 @@ from pipeline.config.params import Name, Overrides, PositiveFloat, PositiveInt, 
 from pipeline.results.runs import tables_of
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
-from pipeline.studies import Request, Study, Tables
+from pipeline.studies import Request, Study, Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper.section_5 import CLAIMS
+from pipeline.studies.paper import CLAIMS
 
 CLAIM = "osa_matches_vit_with_better_optimisers"
 SEARCH = "_search"  # suffix of a short training's name
@@ -54,13 +53,10 @@ def searches(settings: Settings, model: str, optimizer: str) -> dict[float, Requ
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
     """Returns the rate whose short training ends with the lowest train loss; None until all are there. A diverged training
     counts as an infinite loss."""
-    losses = {}
-    for rate, (variant, overrides, seed) in searches(settings, model, optimizer).items():
-        run = lab.run(variant, overrides, seed)
-        if not run.is_current(lab.config(variant, overrides)):
-            return None
-        metrics = run.metrics()
-        losses[rate] = math.inf if metrics["diverged"] else metrics["train_loss"]
+    requests = searches(settings, model, optimizer)
+    losses = {rate: comparison.last_loss(request, "train_loss", lab) for rate, request in requests.items()}
+    if None in losses.values():
+        return None
     return min(losses, key=losses.__getitem__)
 
 

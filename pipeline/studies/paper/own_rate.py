@@ -6,7 +6,6 @@ wins, one more is tried; a best rate at either end is said to be one. A training
 fresh seeds of each model at its rate then decide, by the same limit and test as the study `decision`.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -14,11 +13,10 @@ from pydantic import Field
 
 from pipeline import studies
 from pipeline.config.params import Name, PositiveFloat, PositiveInt, Section, Seed, Seeds
-from pipeline.results.runs import tables_of
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import Verdict
-from pipeline.studies import Request, Study, Tables
+from pipeline.studies import Request, Study, Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS, decision
 
@@ -53,12 +51,8 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    variant, overrides, seed = search_request(settings, model, rate)
-    run = lab.run(variant, overrides, seed)
-    if not run.is_current(lab.config(variant, overrides)):
-        return None
-    metrics = run.metrics()
-    return math.inf if metrics["diverged"] else metrics["test_loss"]  # the held-out images stand in for the test images
+    """The last loss of a search on the held-out images, which stand in for the test images."""
+    return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 
 def search_request(settings: Settings, model: str, rate: float) -> Request:
@@ -87,10 +81,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 def read(settings: Settings, lab: Lab) -> Tables:
     """The tables of all runs that there should be so far."""
-    return tables_of(
-        (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
-        for name, (variant, overrides, seed) in requests(settings, lab)
-    )
+    return comparison.tables_of_requests(requests(settings, lab), lab)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 from pipeline.statistics.claims import Results, largest_rise, read_claims
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper.section_5 import CLAIMS
+from pipeline.studies.paper import CLAIMS
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:

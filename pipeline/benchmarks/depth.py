@@ -15,7 +15,7 @@ from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_
 from pipeline.config import params
 from pipeline.core import provenance
 from pipeline.core.errors import entry_point
-from pipeline.training.loop import make_deterministic
+from pipeline.training.loop import configure_torch
 
 MODELS = ("osa_shaped", "osa_iso", "espa", "espa_iso", "uspa", "vskipinit", "softmax_shaped", "softmax_iso")
 MODELS += ("softmax_shaped_norm", "vit_noskip_ji", "vit_noskip_ji_nonorm", "vit", "vit_noskip_nonorm", "osa_exact")
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("depth", __doc__)
     parser.add_argument("--depth", type=int, default=DEPTH, help="blocks of every model")
     options = parser.parse_args(arguments)
-    make_deterministic()
+    configure_torch()
     device, settings, paper = provenance.default_device(), params.load(), params.load_paper()
     loaded, steps = {}, {}
     for model in tqdm(MODELS, desc="prepare", disable=None):

@@ -32,7 +32,7 @@ from pipeline.core import provenance
 from pipeline.core.errors import entry_point
 from pipeline.core.files import rounded
 from pipeline.data import idx
-from pipeline.training.loop import Training, make_deterministic
+from pipeline.training.loop import Training, configure_torch
 from pipeline.training.run import Run
 
 SEED = 5  # one of those whose weights git keeps
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("step", __doc__)
     parser.add_argument("--compile", action="store_true", help=f"also {' and '.join(COMPILABLE)} under torch.compile")
     options = parser.parse_args(arguments)
-    make_deterministic()
+    configure_torch()
     device, settings = provenance.default_device(), params.load()
     with tempfile.TemporaryDirectory() as scratch:
         unpack(settings.data.source, Path(scratch))

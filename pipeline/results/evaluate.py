@@ -26,7 +26,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import rounded, rounded_table
 from pipeline.data import idx
 from pipeline.results import measures
-from pipeline.training.loop import make_deterministic
+from pipeline.training.loop import configure_torch
 from pipeline.training.run import Run
 
 BATCH_SIZE = 500
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("seeds", type=params.seed, nargs="*", metavar="seed", help="default: those of params.yaml")
     chosen = parser.parse_args(params.without_stage(sys.argv[1:] if arguments is None else arguments))
     settings = params.load()
-    make_deterministic()
+    configure_torch()
     config = params.resolve(settings, chosen.variant)
     for seed in chosen.seeds or settings.run.seeds:
         run = Run(chosen.variant, seed)

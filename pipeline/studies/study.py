@@ -14,7 +14,7 @@ from pipeline.config.records import Environment, Record
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.studies.lab import Lab
-from pipeline.training.loop import make_deterministic
+from pipeline.training.loop import configure_torch
 
 FOLDER = Path("paper_outputs/studies")
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
     if study.measure is None:
         raise UserError(f"{chosen.name} measures nothing: `python -m pipeline report` reads what it needs.")
     torch.set_num_threads(1)
-    make_deterministic()
+    configure_torch()
     settings, reading = studies.settings(chosen.name), studies.reading_of(chosen.name)
     lab = Lab(chosen.name, params.load(), params.load_paper(), reading)
     tables, folder = study.measure(settings, lab), FOLDER / chosen.name

@@ -20,7 +20,7 @@ from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.core.files import ROOT
 from pipeline.data import idx
-from pipeline.training.loop import Training, make_deterministic
+from pipeline.training.loop import Training, configure_torch
 
 STEPS, BATCH = 20, 16
 
@@ -70,7 +70,7 @@ def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--print"]:  # called by `digests`
-        make_deterministic()
+        configure_torch()
         print(json.dumps({name: first_steps(name)[1] for name in osa.models.MODELS}))
     else:
         main()

@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args(params.without_stage(sys.argv[1:]))
 
-    from pipeline.training.loop import make_deterministic  # imports torch, which takes seconds; `--help` does not need it
+    from pipeline.training.loop import configure_torch  # imports torch, which takes seconds; `--help` does not need it
     from pipeline.training.recorder import train
 
     before = provenance.process_seconds()
-    make_deterministic()
+    configure_torch()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (TRIES if overrides else TABLE_2)
     if study in (TABLE_2, TRIES):

@@ -68,5 +68,5 @@ def read_history(content: bytes) -> list[dict]:
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """`python -m pipeline train` in this process, whose settings of torch are left alone."""
     monkeypatch.setattr(sys, "argv", ["train", *arguments, "--no-tracking"])
-    monkeypatch.setattr(loop, "make_deterministic", lambda: None)
+    monkeypatch.setattr(loop, "configure_torch", lambda: None)
     train.main()

@@ -648,7 +648,7 @@ def test_a_training_is_brought_at_its_end_unless_it_is_not_to_be(monkeypatch, op
     brought = []
     record = synthetic.record(params.resolve(params.load(), "vit"), runs.Run("vit", 0))
     monkeypatch.setattr(recorder, "train", lambda run, config, **_: record)
-    monkeypatch.setattr("pipeline.training.loop.make_deterministic", lambda: None)
+    monkeypatch.setattr("pipeline.training.loop.configure_torch", lambda: None)
     monkeypatch.setattr(tracking, "sync_quietly", brought.append)
     monkeypatch.setattr(sys, "argv", ["train", "vit", "3", *options])
     train.main()

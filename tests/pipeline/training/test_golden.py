@@ -15,7 +15,7 @@ import osa
 from pipeline.core import files
 from pipeline.data import fetch
 from pipeline.tools.same_bits import first_steps
-from pipeline.training.loop import make_deterministic
+from pipeline.training.loop import configure_torch
 from tests.osa.helpers import REPRESENTATIVES
 
 GOLDEN = Path(__file__).parents[2] / "golden.json"
@@ -55,7 +55,7 @@ def test_the_first_steps_have_the_losses_that_they_had(name, steps):
 
 
 if __name__ == "__main__":
-    make_deterministic()
+    configure_torch()
     losses = {name: [round(loss, 6) for loss in first_steps(name, STEPS)[0]] for name in osa.MODELS}
     text = json.dumps({"numerics": osa.NUMERICS, "losses": losses})
     GOLDEN.write_text(text.replace("], ", "],\n") + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ import torch
 from pipeline.config import params
 from pipeline.core import files
 from pipeline.data import fetch
-from pipeline.training.loop import Observer, Training, make_deterministic
+from pipeline.training.loop import Observer, Training, configure_torch
 
 GOLDEN = Path(__file__).parents[2] / "learning.json"
 MODELS = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm")
@@ -46,6 +46,6 @@ def test_two_epochs_teach_the_model_as_much_as_before(name, sample):
 
 
 if __name__ == "__main__":
-    make_deterministic()
+    configure_torch()
     fetch.main(["sample"])
     files.write_json(GOLDEN, {name: round(accuracy(name), 1) for name in MODELS})

@@ -390,3 +390,21 @@ def test_a_search_does_not_see_the_test_images():
     assert history == other_history and all(state[name].equal(other_state[name]) for name in state)
     with pytest.raises(UserError, match="held_out 1000000 must be less than the 43 training images"):
         loop.load_data(params.resolve(params.load(), "vit", {"train": {"held_out": 10**6}}), torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no huge pages")
+def test_large_tensors_of_a_training_ask_for_huge_pages():
+    """In a new process, because torch decides once."""
+    code = """
+import pathlib
+from pipeline.training import loop, recorder
+loop.configure_torch()
+tensor = loop.torch.ones(16 << 20)
+print([line for line in pathlib.Path("/proc/self/smaps").read_text().splitlines() if "VmFlags" in line and " hg" in line])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    for variable, expected in [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)]:
+        command = [sys.executable, "-c", code]
+        printed = subprocess.check_output(command, cwd=ROOT, env=environment | variable, text=True)
+        assert (printed.strip() != "[]") == expected

@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def elu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns attention with φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, Eq. 7)."""
+    """Returns attention with φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, arXiv 2006.16236)."""
     return attend(F.elu(query) + 1, F.elu(key) + 1, value)
 
 
 def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns FAVOR+, an estimate of softmax attention at the scale 1/√d (Choromanski et al. 2021, Lemma 1).
+    """Returns FAVOR+, an estimate of softmax attention at the scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
 
     φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x, for a `projection` Ω of shape (m, d). Each query's features, and all keys'
     of a head, are divided by their largest, so that none overflows; these factors cancel.
@@ -33,7 +33,7 @@ def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
 
 def orthogonal_projection(width: int, count: int | None = None) -> Tensor:
     """Returns Ω (count, width) for FAVOR+: Gaussian rows, orthogonal within each block of `width`. The count is by default
-    d ln d, the order that Theorem 4 of Choromanski et al. asks for."""
+    d ln d, the order for which Choromanski et al. bound the error."""
     count = math.ceil(width * math.log(width)) if count is None else count
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(math.ceil(count / width), width, width, generator=generator)

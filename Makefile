@@ -8,7 +8,7 @@ INSTALL = @$(PYTHON) pipeline/tools/install.py $(VENV) --torch "$(TORCH)" --inde
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" DVC_NO_ANALYTICS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-all quickstart check test plan reproduce restore benchmark gpu ui lint hooks readme lock
+.PHONY: help setup setup-dev setup-all quickstart check coverage test plan reproduce restore benchmark gpu ui lint hooks readme lock
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ quickstart: setup  ## the paper's comparison in small, in quickstart/, without a
 check: setup-dev  ## the quick tests and ruff: an answer in a minute
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -q -m "not slow and not faults"
 	$(RUN) ruff check .
+
+coverage: setup-dev  ## the quick tests, and which lines of osa and pipeline they run
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile -q -m "not slow and not faults" --cov osa --cov pipeline
 
 test: setup-all  ## the test suite
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

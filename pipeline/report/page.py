@@ -99,12 +99,6 @@ def _markdown() -> MarkdownIt:
     return renderer
 
 
-def word_count(markdown: str) -> int:
-    """The number of visible words, including captions and tables."""
-    shown = re.sub(r"<[^>]+>|\]\([^)]*\)|[|*#`!\[\]]|^\s*[:| -]+$", " ", markdown, flags=re.MULTILINE)
-    return len([word for word in shown.split() if any(map(str.isalnum, word))])
-
-
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
     """Renders the body of a page. Also returns its sections as (anchor, title up to a colon).
 

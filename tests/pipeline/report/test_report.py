@@ -2,6 +2,7 @@
 Python."""
 
 import ast
+import copy
 import dataclasses
 import os
 import re
@@ -23,9 +24,11 @@ from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.report import __main__ as report
 from pipeline.report import figures, page, table_2
-from pipeline.report.page import TEMPLATES, to_html, word_count
+from pipeline.report.numbers import interval
+from pipeline.report.page import TEMPLATES, to_html
 from pipeline.results import runs
-from pipeline.statistics.intervals import one_more_run
+from pipeline.statistics.intervals import one_more_run, summary_of
+from pipeline.statistics.verdicts import judge
 from pipeline.studies import charts
 from pipeline.studies.lab import Lab
 from pipeline.training.run import Run
@@ -170,6 +173,50 @@ def test_the_committed_pages_are_what_the_committed_files_give(written):
         str(path) for path in paths if (written / path).read_bytes() != (ROOT / "paper_outputs" / path).read_bytes()
     ]
     assert not different, "run `python -m pipeline report paper`, `… research` and `make readme`"
+
+
+def with_fresh_seeds(numbers: dict, difference: float) -> dict:
+    """The pages' numbers as they would be if OSA (QR) were `difference` points above ViT in all fresh seeds."""
+    numbers = copy.deepcopy(numbers)
+    searched = [{"rate": 0.001, "loss": 0.25}, {"rate": 0.003, "loss": None}]
+    for name, seeds in (("decision", 11), ("own_rate", 5)):
+        vit = [97 + 0.01 * seed for seed in range(seeds)]
+        osa_qr = [accuracy + difference for accuracy in vit]
+        rows = [
+            {"variant": model, "accuracy": summary_of(values), "rate": 0.001, "is_at_the_edge": True, "searched": searched}
+            for model, values in (("osa_qr", osa_qr), ("vit", vit))
+        ]
+        numbers[name] |= page.to_json({"verdict": judge(osa_qr, vit, limit=-0.5), "rows": rows})
+    row = numbers["section_5"]["claims"]["osa_matches_vit"]["osa_qr_vs_vit"]
+    row |= {"before": row["verdict"], "verdict": numbers["decision"]["verdict"]}
+    numbers["section_5"]["headline"]["adjusted"] |= {"osa_matches_vit": 0.123, "osa_matches_vit_at_own_rates": 0.321}
+    return numbers
+
+
+def test_fresh_seeds_answer_the_central_claim_whatever_comes_out():
+    """In the answer, in the table of claims, which keeps the earlier verdict, and in a section of their own."""
+    templates = page.environment(Lab("report", params.load(ROOT / "params.yaml"), params.load_paper()).label)
+    committed = {path.stem: files.read_json(path) for path in (ROOT / "paper_outputs/numbers").glob("*/*.json")}
+    central = templates.from_string(
+        '{% from "paper/comparisons.j2" import central %}{{ central(section_5.claims, own_rate, ablations, level, "") }}'
+    )
+    outcomes = [(0.2, "reproduced", "confirmed"), (-0.5, "open", "undecided"), (-1.3, "contradicted", "not confirmed")]
+    for difference, word, here in outcomes:
+        numbers = with_fresh_seeds(committed, difference) | {"level": 0.05}
+        row = numbers["section_5"]["claims"]["osa_matches_vit"]["osa_qr_vs_vit"]
+        answer = central.render(numbers)
+        assert answer.count(f"{abs(difference):.2f} points") == 2 and f"it is {here}" in answer
+        assert interval(row["before"]) in answer, "what came before stays"
+        table, _, fresh = templates.get_template("paper/section_5.md.j2").render(numbers).partition("### Fresh seeds")
+        now, before = (line for line in table.splitlines() if "OSA (QR) − ViT >" in line)
+        assert f" {word}" in now and row["before"]["word"] in before
+        assert not [shown for shown in (word, here, "0.123", "0.321", "diverged") if shown not in fresh]
+
+
+def word_count(markdown: str) -> int:
+    """The number of visible words, including captions and tables. A word has a letter: numbers are not counted."""
+    shown = re.sub(r"</?[a-z][^<>]*>|\]\([^)]*\)|[|*#`!\[\]]", " ", markdown)
+    return len([word for word in shown.split() if any(map(str.isalpha, word))])
 
 
 @pytest.mark.parametrize("name", BUDGETS)

@@ -5,13 +5,9 @@ At the end it prints the table, the paths of page and figure, the number of runs
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
-
-from tqdm import tqdm
 
 from pipeline.config import params
 from pipeline.core import git
@@ -20,11 +16,7 @@ from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
 from pipeline.tools.jobs import digest, missing, table_2_jobs
 
-LOCK, README, OUTPUTS = Path("dvc.lock"), Path("README.md"), Path("paper_outputs")
-BEGUN, PASSED = re.compile(r"Running stage '(.+)':"), re.compile(r"Stage '(.+)' (didn't change|is cached)")
-OF_DVC = re.compile(
-    r"> |(Updat|Generat)ing lock file|Use `dvc push`|Data and pipelines|To (track|enable)|\s*(git add|dvc config) |\s*$"
-)
+README, OUTPUTS = Path("README.md"), Path("paper_outputs")
 
 
 @entry_point
@@ -54,6 +46,7 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
     left = missing(table_2_jobs(settings))
     if left:
         fan_out.main([*options])
+    print("DVC looks for stages whose inputs have changed.", flush=True)
     repro()
     return len(left)
 
@@ -66,48 +59,22 @@ def has_data(source: str) -> bool:
 
 
 def repro(*options: str) -> None:
-    """Runs `dvc repro` with one line of progress. Shows the output of stages, and DVC's errors, but not its other messages.
+    """Runs `dvc repro`, and shows what it prints but for the stages that are up to date.
 
     Raises:
         UserError: a stage fails.
     """
-    num_stages = len(re.findall(r"^  \S.*:$", LOCK.read_text(encoding="utf-8"), re.MULTILINE)) if LOCK.exists() else 0
-    line, ended = "{n_fmt}/{total_fmt} stages{postfix} [{elapsed}]", threading.Event()
     command = [sys.executable, "-m", "dvc", "repro", *options]
-    with (
-        tqdm(total=num_stages or None, bar_format=line, leave=False, disable=None) as bar,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process,
-    ):
-        threading.Thread(target=tick, args=(bar, ended), daemon=True).start()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         try:
-            for text in process.stdout:
-                show(text.rstrip(), bar)
+            for line in process.stdout:
+                if "didn't change, skipping" not in line:
+                    print(line, end="", flush=True)
         except BaseException:
             process.terminate()
             raise
-        finally:
-            ended.set()
     if process.returncode:
         raise UserError("`dvc repro` failed, as it says above: with that mended, the same command goes on from there.")
-
-
-def tick(bar: tqdm, ended: threading.Event) -> None:
-    """Redraws the line of progress every second, so that its clock runs during a long stage."""
-    while not ended.wait(1):
-        bar.refresh()
-
-
-def show(text: str, bar: tqdm) -> None:
-    """Counts DVC's own lines as progress, and shows the lines that stages print."""
-    if begun := BEGUN.match(text):
-        bar.set_postfix_str(begun[1])
-        bar.update()
-        if bar.disable:
-            print(begun[1], flush=True)
-    elif PASSED.match(text):
-        bar.update()
-    elif not OF_DVC.match(text):
-        tqdm.write(text)
 
 
 def said_of(trained: int) -> str:

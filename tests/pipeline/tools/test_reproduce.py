@@ -1,10 +1,8 @@
-"""`make reproduce` says what came out, whether anything was trained, and shows nothing of DVC's chatter."""
+"""`make reproduce` says what came out, whether anything was trained, and which stages run."""
 
-import io
 import subprocess
 
 import pytest
-from tqdm import tqdm
 
 from pipeline.config import params
 from pipeline.core.errors import UserError
@@ -15,7 +13,7 @@ from tests.pipeline.trainings import write_data, write_params
 GRAPH = """\
 stages:
   quick: {cmd: echo from the stage, outs: [quick]}
-  slow: {cmd: sleep 3; touch slow, deps: [quick], outs: [slow]}
+  slow: {cmd: touch slow, deps: [quick], outs: [slow]}
   last: {cmd: "touch last; exit ${status}", deps: [slow], outs: [last]}
 """
 
@@ -32,31 +30,16 @@ def workspace(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_long_stage_shows_its_time_and_only_stages_speak(workspace, monkeypatch, capfd):
-    screen = io.StringIO()
-
-    def bar(**options):
-        return tqdm(**options | {"file": screen, "disable": False})
-
-    bar.write = tqdm.write
-    monkeypatch.setattr(reproduce, "tqdm", bar)
-    reproduce.repro()
-    frames = [frame.strip() for frame in screen.getvalue().split("\r")]
-    assert len([frame for frame in frames if ", slow [" in frame]) >= 3  # it moves while nothing happens
-    assert capfd.readouterr().out == "from the stage\n"
-    reproduce.repro()
-    assert capfd.readouterr().out == ""
-    assert "0/3 stages" in screen.getvalue()
-    monkeypatch.undo()
-
-
-@pytest.mark.slow
-def test_a_stage_that_fails_is_told(workspace, capfd, tmp_path):
+def test_it_shows_the_stages_that_run_and_what_they_print(workspace, capfd, tmp_path):
     (tmp_path / "params.yaml").write_text("status: 1\n", encoding="utf-8")
     with pytest.raises(UserError, match="`dvc repro` failed"):
         reproduce.repro()
     out, err = capfd.readouterr()
-    assert out == "quick\nfrom the stage\nslow\nlast\n" and "failed to reproduce 'last'" in err
+    assert "from the stage" in out and "'slow'" in out and "failed to reproduce 'last'" in err
+    (tmp_path / "params.yaml").write_text("status: 0\n", encoding="utf-8")
+    reproduce.repro()
+    out, _ = capfd.readouterr()
+    assert "'last'" in out and "'slow'" not in out, "stages that are up to date are not named"
 
 
 def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypatch, capsys):

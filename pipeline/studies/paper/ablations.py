@@ -1,7 +1,7 @@
 """Ablations by PyTorch's defaults: what the accuracies of Table 2 depend on, one change at a time.
 
-We change the learning rate, each of the four details in which this reading differs from the first, exp, and skip connections
-with LN. The baseline of every change is Table 2's runs, if params.yaml follows this reading too. The study
+We change the learning rate, each of the four details in which this reading differs from the first, exp, skip connections
+with LN, and the start of α. The baseline of every change is Table 2's runs, if params.yaml follows this reading too. The study
 attention_or_initialisation uses two changes of initialisation. Rules and expectations were written before the first run.
 A claim is shown once all its runs are there.
 """
@@ -23,6 +23,7 @@ RULES = (
     "detail_matters",
     "exp_is_not_needed",
     "osa_matches_vit_with_skips",
+    "start_of_alpha_is_free",
 )
 BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Table 2
 

@@ -130,14 +130,14 @@ def test_a_claim_about_ablations_is_shown_once_its_runs_are_there_by_the_reading
     assert {row["claim"] for row in summary["rows"]} == {*ablations.RULES} - waiting
     summary = ablations.summarise(listed, {"runs": runs(ablated())}, paper_lab)
     words = {(row["claim"], row["second"]["variant"]): row["verdict"].word for row in summary["rows"]}
-    assert len(summary["rows"]) == 12 and words["detail_matters", "vit_noskip_nonorm"] == REPRODUCED
+    assert len(summary["rows"]) == 14 and words["detail_matters", "vit_noskip_nonorm"] == REPRODUCED
     assert words["exp_is_not_needed", "osa_exact"] == "contradicted" and words["rate_is_fair", "vit"] == REPRODUCED
     assert attention_or_initialisation.compare(ablations.read(paper_lab))["is_trained"]
     template = page.environment(paper_lab.label).get_template("research/ablations.md.j2")
     compute = {"table_2": {"machines": {"a": []}}, "ablations": {"machines": {"a": ["osa_cayley"], "b": ["vit"]}}}
     text = template.render(ablations=page.to_json(summary), level=LEVEL, compute=compute)
     assert "Table 2 was trained on a, these runs on a and b" in text
-    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 14
+    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 16 and "α from zero" in text
 
 
 def test_baselines_by_another_reading_are_none(paper_lab):

@@ -1,10 +1,11 @@
 """All commands: `python -m pipeline` lists them, `python -m pipeline train --help` explains one."""
 
 import ast
-import difflib
 import importlib
 import sys
 from pathlib import Path
+
+from pipeline.core.errors import ended, hint
 
 COMMANDS = {
     "check": "config.check",
@@ -30,8 +31,7 @@ def main() -> None:
         for each, module in COMMANDS.items():
             print(f"  {each:<23}{docstring(module).splitlines()[0].partition(': `')[0].rstrip('.:')}")
     elif name not in COMMANDS:
-        near = [f"; did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)]
-        sys.exit(f"error: {name} is no command{''.join(near) or ': `python -m pipeline` lists them.'}")
+        sys.exit(f"error: {ended(f'{name} is no command{hint(name, COMMANDS)}')}")
     elif {"-h", "--help"} & {*arguments} and "parse_args" not in path(COMMANDS[name]).read_text(encoding="utf-8"):
         print(docstring(COMMANDS[name]))  # the command takes no options
     else:

@@ -81,7 +81,7 @@ def test_dvc_takes_its_commands():
     from dvc.cli.parser import get_main_parser
 
     parser, run = get_main_parser(), params.load(ROOT / "params.yaml").run
-    content = reading.read(ROOT / "dvc.yaml")
+    content = reading.read_yaml(ROOT / "dvc.yaml")
     stages = content["stages"].keys() | {"{}"}  # xargs fills it in
     stages |= {f"train@{variant}-{seed}" for variant in run.variants for seed in run.seeds}
     stages |= {f"evaluate@{variant}" for variant in run.variants}

@@ -69,7 +69,7 @@ def test_ten_steps_of_the_recipe_have_the_same_losses(models):
 def test_it_trains_and_says_what_to_expect(tmp_path, capsys):
     """The notebook trains on the images that the pipeline would read."""
     write_mnist(tmp_path, train=20, test=50)
-    loaded = idx.load(tmp_path)
+    loaded = idx.read_data(tmp_path)
     for split, expected in (("train", loaded.train_images), ("t10k", loaded.test_images)):
         torch.testing.assert_close(minimal.load(split, tmp_path)[0], expected[:], rtol=1e-7, atol=0)
     assert minimal.main(epochs=1, folder=tmp_path) in range(101)

@@ -46,7 +46,7 @@ MOST_MATRIX_BYTES = 2**30  # largest N×N matrix
 MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
 MOST_TOKENS_ERROR = 512  # ‖AᵀA − I‖₂ is measured up to this number of tokens, as A is formed for it
 ALLOWANCE = 1.5  # factor above the peak: the clock rate may rise between the two measurements
-BACKENDS = {
+SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -67,7 +67,7 @@ class Route:
     forms_matrix: bool = False
 
 
-def check(row: dict, peak: float) -> None:
+def check_peak(row: dict, peak: float) -> None:
     """Raises UserError where a row is faster than the fastest product of matrices: the clock or the count is wrong then.
 
     A clock that reads milliseconds as seconds, does not wait for the device or divides by the wrong number of calls is
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
     options, device = parser.parse_args(arguments), provenance.default_device()
     table, peak = measure(options, device)
-    measurements.write(
+    measurements.write_measurements(
         file_name(options),
         table,
         device,
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
             row = dict(zip(KEYS, (key[0], tokens, *key[1:], options.dtype), strict=True)) | times
             row["tflops"] = 2 * of.multiply_adds / times["seconds"] / 1e12
             rows.append(row | {"peak_bytes": of.peak_bytes, "orthogonality_error": errors[key[0]]})
-            check(row, peak)
+            check_peak(row, peak)
             last[key] = tokens, times["seconds"]
     return pd.DataFrame(rows), peak
 
@@ -151,7 +151,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     found[SDPA] = Route(F.scaled_dot_product_attention, 2)
     projection = linear.orthogonal_projection(tensors[0].shape[-1]).to(tensors[0])
     found |= {f"{LINEAR}_elu": Route(linear.elu, 1), f"{LINEAR}_favor": Route(partial(linear.favor, projection), 1)}
-    for name, backend in BACKENDS.items():
+    for name, backend in SDPA_BACKENDS.items():
         function = partial(by_backend, backend)
         if takes(function, tensors):
             found[name] = Route(function, 2, forms_matrix=backend == SDPBackend.MATH)

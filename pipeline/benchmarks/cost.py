@@ -161,7 +161,7 @@ def svd(shape: list[int]) -> int:
     return math.prod(batch) * (3 * m * n**2 + 10 * n**3)
 
 
-def attention(query: list[int], key: list[int], value: list[int]) -> int:
+def attention_products(query: list[int], key: list[int], value: list[int]) -> int:
     """Scores QKᵀ and their product with V: two products of N_q·N_k pairs of tokens."""
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
@@ -186,7 +186,7 @@ ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the 
     "aten::linalg_svd": lambda shapes: svd(shapes[0]),
 }
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
-    ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention(*shapes[:3])
+    ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention_products(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
 FORMULAS = PRODUCTS | ROUTINES
 MADE_OF_OTHERS = {  # whose products are events of their own, or which have none

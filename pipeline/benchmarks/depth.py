@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from pipeline.benchmarks import cost, measurements
 from pipeline.benchmarks.measurements import INITIALISED
-from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, load, our_step, with_whole_batches
+from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, our_step, training_from, with_whole_batches
 from pipeline.config import params
 from pipeline.core import provenance
 from pipeline.core.errors import entry_point
@@ -34,13 +34,17 @@ def main(arguments: list[str] | None = None) -> None:
     for model in tqdm(MODELS, desc="prepare", disable=None):
         deep = {"model": {"depth": options.depth}}  # rate and α change nothing of the time
         config = params.resolve_recipe(settings, paper, model, deep)
-        steps[model] = our_step(load(model, INITIALISED, with_whole_batches(config), loaded, device))
+        steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
-    facts = {"depth": options.depth, "rounds": options.repeats, "batch_size": paper.readings[params.FIRST].train.batch_size}
-    measurements.write("depth", compared(samples), device, options, **facts)
+    facts = {
+        "depth": options.depth,
+        "rounds": options.repeats,
+        "batch_size": paper.readings[params.FIRST_READING].train.batch_size,
+    }
+    measurements.write_measurements("depth", over_vit(samples), device, options, **facts)
 
 
-def compared(samples: dict[str, list[float]]) -> pd.DataFrame:
+def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
     """Seconds of each model, and their ratio to ViT's of the same round, from `low` to `high`; all but these medians."""
     seconds = pd.DataFrame(samples)
     ratios = seconds.div(seconds[REFERENCE], axis=0)

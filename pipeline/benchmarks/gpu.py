@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 import osa  # noqa: E402
 from osa import functional, linalg, runtime  # noqa: E402
 
-SECONDS = 570
+TOTAL_SECONDS = 570
 SHARES = {"machine": 25, "forms": 130, "attention": 130, "split": 40, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
 TINY_MODEL = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
@@ -54,13 +54,13 @@ NORMS = (2.0, 6.0, 40.0)  # ‖S‖₂: of the paper's trained heads a median of
 Rows = Iterator[dict]
 
 
-def machine(tiny: bool) -> Rows:
+def device_rates(tiny: bool) -> Rows:
     size, bytes_copied = (64, 2**12) if tiny else (8192, 2**30)
     x = torch.empty(bytes_copied, dtype=torch.uint8, device=DEVICE)
-    time_of_copy = seconds(lambda: (x.clone(),))
+    time_of_copy = median_seconds(lambda: (x.clone(),))
     yield {"what": "copy", "seconds": time_of_copy, "rate": 2 * bytes_copied / time_of_copy, "unit": "B/s"}
     a = torch.randn(size, size, dtype=HALF, device=DEVICE)
-    time_of_product = seconds(lambda: (a @ a,))
+    time_of_product = median_seconds(lambda: (a @ a,))
     yield {"what": "product", "seconds": time_of_product, "rate": 2 * size**3 / time_of_product, "unit": "FLOP/s"}
 
 
@@ -98,7 +98,7 @@ def forms(tiny: bool) -> Rows:
 def form(method: str, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Rows:
     """Its first use, and errors of values and gradients at each norm against the plain route on the CPU in float64."""
     for norm in NORMS:
-        inputs, scale = draw(batch, heads, tokens, width, dtype, norm)
+        inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
         start, grad = time.perf_counter(), torch.randn_like(inputs[2])
         found = outputs_and_gradients(call, inputs, grad)
@@ -129,7 +129,9 @@ def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
     return names | {"dtype": str(dtype).removeprefix("torch.")}
 
 
-def draw(batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float) -> tuple[list[Tensor], float]:
+def random_inputs(
+    batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float
+) -> tuple[list[Tensor], float]:
     """Independent tokens, and the scale that gives the first heads this ‖S‖₂, which is the spectral radius of c J MᵀM."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
@@ -150,12 +152,12 @@ SHAPES = (  # batch, heads, tokens: ViT-B/16, then long sequences
 )
 
 
-def attention(tiny: bool) -> Rows:
+def attention_calls(tiny: bool) -> Rows:
     """Width 64 in bfloat16. The share of a kernel is that of a replay of its launch alone; "rest" is what is left."""
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
         for norm in NORMS:
-            inputs, scale = draw(batch, heads, tokens, 64, HALF, norm)
+            inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, norm)
             call = partial(osa.orthogonal_attention, scale=scale, method="exact")
             for row in timings(call, inputs, with_launches=True):
                 yield shape | {"norm": norm, "method": "exact"} | row
@@ -171,7 +173,7 @@ def attention(tiny: bool) -> Rows:
                 yield shape | {"norm": "", "method": name} | row
         for work, count in (("forward", 2), ("both", 6)):  # tensors of one size read and written, at the least
             row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
-            yield shape | row | {"seconds": seconds(partial(copy, inputs[0].detach(), count))}
+            yield shape | row | {"seconds": median_seconds(partial(copies, inputs[0].detach(), count))}
 
 
 SPLIT = (  # batch, heads, tokens, width, type
@@ -184,15 +186,15 @@ SPLIT = (  # batch, heads, tokens, width, type
 def split(tiny: bool) -> Rows:
     """Seconds of calls with their gradients, as replays: whether these kernels are worth their code."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
-        inputs, scale = draw(batch, heads, tokens, width, dtype, NORMS[0])
+        inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
         for method in ("exact", "newton_schulz"):
             row = case(method, batch, heads, tokens, width, dtype)
             work = partial(differentiate, partial(osa.orthogonal_attention, scale=scale, method=method), inputs, inputs)
-            yield row | {"by": "kernels", "seconds": seconds(work)}
+            yield row | {"by": "kernels", "seconds": median_seconds(work)}
             with without_kernels():
-                yield row | {"by": "torch's products", "seconds": seconds(work)}
+                yield row | {"by": "torch's products", "seconds": median_seconds(work)}
         work = partial(differentiate, F.scaled_dot_product_attention, inputs, inputs)
-        yield case("sdpa", batch, heads, tokens, width, dtype) | {"by": "sdpa", "seconds": seconds(work)}
+        yield case("sdpa", batch, heads, tokens, width, dtype) | {"by": "sdpa", "seconds": median_seconds(work)}
 
 
 def by_cudnn(*inputs: Tensor) -> Tensor:
@@ -200,7 +202,7 @@ def by_cudnn(*inputs: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*inputs)
 
 
-def copy(x: Tensor, count: int) -> tuple[Tensor, ...]:
+def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
     """2 for Q, K, V and the output, 4 more for these again and all four gradients."""
     return tuple(x.clone() for _ in range(count))
 
@@ -218,12 +220,12 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
     """Seconds of a call and of it with its gradients, as replays and eagerly; and of each of the launches of the latter."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
-        whole = seconds(work)
+        whole = median_seconds(work)
         yield {"work": name, "part": "all", "how": "replay", "seconds": whole}
-        yield {"work": name, "part": "all", "how": "eager", "seconds": seconds(work, replayed=False)}
+        yield {"work": name, "part": "all", "how": "eager", "seconds": median_seconds(work, replayed=False)}
     shares = []
     for part, alone in launches_of(work) if with_launches else ():
-        shares.append(seconds(alone))
+        shares.append(median_seconds(alone))
         yield {"work": "both", "part": part, "how": "replay", "seconds": shares[-1]}
     if with_launches:
         yield {"work": "both", "part": "rest", "how": "replay", "seconds": rest(whole, shares)}
@@ -276,7 +278,7 @@ def vit_b16(tiny: bool) -> Rows:
         work = step_of(model.to(DEVICE), images, autocast=True)
         for how in ("replay", "eager"):
             row = {"attention": kind, "alpha": alpha, "batch": batch, "how": how}
-            yield row | {"seconds": seconds(work, replayed=how == "replay")}
+            yield row | {"seconds": median_seconds(work, replayed=how == "replay")}
 
 
 def step(tiny: bool) -> Rows:
@@ -285,7 +287,7 @@ def step(tiny: bool) -> Rows:
     labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:
         model = osa.create_model(name, **(TINY_MODEL if tiny else {})).to(DEVICE)
-        row = {"model": name, "seconds": seconds(step_of(model, images))}
+        row = {"model": name, "seconds": median_seconds(step_of(model, images))}
 
         def forward(model=model) -> tuple[Tensor]:
             return (F.cross_entropy(model(images), labels),)
@@ -293,11 +295,11 @@ def step(tiny: bool) -> Rows:
         def both(forward=forward, model=model) -> tuple[Tensor, ...]:
             return torch.autograd.grad(forward()[0], list(model.parameters()))
 
-        row |= {"forward": seconds(forward), "both": seconds(both)}
+        row |= {"forward": median_seconds(forward), "both": median_seconds(both)}
         for module in model.modules():
             if isinstance(module, osa.modules.SelfAttention):
                 module.mix = identity
-        yield row | {"without_attention": seconds(step_of(model, images))}
+        yield row | {"without_attention": median_seconds(step_of(model, images))}
 
 
 def identity(query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, mask: Tensor | None = None) -> Tensor:
@@ -328,7 +330,7 @@ def train_step(
     return (loss.detach(),)
 
 
-def train(tiny: bool) -> Rows:
+def whole_training(tiny: bool) -> Rows:
     """OSA (exact) as the pipeline trains it: ten epochs of 60,000 images, 40 times evaluated and kept."""
     count, tested, batch, epochs, points = (4, 2, 2, 1, 2) if tiny else (60000, 10000, 128, 10, 40)
     yield {"phase": "import", "times": 1, "seconds": time.perf_counter() - STARTED}
@@ -385,7 +387,7 @@ def profile(tiny: bool) -> Rows:
     """Kernels of one call with its gradients, at ViT-B/16's shape and a long one; on a CPU operators instead."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
-        inputs, scale = draw(batch, heads, tokens, 64, HALF, NORMS[0])
+        inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])
         work = partial(differentiate, partial(osa.orthogonal_attention, scale=scale, method="exact"), inputs, inputs)
         work()
         with torch.profiler.profile(activities=[activity.CUDA if DEVICE.type == "cuda" else activity.CPU]) as profiler:
@@ -409,7 +411,7 @@ def profile(tiny: bool) -> Rows:
             }
 
 
-def seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
+def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
     """The median of up to 20 samples within half a second, of replays of a CUDA graph or of calls; on a CPU of one call."""
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
@@ -424,13 +426,13 @@ def seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
 
 
 PARTS: dict[str, Callable[[bool], Rows]] = {
-    "machine": machine,
+    "machine": device_rates,
     "forms": forms,
-    "attention": attention,
+    "attention": attention_calls,
     "split": split,
     "vit_b16": vit_b16,
     "step": step,
-    "train": train,
+    "train": whole_training,
     "profile": profile,
 }
 
@@ -440,7 +442,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too: by Triton's interpreter")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="after which all ends (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which all ends (default: %(default)s)")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # time when a part's own process stops
     parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -456,13 +458,15 @@ def main() -> None:
             return
         if chosen.until:
             (name,) = chosen.parts
-            write(folder / f"{name}.csv", PARTS[name](chosen.rehearse), chosen.until)
+            write_rows(folder / f"{name}.csv", PARTS[name](chosen.rehearse), chosen.until)
             return
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = {}
     for name in chosen.parts or PARTS:
-        share = chosen.seconds if chosen.parts else SHARES[name] * chosen.seconds / SECONDS
-        outcomes[name] = run(name, folder, min(share, chosen.seconds - (time.perf_counter() - STARTED) - 5), chosen.rehearse)
+        share = chosen.seconds if chosen.parts else SHARES[name] * chosen.seconds / TOTAL_SECONDS
+        outcomes[name] = run_part(
+            name, folder, min(share, chosen.seconds - (time.perf_counter() - STARTED) - 5), chosen.rehearse
+        )
         print(f"{name}: {outcomes[name]}", flush=True)
         with tarfile.open(folder.with_suffix(".tar.gz"), "w:gz") as archive:
             archive.add(folder, "gpu")
@@ -484,7 +488,7 @@ def interpreted() -> Iterator[None]:
         yield
 
 
-def run(name: str, folder: Path, allowed: float, tiny: bool) -> str:
+def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
     """A part, which stops by itself before it is stopped."""
     if allowed < 5:
         return "out of time"
@@ -501,7 +505,7 @@ def run(name: str, folder: Path, allowed: float, tiny: bool) -> str:
     return "done" if status == 0 else f"status {status}"
 
 
-def write(path: Path, rows: Rows, until: float) -> None:
+def write_rows(path: Path, rows: Rows, until: float) -> None:
     """Row by row, so that what was measured before the time ran out is kept."""
     facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"}
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -518,33 +522,33 @@ def write(path: Path, rows: Rows, until: float) -> None:
 
 def first_look(folder: Path) -> Iterator[str]:
     """Decisive numbers first: errors, and the time of a step with OSA, and of a call."""
-    forms_found = read(folder / "forms.csv")
+    forms_found = read_rows(folder / "forms.csv")
     kept = [row for row in forms_found if row["output"] != "nan"]  # NaN says that digits are lost
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):
         errors = [float(row[name] or "inf") for row in forms_found if row["dtype"] == dtype for name in ERRORS]
         yield f"largest error in {dtype}: {max(errors):.1e}"
-    steps = [row for row in read(folder / "vit_b16.csv") if row["how"] == "replay"]
+    steps = [row for row in read_rows(folder / "vit_b16.csv") if row["how"] == "replay"]
     for row in steps[1:]:
         ratio = float(row["seconds"]) / float(steps[0]["seconds"])
         yield f"a step of ViT-B/16, orthogonal with α = {row['alpha']} over softmax: {ratio:.2f} (1.3 is the aim)"
     calls = {}
-    for row in read(folder / "attention.csv"):
+    for row in read_rows(folder / "attention.csv"):
         if (row["part"], row["how"], row["work"]) == ("all", "replay", "both") and row["norm"] in ("", str(NORMS[0])):
             calls.setdefault((row["batch"], row["heads"], row["tokens"]), {})[row["method"]] = float(row["seconds"])
     for (batch, heads, tokens), found in calls.items():
         for other in ("sdpa", "exact, torch's products"):
             if {"exact", other} <= found.keys():
                 yield f"{batch} × {heads} heads of {tokens} tokens: {found[other] / found['exact']:.2f} × as fast as {other}"
-    for row, other in pairwise(read(folder / "split.csv")):
+    for row, other in pairwise(read_rows(folder / "split.csv")):
         if (row["by"], other["by"]) == ("kernels", "torch's products"):
             ratio = float(other["seconds"]) / float(row["seconds"])
             what = f"{row['method']}, {row['dtype']}, {row['tokens']} tokens of width {row['width']}"
             yield f"{what}: {ratio:.2f} × as fast as torch's products"
 
 
-def read(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     """A table, or no row where there is none."""
     if not path.is_file():
         return []

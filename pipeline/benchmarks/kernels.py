@@ -73,7 +73,7 @@ Launch = tuple  # the kernel, its tensors and their strides, and its other argum
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("benchmarks.kernels", __doc__).parse_args(arguments)
-    before, rows = table(), []
+    before, rows = committed_rows(), []
     for key, launched, architecture in tqdm([*cases()], desc="kernels", unit="kernel", disable=None):
         given, known = source(launched, architecture), before.get(key)
         if known and known["source"] == given:
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     files.write_csv(ROOT / TABLE, pd.DataFrame(rows))
 
 
-def table() -> dict[Key, dict[str, str]]:
+def committed_rows() -> dict[Key, dict[str, str]]:
     """Returns the rows of kernels.csv by key; empty if the file is missing."""
     if not (ROOT / TABLE).exists():
         return {}
@@ -106,7 +106,7 @@ def source(launched: Launch, architecture: int) -> str:
     """Returns a digest of the compiler's input: code, arguments, and Triton's version."""
     kernel, tensors, strides, arguments = launched
     types = [str(tensor.dtype) for tensor in tensors]
-    return files.digest([code(kernel), types, strides, arguments, architecture, triton.__version__])[:12]
+    return files.json_digest([code(kernel), types, strides, arguments, architecture, triton.__version__])[:12]
 
 
 @functools.cache

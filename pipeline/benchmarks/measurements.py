@@ -14,13 +14,17 @@ from pipeline.config import records
 from pipeline.config.records import Record
 from pipeline.core import files, provenance
 
-FOLDER = Path("paper_outputs/benchmarks")
+BENCHMARKS = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
 INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
 SDPA, BEST = "sdpa", "best SDPA"  # torch chooses a backend; the fastest of those it has
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
-PRODUCTS = {256: 50, 512: 20, 2048: 3}  # square matrices whose product shows the peak, and how many samples of it are taken;
+PEAK_SIZES = {
+    256: 50,
+    512: 20,
+    2048: 3,
+}  # square matrices whose product shows the peak, and how many samples of it are taken;
 # the small ones last less than the turn of a process, and so show it on a busy machine too
 
 
@@ -54,7 +58,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # on CUDA the way to the host and back is a small part then
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"
-    for n, samples in PRODUCTS.items():
+    for n, samples in PEAK_SIZES.items():
         for a in (torch.randn(n, n, dtype=each, device=device) for each in {dtype, torch.float32}):
             for _ in range(samples + 1):
                 start = time.perf_counter()
@@ -66,10 +70,10 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     return best
 
 
-def write(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
+def write_measurements(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
     """name.csv with the table and name.json with the facts, in the folder of this machine."""
     environment = provenance.describe_environment(device) | {"torchvision": version("torchvision")}
-    path = FOLDER / slug(environment) / name
+    path = BENCHMARKS / slug(environment) / name
     files.write_csv(path.with_suffix(".csv"), table)
     files.write_json(path.with_suffix(".json"), facts | {"environment": environment, "options": vars(options)})
     records.seal(path.parent)
@@ -82,9 +86,9 @@ def measured(name: str) -> list[Path]:
     Raises:
         UserError: a machine's files are not those that were measured there.
     """
-    paths = sorted(FOLDER.glob(f"*/{name}"))
+    paths = sorted(BENCHMARKS.glob(f"*/{name}"))
     for folder in {path.parent for path in paths}:
-        records.read(folder, Record, "make benchmark")
+        records.read_record(folder, Record, "make benchmark")
     return paths
 
 

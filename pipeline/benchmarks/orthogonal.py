@@ -60,7 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.set_defaults(repeats=5)
     parser.add_argument("--largest", type=int, default=1024, help="largest n, of 16, 32, 64, ...")
     options, device = parser.parse_args(arguments), provenance.default_device()
-    measurements.write("orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED})
+    measurements.write_measurements(
+        "orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED}
+    )
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:

@@ -43,7 +43,7 @@ KEYS = ["model", "code", "weights"]
 PEAK = "product", "", ""  # key of the product of two matrices, in place of model, code and weights
 PEAK_SIZE = 2048  # rows and columns of both matrices
 
-Step = Callable[[], object]
+StepCall = Callable[[], object]
 
 
 @entry_point
@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     device, settings = provenance.default_device(), params.load()
     with tempfile.TemporaryDirectory() as scratch:
         unpack(settings.data.source, Path(scratch))
-        steps, compile_seconds = prepare(compared(settings), settings, Path(scratch), options.compile, device)
-        operations = count(steps, device)
+        steps, compile_seconds = prepare(models_timed(settings), settings, Path(scratch), options.compile, device)
+        operations = count_operations(steps, device)
         a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device)
         calls = steps | {PEAK: lambda: a @ a}
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
@@ -66,17 +66,17 @@ def main(arguments: list[str] | None = None) -> None:
     table["compile_seconds"] = [compile_seconds.get(key, math.nan) for key in samples]
     table["tflops"] = table["seconds"].rdiv([operations[key] / 1e12 for key in samples])
     facts = {"batch_size": settings.train.batch_size, "peak": peak, "ratios": ratios(table, settings)}
-    measurements.write("step", table, device, options, **facts)
+    measurements.write_measurements("step", table, device, options, **facts)
 
 
-def compared(settings: Params) -> list[str]:
+def models_timed(settings: Params) -> list[str]:
     """Returns the models of Table 2 that `params.yaml` lists under run.variants, and ours."""
     return [*(variant for variant in settings.run.variants if variant in params.load_paper().table_2), EXACT]
 
 
 def prepare(
     variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
-) -> tuple[dict[tuple[str, str, str], Step], dict[tuple[str, str, str], float]]:
+) -> tuple[dict[tuple[str, str, str], StepCall], dict[tuple[str, str, str], float]]:
     """Returns the steps by model, code and weights, and the seconds that the first step of each compiled model took."""
     steps, compile_seconds, loaded = {}, {}, {}
     for variant in tqdm(variants, desc="prepare", disable=None):
@@ -84,24 +84,24 @@ def prepare(
         for weights in (INITIALISED, TRAINED):
             if weights == TRAINED and not Run(variant, SEED).weights.exists():
                 continue
-            ours = load(variant, weights, config, loaded, device)
+            ours = training_from(variant, weights, config, loaded, device)
             steps[variant, OURS, weights] = our_step(ours)
             if ours.with_graph:
-                eager = load(variant, weights, config, loaded, device)
+                eager = training_from(variant, weights, config, loaded, device)
                 eager.with_graph = False
                 steps[variant, EAGER, weights] = our_step(eager)
             if variant != EXACT:
                 steps[variant, THEIRS, weights] = their_step(ours.model, config, scratch, device)
             if with_compiled and variant in COMPILABLE:
                 key = variant, COMPILED, weights
-                compiled = load(variant, weights, config, loaded, device)
+                compiled = training_from(variant, weights, config, loaded, device)
                 compiled.model, compiled.with_graph = torch.compile(compiled.model), False
                 steps[key] = our_step(compiled)
                 compile_seconds[key] = cost.seconds(steps[key], 1, device)
     return steps, compile_seconds
 
 
-def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict[tuple[str, str, str], int]:
+def count_operations(steps: dict[tuple[str, str, str], StepCall], device: torch.device) -> dict[tuple[str, str, str], int]:
     """Returns the floating-point operations of each step's matrix products. A graph and compiled code hide theirs: they are
     taken from our eager code.
     """
@@ -113,7 +113,9 @@ def count(steps: dict[tuple[str, str, str], Step], device: torch.device) -> dict
     return counted
 
 
-def load(variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.Data], device: torch.device) -> Training:
+def training_from(
+    variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.DataSet], device: torch.device
+) -> Training:
     """Returns a training with its initial or its trained weights. `loaded` holds the data once for each pixel scaling."""
     training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
@@ -127,14 +129,14 @@ def with_whole_batches(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
 
 
-def our_step(training: Training) -> Step:
+def our_step(training: Training) -> StepCall:
     """Returns a function that takes the next step of a training, epoch after epoch."""
     keep_weights(*training.optimizers)
     batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
     return in_mode(True, lambda: training.step(*next(batches)))
 
 
-def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> Step:
+def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> StepCall:
     """Returns a function that takes the next step of the straightforward script, from the weights of `ours`."""
     from torchvision import datasets, transforms  # seconds to import
 
@@ -171,7 +173,7 @@ def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
         group["lr"] = 0.0
 
 
-def in_mode(deterministic: bool, step: Step) -> Step:
+def in_mode(deterministic: bool, step: StepCall) -> StepCall:
     """Returns `step` in torch's deterministic mode, as trainings run, or without it, as scripts run by default."""
 
     def call() -> object:

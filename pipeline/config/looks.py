@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # The last four, for the user's models, are from Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
-DASHES = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # with 11 colours: 66 looks
+DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # with 11 colours: 66 looks
 # Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
 LEAST_LUMINANCE = 0.2  # of a line on the dark page: gives a contrast of 4; WCAG 2.2 (1.4.11) requires 3
@@ -15,7 +15,7 @@ FIXED = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exac
 FIXED += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
 FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
 FIXED += ("espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm")
-METHODS = {  # method of attention: the model whose look it borrows
+LOOK_OF_METHOD = {  # method of attention: the model whose look it borrows
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",
     "exact": "osa_exact",
@@ -72,10 +72,10 @@ class Look:
 
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
     """The look of a model or method of attention. Models outside osa.MODELS get the next looks, in the order of `among`."""
-    name = METHODS.get(name, name)
+    name = LOOK_OF_METHOD.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
     place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)
-    return Look(PALETTE[place % len(PALETTE)], DASHES[place % len(DASHES)])
+    return Look(PALETTE[place % len(PALETTE)], DASH_PATTERNS[place % len(DASH_PATTERNS)])
 
 
 def on_page(colour: str) -> str:

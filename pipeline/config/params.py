@@ -21,8 +21,8 @@ from ruamel.yaml import YAML
 
 from osa.constrained.names import RETRACTION, HeadConstraint, Map, Penalty, WholeConstraint
 from osa.options import ITERATIONS, METHODS, MODELS, MOST, TYPES, Architecture, ModelConfig, Sizes, Start, check_own
-from pipeline.config.reading import UNREADABLE, ended, hint, in_repository, read, validate
-from pipeline.core.errors import UserError
+from pipeline.config.reading import UNREADABLE, in_repository, read_yaml, validate
+from pipeline.core.errors import UserError, ended, hint
 from pipeline.core.files import ROOT, read_json
 
 
@@ -66,7 +66,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Images(NamedTuple):
+class ImageFormat(NamedTuple):
     """The properties of a data set that determine a model's input and output."""
 
     channels: int
@@ -74,13 +74,14 @@ class Images(NamedTuple):
     num_classes: int
 
 
-DIGITS = Images(1, 28, 10)
-IMAGES = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), DIGITS)  # published data sets
-IMAGES["cifar10"] = Images(3, 32, 10)
-FIRST = "first"  # default reading, for studies that train nothing
-FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
+MNIST_LIKE = ImageFormat(1, 28, 10)
+PUBLISHED = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), MNIST_LIKE)  # published data sets
+PUBLISHED["cifar10"] = ImageFormat(3, 32, 10)
+FIRST_READING = "first"  # default reading, for studies that train nothing
+USER_FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
+IMAGE_KEYS = ("source", "path", "resize")  # keys of the section data that choose the images
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
-SHARED = get_args(SharedSection)
+SHARED_SECTIONS = get_args(SharedSection)
 Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
 
 
@@ -103,7 +104,7 @@ class Section(BaseModel):
 Labels = dict[Name, Annotated[str, AfterValidator(_drawable)]]
 
 
-class Run(Section):
+class Runs(Section):
     variants: Annotated[list[Name], Field(min_length=1), AfterValidator(_distinct)]
     seeds: Seeds
 
@@ -120,38 +121,44 @@ class Description(Section):
 
 
 class Data(Section):
-    source: Literal[*IMAGES, FOLDER]
+    source: Literal[*PUBLISHED, USER_FOLDER]
     pixel_scaling: Literal["unit", "half", "standard"]
     path: Annotated[str, Field(min_length=1)] | None = None
     resize: Size | None = None
 
     @model_validator(mode="after")
     def _path_is_there(self):
-        if self.source == FOLDER and self.path is None:
+        if self.source == USER_FOLDER and self.path is None:
             raise ValueError("path is missing; source: folder needs the folder or archive of your images")
         return self
 
     @property
-    def images(self) -> Images:
+    def images(self) -> ImageFormat:
         """Properties of the data. Raises UserError if the source is a folder that fetch has not stored yet."""
-        if self.source != FOLDER:
-            return IMAGES[self.source]
+        if self.source != USER_FOLDER:
+            return PUBLISHED[self.source]
         stored = self.description()
-        return Images(stored.channels, stored.size, len(stored.classes))
+        return ImageFormat(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
         """Description of the user's stored images. Raises UserError if absent, or if it describes other images."""
-        path = Path("data", FOLDER, DESCRIPTION)
+        folder = Path("data", USER_FOLDER)
         try:
-            stored = validate(Description, read_json(path), str(path))
+            stored = read_description(folder)
         except UserError:  # absent, or damaged
             stored = None
         if stored is None or (stored.path, stored.resize) != (self.path, self.resize):
             raise UserError(
-                f"{path.parent} does not hold the images of data.path {self.path}: with that path in params.yaml, run "
+                f"{folder} does not hold the images of data.path {self.path}: with that path in params.yaml, run "
                 "`python -m pipeline fetch folder`."
             )
         return stored
+
+
+def read_description(folder: str | Path) -> Description:
+    """The description of the user's images in a folder. Raises UserError if it is absent or damaged."""
+    path = Path(folder, DESCRIPTION)
+    return validate(Description, read_json(path), str(path))
 
 
 def options(
@@ -257,7 +264,7 @@ class Shared(Section):
 
     @model_validator(mode="after")
     def _fits_published_images(self):
-        if self.data.source != FOLDER:
+        if self.data.source != USER_FOLDER:
             self.check_images()
         return self
 
@@ -277,8 +284,8 @@ class RunConfig(Shared):
 
     @model_validator(mode="after")
     def _model_fits(self):
-        is_absent = self.data.source == FOLDER  # may not be fetched yet
-        _ = self._options_for(Images(1, self.model.patch_size, 0)) if is_absent else self.options
+        is_absent = self.data.source == USER_FOLDER  # may not be fetched yet
+        _ = self._options_for(ImageFormat(1, self.model.patch_size, 0)) if is_absent else self.options
         return self
 
     @functools.cached_property
@@ -290,7 +297,7 @@ class RunConfig(Shared):
         """
         return self._options_for(self.data.images)
 
-    def _options_for(self, images: Images) -> ModelConfig:
+    def _options_for(self, images: ImageFormat) -> ModelConfig:
         sections = self.model.model_dump(exclude_none=True) | self.init.model_dump(exclude_none=True)
         sizes = {"image_size": images.size, "in_channels": images.channels}
         return ModelConfig(**sizes, **sections, **self.variant.architecture())
@@ -299,7 +306,7 @@ class RunConfig(Shared):
 class Params(Shared):
     """params.yaml, completed with the library's models and their labels."""
 
-    run: Run
+    run: Runs
     variants: dict[Name, Variant]
     labels: Labels
 
@@ -341,7 +348,7 @@ class Paper(Section):
 
     @model_validator(mode="after")
     def _keys_exist(self):
-        sections = {section: Shared.model_fields[section].annotation for section in SHARED}
+        sections = {section: Shared.model_fields[section].annotation for section in SHARED_SECTIONS}
         known = {f"{section}.{key}" for section, schema in sections.items() for key in schema.model_fields}
         for key in filter(None, (choice.key for choice in self.left_open)):
             if key not in known and not key.startswith("variants."):
@@ -355,7 +362,7 @@ def load(path: str | Path = "params.yaml") -> Params:
     Raises:
         UserError: the file is absent, is not YAML, or holds an unknown key, a wrong type or an impossible value.
     """
-    written = read(path)
+    written = read_yaml(path)
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
         if name not in written["variants"]:  # DVC needs the block in the file, as a dependency of the stage
@@ -377,13 +384,13 @@ def with_library(raw: Any) -> Any:
 
 @functools.cache
 def _labels() -> dict[str, str]:
-    return read(ROOT / "pipeline/paper.yaml")["labels"]
+    return read_yaml(ROOT / "pipeline/paper.yaml")["labels"]
 
 
 def load_paper() -> Paper:
     """Reads and checks pipeline/paper.yaml."""
     path = in_repository("pipeline/paper.yaml")
-    return validate(Paper, read(path), str(path))
+    return validate(Paper, read_yaml(path), str(path))
 
 
 def resolve(params: Params, name: str, overrides: Overrides | None = None) -> RunConfig:
@@ -398,7 +405,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 
 
 def resolve_recipe(
-    params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST
+    params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
     """The configuration of a model of osa.MODELS in a reading of the paper. It takes only the data from params.yaml.
 
@@ -415,9 +422,9 @@ def resolve_recipe(
 def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overrides: Overrides | None) -> RunConfig:
     where = f"params.yaml: variants.{name}" + (".overrides" if variant.overrides else "")
     where = run_name(name, overrides) if overrides else where
-    merged = {section: getattr(shared, section).model_dump() for section in SHARED}
+    merged = {section: getattr(shared, section).model_dump() for section in SHARED_SECTIONS}
     merged["variant"] = variant.model_dump(exclude={"overrides"})
-    fetched = fetched.model_dump(include={"source", "path", "resize"})
+    fetched = fetched.model_dump(include={*IMAGE_KEYS})
     merged["data"] |= fetched
     for key in fetched.keys() & (variant.overrides or {}).get("data", {}):
         raise UserError(f"{where}: data.{key} cannot be replaced: all variants learn from the data that fetch stores.")
@@ -426,7 +433,7 @@ def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overr
             if section not in merged:
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
-    if merged["data"]["source"] != FOLDER:
+    if merged["data"]["source"] != USER_FOLDER:
         merged["data"] |= {"path": None, "resize": None}  # for a folder only
     return validate(RunConfig, merged, where)
 

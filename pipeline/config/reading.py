@@ -1,7 +1,6 @@
 """Reads YAML, checks it against a schema, and explains an error and its remedy in one sentence."""
 
 import copy
-import difflib
 import functools
 import math
 import re
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML, YAMLError
 
-from pipeline.core.errors import UserError
+from pipeline.core.errors import UserError, ended
 from pipeline.core.files import ROOT
 
 CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # git's conflict markers
@@ -28,7 +27,7 @@ def in_repository(path: str | Path) -> Path:
     return path if path.exists() else ROOT / path
 
 
-def read(path: str | Path) -> Any:
+def read_yaml(path: str | Path) -> Any:
     """The file's content, unchecked. Raises UserError if it is absent or not YAML.
 
     DVC uses the same parser, so we read the values that DVC tracks. PyYAML follows YAML 1.1, reads 1e-06 as text and 1:30 as
@@ -109,16 +108,6 @@ def _key(location: tuple, raw: Any) -> str:
             parts.append(str(part))
             raw = raw.get(part) if isinstance(raw, dict) else raw[part] if isinstance(raw, list) else None
     return ".".join(parts)
-
-
-def hint(name: object, known) -> str:
-    """Ends a sentence about an unknown name: suggests the most similar known name, or lists all."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
-
-
-def ended(sentence: str) -> str:
-    return sentence if sentence.endswith("?") else f"{sentence}."
 
 
 def _as_number(text: str) -> str | None:

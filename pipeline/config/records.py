@@ -1,7 +1,7 @@
 """record.json: the origin of a folder of results, and the SHA-256 of each file in it.
 
 Every folder of results has one, whether of a run or of measurements. The record also holds the digest of its other keys.
-Every reader of results begins with `read`, which finds any changed byte in the folder before a number is used.
+Every reader of results begins with `read_record`, which finds any changed byte in the folder before a number is used.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ class RunRecord(Record):
 Kind = TypeVar("Kind", bound=Record)
 
 
-def write(folder: Path, record: Record) -> None:
+def write_record(folder: Path, record: Record) -> None:
     """Writes a record into a folder. Omits keys with default values, so that a new option does not change old records."""
     content = json.loads(files.as_json(record.model_dump(mode="json", exclude_defaults=True)))
-    files.write_json(folder / RECORD, content | {SHA256: files.digest(content)})
+    files.write_json(folder / RECORD, content | {SHA256: files.json_digest(content)})
 
 
 def seal(folder: Path, **made_by: Any) -> None:
     """Writes the record of a folder of measurements, with digests of its present files; `made_by` are keys of `Record`."""
-    write(folder, Record(folder=place(folder), files=digests(folder), **made_by))
+    write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 
-def read(folder: Path, schema: type[Kind], command: str) -> Kind:
+def read_record(folder: Path, schema: type[Kind], command: str) -> Kind:
     """Reads the record of a folder and verifies all files of the folder. Errors suggest `command` to remake them.
 
     Raises:
@@ -127,7 +127,7 @@ def parse(path: Path, schema: type[Kind], remedy: str, text: str | None = None) 
         record = validate(schema, raw, str(path))
     except UserError as error:
         raise UserError(f"{str(error).removesuffix('.')}: {remedy}.") from None
-    if own != files.digest(raw):
+    if own != files.json_digest(raw):
         raise UserError(f"{path} is not as it was written, as its {SHA256} tells: {remedy}.")
     return record
 

@@ -1,11 +1,12 @@
 """The argument parser of the commands, and errors that a user can fix, each in one sentence."""
 
 import argparse
+import difflib
 import functools
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 
 class UserError(Exception):
@@ -41,6 +42,17 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
         sys.exit(1)
 
     return guarded
+
+
+def hint(name: object, known: Collection[str]) -> str:
+    """Ends a sentence about an unknown name: suggests the most similar known name, or lists all."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
+
+
+def ended(sentence: str) -> str:
+    """The sentence with a full stop, unless it asks."""
+    return sentence if sentence.endswith("?") else f"{sentence}."
 
 
 def without_password(text: str) -> str:

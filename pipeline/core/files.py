@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the repository whose code 
 DIGITS = 6  # significant digits in files: later ones depend on the order of additions, and so on the number of threads
 
 
-def found(path: str) -> Path:
+def resolve_user_path(path: str) -> Path:
     """Resolves a user's path here, or else from DVC's root: `dvc exp run --temp` runs in a copy of the repository."""
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
@@ -60,7 +60,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
-        if not _is_alive(left.suffix[1:]):
+        if not is_alive(left.suffix[1:]):
             left.unlink(missing_ok=True)
     try:
         with open(temporary, "wb") as file:
@@ -72,7 +72,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _is_alive(pid: str) -> bool:
+def is_alive(pid: int | str) -> bool:
+    """True if this machine has a process with this number; False for text that is no number."""
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, ValueError, OverflowError):
@@ -140,7 +141,7 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest(value: object) -> str:
+def json_digest(value: object) -> str:
     """The SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 

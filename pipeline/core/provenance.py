@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch  # slow to import, and reading records does not need it
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
+WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words left out of a processor's name
 
 
 def describe_environment(device: torch.device) -> dict:
@@ -38,6 +39,13 @@ def machine(environment: dict) -> str:
         return environment["device_name"]
     threads = environment["num_threads"]
     return f"{environment['device_name']}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def short_name(environment: dict) -> str:
+    """A machine's name for the head of a column, such as “EPYC, 1 thread”."""
+    threads = None if environment.get("device") == "cuda" else environment["num_threads"]
+    name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name
 
 
 def describe_commit() -> dict:

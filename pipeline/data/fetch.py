@@ -33,7 +33,7 @@ FILES = {  # SHA-256; torchvision supplies MD5 digests for the other data sets
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
-VARIABLE = "OSA_{}_MIRROR"
+MIRROR_VARIABLE = "OSA_{}_MIRROR"
 MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # size of the download
 TIMEOUT_SECONDS = 20  # without receiving a byte
 LARGEST_BYTES = 2**28  # of a download; CIFAR-10 has 2**27.3
@@ -42,20 +42,20 @@ LARGEST_BYTES = 2**28  # of a download; CIFAR-10 has 2**27.3
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("fetch", __doc__)
-    sources = [*params.IMAGES, params.FOLDER]
+    sources = [*params.PUBLISHED, params.USER_FOLDER]
     parser.add_argument("source", nargs="?", choices=sources, help="default: data.source of params.yaml")
     source = parser.parse_args(arguments).source or params.load().data.source
-    if source == params.FOLDER:
+    if source == params.USER_FOLDER:
         from pipeline.data import images
 
         images.convert(params.load().data, idx.folder(source))
     elif source == "sample":
         from pipeline.data import sample
 
-        sample.write(idx.folder(source))
+        sample.write_sample(idx.folder(source))
     else:
         fetch(source)
-    files.write_text(Path("paper_outputs", f"{idx.folder(source)}.txt"), f"{idx.digest(idx.folder(source))}\n")
+    files.write_text(Path("paper_outputs", f"{idx.folder(source)}.txt"), f"{idx.data_digest(idx.folder(source))}\n")
 
 
 def fetch(source: str) -> None:
@@ -67,12 +67,12 @@ def fetch(source: str) -> None:
         UserError: no mirror delivered a file.
     """
     mirrors, digests = published(source)
-    variable = VARIABLE.format(source.upper())
+    variable = MIRROR_VARIABLE.format(source.upper())
     if first := os.environ.get(variable):
-        mirrors.insert(0, first if "://" in first else files.found(first).resolve().as_uri())
+        mirrors.insert(0, first if "://" in first else files.resolve_user_path(first).resolve().as_uri())
     for name, digest in digests.items():
         path = idx.folder(source) / name
-        if not (path.is_file() and _digest(path.read_bytes(), digest) == digest):
+        if not (path.is_file() and _digest_like(path.read_bytes(), digest) == digest):
             files.write_bytes(path, _from_first(mirrors, name, digest, variable))
         if path.suffixes[-2:] == [".tar", ".gz"]:
             _convert_cifar(path)
@@ -127,12 +127,12 @@ def _download(url: str, digest: str) -> bytes:
         while len(content) <= LARGEST_BYTES and (chunk := response.read(2**16)):
             content += chunk
             bar.update(len(chunk))
-    if _digest(content, digest) != digest:
+    if _digest_like(content, digest) != digest:
         raise ValueError(f"sent {len(content)} bytes with another checksum")
     return bytes(content)
 
 
-def _digest(content: bytes, known: str) -> str:
+def _digest_like(content: bytes, known: str) -> str:
     """The digest of `content`, with the algorithm of the known digest."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 

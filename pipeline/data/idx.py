@@ -26,7 +26,7 @@ from pipeline.core.errors import UserError
 if TYPE_CHECKING:
     import torch  # slow to import, and fetching or comparing data does not need it
 
-IMAGES, LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # for the splits train and t10k
+IDX_IMAGES, IDX_LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # for the splits train and t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
 LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # for up to 256 classes, and for more
 
@@ -72,7 +72,7 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSet:
     """Images and labels (n,) int64 of both splits, and the SHA-256 of the stored bytes."""
 
     train_images: Images
@@ -81,7 +81,7 @@ class Data:
     test_labels: torch.Tensor
     sha256: str
 
-    def hold_out(self, which: torch.Tensor) -> Data:
+    def hold_out(self, which: torch.Tensor) -> DataSet:
         """Moves training images into the test split, in place of the test images; the others remain for training.
 
         Args:
@@ -105,7 +105,7 @@ def folder(source: str) -> Path:
     return Path("data", source)
 
 
-def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> Data:
+def read_data(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> DataSet:
     """Reads the data set onto `device`.
 
     `pixel_scaling` maps a level x of 0…255 to x / 255 ("unit"), to 2 x / 255 - 1 ("half") or to (x - mean) / std over
@@ -116,7 +116,7 @@ def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.de
     """
     import torch
 
-    arrays = _read(folder)
+    arrays = _read(folder, _num_own_classes(folder))
     train_images, train_labels, test_images, test_labels = arrays
     levels = torch.from_numpy(_scaled_levels(pixel_scaling, train_images)).to(device)
     _check_memory(folder, train_images.nbytes + test_images.nbytes, torch.device(device))
@@ -127,7 +127,7 @@ def load(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.de
     def labels(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
-    return Data(images(train_images), labels(train_labels), images(test_images), labels(test_labels), _digest(arrays))
+    return DataSet(images(train_images), labels(train_labels), images(test_images), labels(test_labels), _digest(arrays))
 
 
 def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None:
@@ -140,9 +140,12 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
         )
 
 
-def digest(folder: str | Path) -> str:
-    """SHA-256 of the bytes of train images, train labels, test images and test labels; `load` returns it as `sha256`."""
-    return _digest(_read(folder))
+def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
+    """SHA-256 of the bytes of train images, train labels, test images and test labels: the `sha256` of `read_data`.
+
+    `num_own_classes` is that of user's images whose description is not written yet.
+    """
+    return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
 
 def _digest(arrays: list[np.ndarray]) -> str:
@@ -210,8 +213,8 @@ def as_idx(array: np.ndarray) -> bytes:
 
 def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
     """Writes the two IDX files of a split, "train" or "t10k"."""
-    files.write_bytes(folder / IMAGES.format(split), as_idx(images))
-    files.write_bytes(folder / LABELS.format(split), as_idx(labels))
+    files.write_bytes(folder / IDX_IMAGES.format(split), as_idx(images))
+    files.write_bytes(folder / IDX_LABELS.format(split), as_idx(labels))
 
 
 def num_train_images(folder: str | Path) -> int:
@@ -219,21 +222,22 @@ def num_train_images(folder: str | Path) -> int:
     return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
 
 
-def _num_classes(folder: str | Path) -> int:
+def _num_own_classes(folder: str | Path) -> int | None:
+    """The number of classes of the user's images; None if the folder holds a published data set."""
     path = Path(folder, params.DESCRIPTION)
     if not path.exists():
-        return params.DIGITS.num_classes
+        return None
     try:
-        return len(files.read_json(path)["classes"])
-    except (UserError, KeyError, TypeError):
+        return len(params.read_description(folder).classes)
+    except UserError:
         raise _unusable(path, "is damaged") from None
 
 
-def _read(folder: str | Path) -> list[np.ndarray]:
+def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
     """Images (n, C, H, W) uint8 and labels (n,) of the training split, then of the test split."""
-    arrays, num_classes = [], _num_classes(folder)
-    is_own = Path(folder, params.DESCRIPTION).exists()
-    names, read = ((OWN_IMAGES, OWN_LABELS), _map_own) if is_own else ((IMAGES, LABELS), _read_idx)
+    arrays: list[np.ndarray] = []
+    is_own, num_classes = num_own_classes is not None, num_own_classes or params.MNIST_LIKE.num_classes
+    names, read = ((OWN_IMAGES, OWN_LABELS), _map_own) if is_own else ((IDX_IMAGES, IDX_LABELS), _read_idx)
     for split in ("train", "t10k"):
         images_path, labels_path = (Path(folder, name.format(split)) for name in names)
         images, labels = read(images_path, (3, 4)), read(labels_path, (1,))

@@ -47,13 +47,13 @@ def convert(wanted: params.Data, out: Path) -> None:
     """
     if wanted.path is None:
         raise UserError("params.yaml has no data.path: write there where the folder or archive of your images lies.")
-    path = files.found(wanted.path)
+    path = files.resolve_user_path(wanted.path)
     if not path.exists():
         raise UserError(
             f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
         )
     with tempfile.TemporaryFile(dir=Path()) as spool:
-        images, sizes = read(path, wanted.resize, spool)
+        images, sizes = read_images(path, wanted.resize, spool)
         classes = classes_of(path, images)
         size = wanted.resize or max(sizes, key=lambda each: (sizes[each], each))
         num_grey = sum(mode == "L" for mode, _, _ in images.values())
@@ -63,18 +63,17 @@ def convert(wanted: params.Data, out: Path) -> None:
         if num_grey and mode == "RGB":
             print(f"{num_grey} of {len(images)} images are grey, and stored in colour as the others are.")
         (out / params.DESCRIPTION).unlink(missing_ok=True)  # removed first, written last: marks a complete folder
-        digests = {split: write_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
+        digests = {split: store_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
     if shared := sum(each in known for each in digests["test"]):
         count = len(digests["test"])
         print(f"warning: {shared} of {count} test images are in train/ too: remove them there.", file=sys.stderr)
     description = {"path": wanted.path, "resize": wanted.resize, "classes": classes, "channels": len(mode), "size": size}
-    files.write_json(out / params.DESCRIPTION, description)  # the digest needs the number of classes
-    files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.digest(out)})
+    files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.data_digest(out, len(classes))})
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
 
 
-def write_split(
+def store_split(
     out: Path, split: str, images: dict[ImagePath, Decoded], classes: list[str], mode: str, size: int, spool: BinaryIO
 ) -> list[bytes]:
     """Writes images and labels of a split. Returns a digest of the pixels of each image."""
@@ -98,7 +97,7 @@ def write_split(
     return digests
 
 
-def read(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter]:
+def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter]:
     """Reads the images under train/ and test/, and counts the images of each size. Writes the pixels to `spool`."""
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # half, as the pixels are stored a second time
     images, sizes, roots, num_bytes = {}, Counter(), set(), 0

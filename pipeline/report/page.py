@@ -45,7 +45,7 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def environment(label: Callable[[str], str]) -> jinja2.Environment:
+def template_environment(label: Callable[[str], str]) -> jinja2.Environment:
     """The environment of the templates, with filters and autoescape."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -59,7 +59,7 @@ def environment(label: Callable[[str], str]) -> jinja2.Environment:
     templates.filters |= {name: getattr(numbers, name) for name in names.split()}
     templates.filters |= {
         "plain": params.as_yaml,
-        "verdict": verdict,
+        "verdict": verdict_badge,
         "holds": holds,
         "label": lambda name: text(label(name)),
         "by": by,
@@ -82,7 +82,7 @@ def badge(word: str) -> Markup:
     return Markup(f'<span class="verdict {kind}">{mark} {escape(word)}</span>')
 
 
-def verdict(value: Mapping[str, Any], word: str = "word") -> Markup:
+def verdict_badge(value: Mapping[str, Any], word: str = "word") -> Markup:
     """A verdict's word as a badge."""
     return badge(value[word])
 

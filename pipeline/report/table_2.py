@@ -15,22 +15,22 @@ from scipy.stats import combine_pvalues
 from pipeline import studies
 from pipeline.config import params
 from pipeline.config.records import RECORD, RunRecord
-from pipeline.core import files
+from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.results.runs import of_table_2, recorded
+from pipeline.results.tables import TABLES
 from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import LEAST_RUNS, contrast, one_more_run, summary_of
 from pipeline.statistics.verdicts import judge_share
-from pipeline.studies.lab import TABLES, Lab
-from pipeline.studies.paper.benchmarks import short
+from pipeline.studies.lab import Lab
 from pipeline.training.run import Run
 
-FOLDER = Path("paper_outputs")
-TABLE_2 = FOLDER / "table_2.csv"
+OUTPUTS = Path("paper_outputs")
+TABLE_2_CSV = OUTPUTS / "table_2.csv"
 PROPERTIES = ("device_name", "python", "torch", "num_threads", "data_sha256", "numerics", "commit")
 
 
-def read(lab: Lab) -> dict[tuple[str, int], RunRecord]:
+def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
     """The records of Table 2's runs, by variant and seed.
 
     Raises:
@@ -119,12 +119,12 @@ def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
     return pd.DataFrame(listed)
 
 
-def cost(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
+def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
     """The least and most parameters of Table 2's models, and for each kind of machine its seeds and the least and most
     minutes of a run."""
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
-        machines[short(record.environment.model_dump())].append((seed, record.seconds / 60))
+        machines[provenance.short_name(record.environment.model_dump())].append((seed, record.seconds / 60))
     rows = []
     for name, runs in machines.items():
         seeds, minutes = zip(*runs, strict=True)
@@ -143,7 +143,7 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
     for name, own in trained.items():
         machines = defaultdict(set)
         for variant, record in own:
-            machines[short(record.environment.model_dump())].add(variant)
+            machines[provenance.short_name(record.environment.model_dump())].add(variant)
         if own:
             hours = sum(record.seconds for _, record in own) / 3600
             variants = {machine: sorted(of_machine) for machine, of_machine in sorted(machines.items())}

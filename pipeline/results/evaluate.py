@@ -58,14 +58,14 @@ def evaluation(run: Run, config: RunConfig) -> dict:
     if record.status == "diverged":
         numbers = dict.fromkeys(("test_loss", "test_accuracy", "calibration_error"))
         return training | numbers | {"per_class": [], "confusion": [], "mistakes": {}, "layers": []}
-    return training | measure(run, config, run.metrics()["test_accuracy"])
+    return training | measurements(run, config, run.metrics()["test_accuracy"])
 
 
-def measure(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
+def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     """The measurements of a finished run, rounded as in files."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
-    mnist = idx.load(folder, config.data.pixel_scaling, device)
+    mnist = idx.read_data(folder, config.data.pixel_scaling, device)
     if mnist.sha256 != run.record().data_sha256:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
     logits, labels = predict(model.to(device), mnist.test_images).cpu(), mnist.test_labels.cpu()

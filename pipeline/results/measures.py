@@ -19,7 +19,7 @@ from osa.vit import VisionTransformer
 METHODS = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # number of images for measuring a layer
-PRODUCTS = 32  # φ₁ takes 20 to 60 matrix products of typical error √n · eps, for which 32 n eps is ample
+PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products of typical error √n · eps, for which 32 n eps is ample
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
@@ -27,7 +27,7 @@ def rounding(length: int, dtype: torch.dtype) -> float:
 
     The error of one product is at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically √n · eps.
     """
-    return PRODUCTS * length * torch.finfo(dtype).eps
+    return PRODUCTS_OF_PHI1 * length * torch.finfo(dtype).eps
 
 
 def norm(matrix: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.config.params import SHARED, Params, RunConfig, as_yaml
+from pipeline.config.params import IMAGE_KEYS, SHARED_SECTIONS, Params, RunConfig, as_yaml
 from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.training import COLUMNS
-from pipeline.training.run import FOLDER, Run
+from pipeline.training import HISTORY_COLUMNS
+from pipeline.training.run import RUNS, Run
 
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and listing runs does not need it
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 IDENTITY = ["name", "run", "variant", "seed"]
 FINALS = ["train_loss", "test_loss", "test_accuracy"]
 PROVENANCE_COLUMNS = ["numerics", "device", "dirty", "started_at", "seconds", "images_per_second"]
-IMAGES = ("source", "path", "resize")  # keys of the section data that choose the images
 
 
 def of_table_2(settings: Params) -> list[Run]:
@@ -35,7 +34,7 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRe
     Raises:
         UserError: a run is damaged or incomplete.
     """
-    for path in sorted((base / FOLDER).glob(f"{study}/*/*/{RECORD}")):
+    for path in sorted((base / RUNS).glob(f"{study}/*/*/{RECORD}")):
         run = Run.at(path.parent)
         yield run, run.record()
 
@@ -59,7 +58,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
             histories.append(run.history().assign(**identity))
             if run.files["watched"].exists():
                 watched.append(files.read_csv(run.files["watched"]).assign(**identity))
-    none = pd.DataFrame(columns=[*IDENTITY, *COLUMNS])
+    none = pd.DataFrame(columns=[*IDENTITY, *HISTORY_COLUMNS])
     tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *PROVENANCE_COLUMNS])}
     tables["histories"] = pd.concat(histories or [none])[none.columns]
     return tables | ({"watched": pd.concat(watched)} if watched else {})
@@ -72,7 +71,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
         UserError: the run in this place has another configuration.
     """
     record = run.record()
-    if record is None or any(getattr(record.config.data, key) != getattr(config.data, key) for key in IMAGES):
+    if record is None or any(getattr(record.config.data, key) != getattr(config.data, key) for key in IMAGE_KEYS):
         return {"status": "missing"}
     if change := difference(record.config, config):
         raise UserError(f"{run.folder / RECORD} has {change}: `git checkout {run.folder}`, or run `{run.command}`.")
@@ -86,7 +85,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
 
 def difference(recorded: RunConfig, wanted: RunConfig) -> str:
     """Describes the first key in which two configurations differ, with both values; empty if they are equal."""
-    for section in (*SHARED, "variant"):
+    for section in (*SHARED_SECTIONS, "variant"):
         old, new = getattr(recorded, section), getattr(wanted, section)
         for key in type(new).model_fields:
             if getattr(old, key) != getattr(new, key):

@@ -15,17 +15,16 @@ import pandas as pd
 from pipeline.config.params import Params, load
 from pipeline.core import files
 from pipeline.core.errors import UserError, entry_point
-from pipeline.results.runs import of_table_2
+from pipeline.results.runs import FINALS, of_table_2
 from pipeline.statistics.intervals import summary_of
-from pipeline.training.run import CURVES, TABLE_2, Run
-from pipeline.training.run import FOLDER as RUNS
+from pipeline.training.run import CURVES, RUNS, TABLE_2, Run
 
-FOLDER, METRICS = Path("paper_outputs/tables"), "test_accuracy"
+TABLES, METRICS = Path("paper_outputs/tables"), "test_accuracy"
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
 RUN = ["variant", "seed"]
 STATUSES = ("finished", "diverged", "missing")
-FINALS = ["train_loss", "test_loss", "test_accuracy", "calibration_error"]
-COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", *FINALS]
+RESULTS = [*FINALS, "calibration_error"]
+RUN_COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", *RESULTS]
 MEASURED = {
     "per_class": ["class", "images", "accuracy"],
     "confusion": ["label", "prediction", "count"],
@@ -41,22 +40,22 @@ MEASURED = {
 def main() -> None:
     params = load()
     runs = find_runs(params)
-    tables = {name: measured(runs, name) for name in MEASURED} | tables_of(runs, params)
+    tables = {name: evaluation_table(runs, name) for name in MEASURED} | tables_of_table_2(runs, params)
     tables["curves"] = summarise_curves(tables["histories"])
     for curve in ("train_loss", "test_loss"):
         tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
     tables["accuracy_by_seed"] = accuracy_by_seed(tables["runs"], params.run.variants)
     for name, table in tables.items():
-        write_csv(FOLDER / f"{name}.csv", table)
-    written = {FOLDER / f"{name}.csv" for name in tables}
-    for variant, metrics in accuracies(tables["summary"]).items():
-        written.add(path := FOLDER / METRICS / f"{variant}.json")
+        write_table(TABLES / f"{name}.csv", table)
+    written = {TABLES / f"{name}.csv" for name in tables}
+    for variant, metrics in for_dvc_metrics(tables["summary"]).items():
+        written.add(path := TABLES / METRICS / f"{variant}.json")
         files.write_json(path, metrics)
-    for stale in {*FOLDER.rglob("*.csv"), *FOLDER.rglob("*.json")} - written:
+    for stale in {*TABLES.rglob("*.csv"), *TABLES.rglob("*.json")} - written:
         stale.unlink()
 
 
-def tables_of(runs: Iterable[dict], params: Params) -> dict[str, pd.DataFrame]:
+def tables_of_table_2(runs: Iterable[dict], params: Params) -> dict[str, pd.DataFrame]:
     """Tables of the runs, of their curves, and of statistics over seeds."""
     table = runs_table(runs)
     return {"runs": table, "histories": read_histories(table), "summary": summarise_runs(table, params)}
@@ -70,7 +69,7 @@ def find_runs(params: Params) -> list[dict]:
     Raises:
         UserError: no run exists, or one is damaged.
     """
-    runs = [read_run(run) for run in of_table_2(params)]
+    runs = [evaluated_row(run) for run in of_table_2(params)]
     missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
     if len(missing) == len(runs):
         raise UserError(f"{RUNS / TABLE_2} holds none of the {len(runs)} runs of params.yaml: train them with `dvc repro`.")
@@ -83,7 +82,7 @@ def find_runs(params: Params) -> list[dict]:
     return runs
 
 
-def read_run(run: Run) -> dict:
+def evaluated_row(run: Run) -> dict:
     """Variant, seed, status, metrics and evaluation of a run, in one dictionary."""
     identity = {"variant": run.variant, "seed": run.seed}
     record = run.record()
@@ -96,7 +95,7 @@ def warn(sentence: str) -> None:
     print(f"warning: {sentence}", file=sys.stderr)
 
 
-def measured(runs: list[dict], name: str) -> pd.DataFrame:
+def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
     """Concatenates a table of MEASURED over all finished runs."""
     parts, columns = [], RUN + MEASURED[name]
     for run in runs:
@@ -118,8 +117,8 @@ def as_table(name: str, value: list | dict) -> pd.DataFrame:
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
     """One row for each run, with test loss and accuracy from the evaluation. Diverged runs have no final results."""
-    table = pd.DataFrame(runs).reindex(columns=RUN + COLUMNS)
-    table[FINALS] = table[FINALS].astype(float).where(table["status"] == "finished")
+    table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
+    table[RESULTS] = table[RESULTS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # integers even if a run has no value
     return table.astype(whole)
 
@@ -169,7 +168,7 @@ def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
     return wide.reindex(columns=variants).reset_index()
 
 
-def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
+def for_dvc_metrics(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
     """Metrics for `dvc metrics`: mean and standard deviation of each variant's test accuracy, in per cent, over n runs."""
     found = {}
     for row in summary.to_dict("records"):
@@ -178,7 +177,7 @@ def accuracies(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
     return found
 
 
-def write_csv(path: Path, table: pd.DataFrame) -> None:
+def write_table(path: Path, table: pd.DataFrame) -> None:
     """Writes a table, with variant and seed as its first columns."""
     identity = [name for name in RUN if name in table]
     files.write_csv(path, table[identity + [name for name in table if name not in identity]])

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from scipy.stats import gmean
 
 from pipeline.config import reading
@@ -31,7 +31,7 @@ from pipeline.statistics.verdicts import (
 )
 
 GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of a guess among ten classes; nats and per cent
-WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of the models' mean accuracies
+CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of the models' mean accuracies
 TRAINS = 0.5  # a run trains if its last train loss is below this share of a guess's loss
 
 
@@ -226,12 +226,12 @@ class Contrast(Claim):
 
     @model_validator(mode="after")
     def _models_fit(self):
-        if len(self.models) != len(WEIGHTS[self.kind]):
-            raise ValueError(f"models should be {len(WEIGHTS[self.kind])} for {self.kind}, not {len(self.models)}")
+        if len(self.models) != len(CONTRAST_WEIGHTS[self.kind]):
+            raise ValueError(f"models should be {len(CONTRAST_WEIGHTS[self.kind])} for {self.kind}, not {len(self.models)}")
         return self
 
     def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
-        weights, samples, power = WEIGHTS[self.kind], [results.accuracies(model) for model in self.models], math.nan
+        weights, samples, power = CONTRAST_WEIGHTS[self.kind], [results.accuracies(model) for model in self.models], math.nan
         if declared.knows(self.models) and min(map(len, samples)) > 1:
             spreads = [declared.spreads[model] for model in self.models]
             effect = declared.effect(self.models, weights)
@@ -293,16 +293,35 @@ AnyClaim = Annotated[
 ]
 
 
-class Claims(Section):
-    """The content of a claims.yaml."""
+class Spreads(Section):
+    """Standard deviations of runs by name, declared before the runs that a claim is about."""
 
-    claims: dict[Name, AnyClaim]
+    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # in percentage points
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of the logarithm of the epochs to a loss
+
+
+class ClaimsFile(Section):
+    """The content of a claims.yaml: `spreads`, and under every other key a claim of this name."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[Name, AnyClaim]
+
+    spreads: Spreads = Field(default_factory=Spreads)
 
 
 def read_claims(path: str | Path) -> dict[str, Claim]:
     """Reads a claims.yaml: the claims by name. Raises UserError if an entry does not fit its kind of claim."""
+    return dict(_read(path).__pydantic_extra__)
+
+
+def read_spreads(path: str | Path) -> Spreads:
+    """Reads the spreads of a claims.yaml. Raises UserError as `read_claims`."""
+    return _read(path).spreads
+
+
+def _read(path: str | Path) -> ClaimsFile:
     path = reading.in_repository(path)
-    return reading.validate(Claims, {"claims": reading.read(path)}, str(path)).claims
+    return reading.validate(ClaimsFile, reading.read_yaml(path), str(path))
 
 
 def trains(loss: float) -> bool:

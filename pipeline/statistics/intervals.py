@@ -96,7 +96,7 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
     return Estimate.of_spreads(value, weights, variances, sizes)
 
 
-def interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:
+def t_interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:
     """The t-interval of a `contrast`; (NaN, NaN) if the spread is unknown."""
     return contrast(samples, weights, **options).interval(confidence)
 
@@ -119,7 +119,7 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
 def one_more_run(values: Sequence[float]) -> Interval:
     """Prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) for a single value."""
-    low, high = interval([[0.0], values], (1, -1), equal_spread=True)
+    low, high = t_interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 
 

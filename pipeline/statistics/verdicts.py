@@ -38,17 +38,17 @@ from scipy.stats import binomtest, rankdata
 from pipeline.statistics.intervals import Estimate, Samples, contrast, quantile
 
 REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
-SAME, OTHER = "open, same direction", "open, other direction"
+OPEN_SAME, OPEN_OTHER = "open, same direction", "open, other direction"
 NOT_TESTABLE, NOT_TRAINED = "not testable here", "not trained"
-WORDS = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAINED)
+WORDS = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAINED)
 LEVEL = 0.05  # level of each one-sided test
-BOTH = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
+TWO_SIDED = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
 MARGIN_OF_A_START = 0.1  # nats below the loss of a guess
 SIMULATED = 10_000  # experiments per estimate of power
-DIGITS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
+TIE_DECIMALS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
 ROUNDING = 1e-12  # of a p-value: if all of three runs exceed three others, p is exactly 1/20
-_WORST = (REPRODUCED, SAME, OTHER, CONTRADICTED, NOT_TRAINED)  # from best to worst
+_WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # from best to worst
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def judge(
     if n == 0:
         return _not_trained(limit, side)
     low, estimate, high = _hodges_lehmann(np.asarray(first, float), np.asarray(second, float))
-    shifted, other = np.round(np.subtract(first, limit), DIGITS), np.round(second, DIGITS)
+    shifted, other = np.round(np.subtract(first, limit), TIE_DECIMALS), np.round(second, TIE_DECIMALS)
     return _verdict(estimate, (low, high), _mann_whitney(shifted, other), n, limit, side, power)
 
 
@@ -123,7 +123,7 @@ def judge_contrast(
     if n == 0:
         return _not_trained(limit, side)
     estimate = contrast(samples, weights)
-    half = quantile(BOTH, estimate.df) * estimate.standard_error
+    half = quantile(TWO_SIDED, estimate.df) * estimate.standard_error
     t = (estimate.value - limit) / estimate.standard_error if estimate.standard_error > 0 else math.nan
     p = {"above": float(stdtr(estimate.df, -t)), "below": float(stdtr(estimate.df, t))}
     return _verdict(estimate.value, (estimate.value - half, estimate.value + half), p, n, limit, side, power)
@@ -135,7 +135,7 @@ def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "abov
         return _not_trained(limit, side)
     alternatives = {"above": "greater", "below": "less"}
     p = {each: float(binomtest(successes, n, limit, word).pvalue) for each, word in alternatives.items()}
-    ends = binomtest(successes, n).proportion_ci(BOTH, "exact")
+    ends = binomtest(successes, n).proportion_ci(TWO_SIDED, "exact")
     return _verdict(successes / n, (float(ends.low), float(ends.high)), p, n, limit, side)
 
 
@@ -155,7 +155,7 @@ def _verdict(
     elif p[other] <= LEVEL + ROUNDING:
         word = CONTRADICTED
     else:
-        word = SAME if (estimate > limit if side == "above" else estimate < limit) else OTHER
+        word = OPEN_SAME if (estimate > limit if side == "above" else estimate < limit) else OPEN_OTHER
         word = NOT_TESTABLE if power < LEAST_POWER else word
     return Verdict(word, estimate, *ends, p[side], n, limit, side, power)
 
@@ -221,7 +221,7 @@ def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequen
     """The power of `judge_contrast`, from the noncentral t distribution. The true contrast lies `distance` from the limit;
     `spreads` are standard deviations, `sizes` numbers of runs."""
     estimate = Estimate.of_spreads(0.0, weights, [spread**2 for spread in spreads], sizes)
-    return float(1 - nctdtr(estimate.df, distance / estimate.standard_error, quantile(BOTH, estimate.df)))
+    return float(1 - nctdtr(estimate.df, distance / estimate.standard_error, quantile(TWO_SIDED, estimate.df)))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:

@@ -2,6 +2,12 @@
 
 Each file defines one study, `STUDY = Study(...)`. Its name is also the name of its section in params.yaml, its stage in
 dvc.yaml, its template, and its folder under paper_outputs/studies.
+
+A name that recurs has one meaning in all files. The class `Settings` and the functions have the names of the parts of
+`Study` that they are; `draw` draws a study's only figure. MODELS, METHODS, SIZES and DTYPES list what a study measures, OSA
+is its orthogonal models; BASELINES and REFERENCE are models to compare with. CLAIM and CLAIMS name the claims that it
+judges, which its wing's CLAIMS_FILE holds. TOLERANCE is the error that a check allows. DRAWN, COLOURS and DASHES belong to a
+figure's lines.
 """
 
 from __future__ import annotations
@@ -15,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import reading
-from pipeline.config.params import FIRST, Overrides, Section
-from pipeline.core.errors import UserError
+from pipeline.config.params import FIRST_READING, Overrides, Section
+from pipeline.core.errors import UserError, ended, hint
 
 if TYPE_CHECKING:  # slow to import, and training draws no figures
     import pandas as pd
@@ -58,7 +64,7 @@ def names(wing: str | None = None) -> list[str]:
 def wing(name: str) -> str:
     """The wing of a study. Raises UserError if there is no such study."""
     if name not in _wings():
-        raise UserError(reading.ended(f"{name} is no study{reading.hint(name, names())}"))
+        raise UserError(ended(f"{name} is no study{hint(name, names())}"))
     return _wings()[name]
 
 
@@ -83,7 +89,7 @@ def settings(name: str) -> Section | None:
     if schema is None:
         return None
     path = reading.in_repository(f"pipeline/studies/{wing(name)}/params.yaml")
-    section = reading.read(path).get(name)
+    section = reading.read_yaml(path).get(name)
     if section is None:
         raise UserError(f"{path} has no section {name}: write the study's settings there, or put back those that git has.")
     return reading.validate(schema, section, f"{path}: {name}")
@@ -91,7 +97,7 @@ def settings(name: str) -> Section | None:
 
 def reading_of(name: str) -> str:
     """The reading of the paper's recipe that a study names in its section."""
-    return getattr(settings(name), "reading", FIRST)
+    return getattr(settings(name), "reading", FIRST_READING)
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:

@@ -34,7 +34,7 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
         axis.set_minor_locator(NullLocator())
 
 
-def interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
+def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
     """Draws a line from `low` to `high` at height y, cut at the ends of `within`: an arrow marks a cut end."""
     left, right = max(low, within[0]), min(high, within[1])
     axes.plot([left, right], [y, y], color=colour, linewidth=LINE_WIDTH)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pydantic import Field
 
 from pipeline import studies
-from pipeline.config.params import FIRST, AnySeeds, Name, Overrides, Section
+from pipeline.config.params import FIRST_READING, AnySeeds, Name, Overrides, Section
 from pipeline.results.runs import tables_of
 from pipeline.statistics.claims import Results, trains
 from pipeline.statistics.intervals import summary_of
@@ -22,7 +22,7 @@ from pipeline.studies import Request, Study, Tables
 from pipeline.studies.lab import Lab
 
 
-class Training(Section):
+class ListedRuns(Section):
     """Trains a variant once for each seed; `set` replaces values of its configuration."""
 
     variant: Name
@@ -32,7 +32,7 @@ class Training(Section):
 
 class Settings(Section):
     reading: Name  # a key of readings in pipeline/paper.yaml
-    runs: dict[Name, Training]
+    runs: dict[Name, ListedRuns]
 
     def requests(self) -> Iterator[tuple[str, Request]]:
         """Returns the name and request of each run, in the order of the list."""
@@ -76,7 +76,7 @@ def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
 def first_reading(lab: Lab) -> Tables:
     """Returns runs and histories of the paper's models by the first reading: the baseline of studies that follow this
     reading."""
-    own = lab.of("first_reading", FIRST)
+    own = lab.of("first_reading", FIRST_READING)
     return lab.once("runs of first_reading", lambda: read(studies.settings("first_reading"), own))
 
 

@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,23 +16,22 @@ from torch import Generator, Tensor
 from osa.modules import OrthogonalSelfAttention
 from osa.vit import VisionTransformer
 from pipeline.config import params
-from pipeline.config.params import FIRST, Overrides, Paper, Params, RunConfig
+from pipeline.config.params import FIRST_READING, Overrides, Paper, Params, RunConfig
 from pipeline.core import files, provenance
 from pipeline.data import idx
 from pipeline.results.measures import LAYER_IMAGES, ORTHOGONAL, attention_inputs
+from pipeline.results.tables import TABLES
 from pipeline.training.loop import Training, build_model, random_stream
 from pipeline.training.run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
 
-TABLES = Path("paper_outputs/tables")
-
 
 class Lab:
     """Tools of one study. Models and trainings follow a reading of pipeline/paper.yaml, and ignore edits of params.yaml."""
 
-    def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST) -> None:
+    def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
         self.study, self.params, self.paper, self.reading = study, settings, paper, reading
         self._made: dict[str, Any] = {}  # shared with the labs of other studies
 
@@ -77,7 +75,7 @@ class Lab:
     @functools.cache  # noqa: B019  a lab lives as long as its process
     def images(self, pixel_scaling: str = "unit") -> tuple[Tensor, Tensor]:
         """Returns the test images (n, C, H, W) in float64 and their labels (n,)."""
-        mnist = idx.load(idx.folder(self.params.data.source), pixel_scaling)
+        mnist = idx.read_data(idx.folder(self.params.data.source), pixel_scaling)
         return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:

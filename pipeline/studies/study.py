@@ -16,7 +16,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.studies.lab import Lab
 from pipeline.training.loop import configure_torch
 
-FOLDER = Path("paper_outputs/studies")
+STUDIES = Path("paper_outputs/studies")
 
 
 @entry_point
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     configure_torch()
     settings, reading = studies.settings(chosen.name), studies.reading_of(chosen.name)
     lab = Lab(chosen.name, params.load(), params.load_paper(), reading)
-    tables, folder = study.measure(settings, lab), FOLDER / chosen.name
+    tables, folder = study.measure(settings, lab), STUDIES / chosen.name
     for name, table in tables.items():
         files.write_csv(folder / f"{name}.csv", table)
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:
     """Returns a study's measured tables. Raises UserError if they are missing or have changed since."""
-    folder = FOLDER / name
-    records.read(folder, Record, f"python -m pipeline study {name}")
+    folder = STUDIES / name
+    records.read_record(folder, Record, f"python -m pipeline study {name}")
     return {path.stem: files.read_csv(path) for path in sorted(folder.glob("*.csv"))}
 
 

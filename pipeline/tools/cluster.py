@@ -110,7 +110,7 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
     record = records.parse(record_path, RunRecord, f"run `{run.command}`", contents[record_path].decode())
     commit = provenance.describe_commit()
     known = {"commits": [commit["git_commit"]] * len(record.commits), "dirty": commit["git_dirty"]}
-    records.write(run.folder, record.model_copy(update=known))
+    records.write_record(run.folder, record.model_copy(update=known))
 
 
 def ship(sources: set[str], path: Path) -> str:

@@ -40,7 +40,7 @@ def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
         return [(what, "cannot be checked", str(error).partition("\n")[0] or repr(error), True)]
 
 
-def machine() -> Iterator[Line]:
+def system() -> Iterator[Line]:
     fits = install.OLDEST <= sys.version_info[:2] <= install.NEWEST
     fitting = "{}.{} to {}.{}".format(*install.OLDEST, *install.NEWEST)
     remedy = "" if fits else f"install one of {fitting}, and `make setup PYTHON=python3.12`"
@@ -84,10 +84,10 @@ def data() -> Iterator[Line]:
 
     source = params.load().data.source
     if idx.folder(source).exists():
-        idx.digest(idx.folder(source))  # an error names the file and its remedy
+        idx.data_digest(idx.folder(source))  # an error names the file and its remedy
         yield "data", f"{source}, whole", "", True
     else:
-        copy = "" if source == params.FOLDER else f", or from a copy with OSA_{source.upper()}_MIRROR=/path/to/it"
+        copy = "" if source == params.USER_FOLDER else f", or from a copy with OSA_{source.upper()}_MIRROR=/path/to/it"
         yield "data", f"{source}, which params.yaml names, is not here", f"`make reproduce` fetches it{copy}", False
 
 
@@ -104,7 +104,7 @@ def runs() -> Iterator[Line]:
     yield "records", f"{current} of {len(jobs)} are of today's numerics and parameters", remedy, False
 
 
-CHECKS = (machine, dvc, torch, data, runs)
+CHECKS = (system, dvc, torch, data, runs)
 
 
 if __name__ == "__main__":

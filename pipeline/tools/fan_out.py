@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
     with single_instance(locks.FAN_OUT):
         settings = params.load()
-        take_over(settings, chosen.no_tracking)
+        adopt(settings, chosen.no_tracking)
         jobs = list_jobs(settings, chosen.only)
         left = missing(jobs)
         if not left:
@@ -126,7 +126,7 @@ def train_all(
         finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
     else:
         at_a_time = at_a_time or at_once(per_gpu)
-        finished = here(jobs, at_a_time)
+        finished = train_here(jobs, at_a_time)
     for ended in follow(jobs, finished, at_a_time):
         if not no_tracking:
             tracking.sync_quietly(*ended)
@@ -211,7 +211,7 @@ def has_dvc() -> bool:
     return bool(shutil.which("dvc")) and Path(".dvc").is_dir()
 
 
-def take_over(settings: Params, no_tracking: bool) -> None:
+def adopt(settings: Params, no_tracking: bool) -> None:
     """Tells DVC and MLflow of current runs of Table 2 that DVC does not know, or DVC would train them again. They were
     trained by hand, by the commands of `--print`, on another machine, or before a kill.
 
@@ -252,7 +252,7 @@ def commit(runs: list[Run]) -> list[str]:
 # here
 
 
-def here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
+def train_here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
     """Trains on this machine, `at_a_time` runs at once. Yields the runs that have ended, sometimes none. An interrupt ends
     all trainings."""
     import torch

@@ -47,7 +47,7 @@ def update(options: argparse.Namespace) -> None:
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
-    if options.torch == "cuda" and build(venv) == CPU:
+    if options.torch == "cuda" and torch_build(venv) == CPU:
         sys.exit(f"error: {venv} has PyTorch for CPUs: move it away, and `make setup TORCH=cuda` creates another.")
     stale = [path for path in options.requirements if not is_installed(path, venv)]
     if not stale:
@@ -82,7 +82,7 @@ def is_installed(path: Path, venv: Path) -> bool:
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
 
-def build(venv: Path) -> str:
+def torch_build(venv: Path) -> str:
     """The source of the environment's PyTorch, CPU or PYPI; empty if none is installed."""
     note = venv / ".torch"
     return note.read_text(encoding="utf-8").strip() if has_python(venv) and note.exists() else ""
@@ -101,7 +101,7 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
     else:
         versions = "Python {}.{} to {}.{} is needed, not {}.{}".format(*OLDEST, *NEWEST, *sys.version_info)
         sys.exit(f"error: {versions}: give one, as in `make setup PYTHON=python3.12`, or install uv, which fetches one.")
-    if not run(command, venv, log):
+    if not run_logged(command, venv, log):
         sys.stderr.write((venv / "install.log").read_text(encoding="utf-8", errors="replace"))
         sys.exit(f"error: `{' '.join(command)}` failed: mend what it names above, and try again.")
 
@@ -126,15 +126,15 @@ def install_with_torch(path: Path, options: argparse.Namespace, log: BinaryIO) -
 
 
 def announce(venv: Path, size: str) -> None:
-    print(f"Installing what is new into {venv}." if build(venv) else f"Installing into {venv}: {size}.", flush=True)
+    print(f"Installing what is new into {venv}." if torch_build(venv) else f"Installing into {venv}: {size}.", flush=True)
 
 
 def choose(venv: Path, torch: str) -> str:
     """Chooses the source of PyTorch: as installed before, as requested, or as the machine needs."""
     if sys.platform != "linux":
         return PYPI  # the only build there
-    if build(venv):
-        return build(venv)
+    if torch_build(venv):
+        return torch_build(venv)
     if torch:
         return CPU if torch == "cpu" else PYPI
     return PYPI if has_gpu() else CPU
@@ -152,7 +152,7 @@ def has_gpu() -> bool:
 
 def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryIO) -> bool:
     """Installs torch and torchvision from PyTorch's index; False if it does not answer or lacks them."""
-    if build(options.venv) != CPU and not answers(public(options.index) + "/torch/"):
+    if torch_build(options.venv) != CPU and not answers(public(options.index) + "/torch/"):
         return False
     announce(options.venv, "about 2 GB, with PyTorch for CPUs")
     pins = re.findall(r"^torch(?:vision)?==[\d.]+", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -195,10 +195,10 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
     python = str(options.venv / "bin/python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     command = [options.uv, "pip", "install", "--python", python] if options.uv else pip
-    return run([*command, *arguments], options.venv, log)
+    return run_logged([*command, *arguments], options.venv, log)
 
 
-def run(command: list[str], venv: Path, log: BinaryIO) -> bool:
+def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
     """Runs a command. True if successful. Its messages go to the log; a terminal shows the last one and the seconds."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)

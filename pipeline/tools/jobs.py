@@ -33,7 +33,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
     """True if a run is current, was trained on the present data, and, in Table 2, has its weights for the evaluation."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
-    return run.record().data_sha256 == digest(config.data.source)
+    return run.record().data_sha256 == source_digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
@@ -78,9 +78,9 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
 
 
 @functools.cache
-def digest(source: str) -> str:
+def source_digest(source: str) -> str:
     """The digest of a data set. Cached."""
-    return idx.digest(idx.folder(source))
+    return idx.data_digest(idx.folder(source))
 
 
 def command(run: Run) -> list[str]:

@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from pipeline.core.files import is_alive
+
 FAN_OUT, TRY, DVC = Path(".checkpoints/fan_out.lock"), Path(".checkpoints/try.lock"), Path(".dvc/tmp/lock")
 WRITERS = {"check", "fetch", "train", "evaluate", "tables", "study", "report", "fan_out", "try", "tries"}
 RWLOCK = Path(".dvc/tmp/rwlock")  # DVC lists here the paths that its processes read and write
@@ -41,7 +43,7 @@ def dvc_processes() -> list[str]:
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():
         listed += readers
-    alive = {claim["pid"]: claim["cmd"] for claim in listed if claim["pid"] != os.getpid() and _is_alive(claim["pid"])}
+    alive = {claim["pid"]: claim["cmd"] for claim in listed if claim["pid"] != os.getpid() and is_alive(claim["pid"])}
     return [f"`{command}` (process {pid})" for pid, command in sorted(alive.items())]
 
 
@@ -59,13 +61,3 @@ def stages() -> list[str]:
             if is_here and command and command[2] in WRITERS:
                 found.append(f"`{command[1]}` (process {path.name})")
     return found
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

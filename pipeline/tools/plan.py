@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dvc.stage import Stage
 
 CHECK = "check"  # the stage
-SHOWN = 4  # most names, and most reasons, on a line
+MOST_SHOWN = 4  # most names, and most reasons, on a line
 
 
 @entry_point
@@ -51,14 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
         following = [name for name in following if name != "fetch"]
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
-    for group, stages in grouped(changed).items():
+    for group, stages in by_group(changed).items():
         why = {}  # each reason once, in order
         for stage in stages:
             why |= dict.fromkeys(changed[stage])
-        print(f"{label(group, stages)}: {shortened(list(why), '; ')}{cost(stages, settings, estimates)}")
+        print(f"{group_label(group, stages)}: {shortened(list(why), '; ')}{estimate(stages, settings, estimates)}")
     if following:
-        names = [label(group, stages) for group, stages in grouped(following).items()]
-        print(f"If these come out differently: {', '.join(names)}{cost(following, settings, estimates)}")
+        names = [group_label(group, stages) for group, stages in by_group(following).items()]
+        print(f"If these come out differently: {', '.join(names)}{estimate(following, settings, estimates)}")
     others = count - len(changed) - len(following)
     more = f"up to {len(following)} more may follow, " if following else ""
     print(f"{counted(len(changed))} will run, {more}{others} are up to date.")
@@ -121,7 +121,7 @@ def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
             yield f"{name} is {new}, was {old}"
 
 
-def grouped(stages: Iterable[str]) -> dict[str, list[str]]:
+def by_group(stages: Iterable[str]) -> dict[str, list[str]]:
     """Groups stages by the part of their names before the @."""
     groups = defaultdict(list)
     for stage in stages:
@@ -129,21 +129,21 @@ def grouped(stages: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def label(group: str, stages: list[str]) -> str:
+def group_label(group: str, stages: list[str]) -> str:
     names = [stage.partition("@")[2] for stage in stages]
     return f"{group} ({shortened(names, ', ')})" if all(names) else group
 
 
 def shortened(names: list[str], separator: str) -> str:
-    more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return separator.join([*names[:SHOWN], *more])
+    more = [f"{len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
+    return separator.join([*names[:MOST_SHOWN], *more])
 
 
 def counted(number: int) -> str:
     return "1 stage" if number == 1 else f"{number} stages"
 
 
-def cost(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
+def estimate(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
     """The estimated time of stages; for trainings from the records of earlier runs."""
     trainings = {run.stage: (run, config) for run, config in jobs.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in trainings)

@@ -14,7 +14,7 @@ from pipeline.core import git
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.results.runs import recorded
 from pipeline.tools import fan_out, times
-from pipeline.tools.jobs import digest, missing, table_2_jobs
+from pipeline.tools.jobs import missing, source_digest, table_2_jobs
 
 README, OUTPUTS = Path("README.md"), Path("paper_outputs")
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("", *table, "", sep="\n")
     print(f"The page:   {(OUTPUTS / 'report.html').resolve()}")
     print(f"The figure: {(OUTPUTS / 'figure_1.svg').resolve()}")
-    print(f"{said_of(trained)} {how_to_train(settings)}")
+    print(f"{summary_line(trained)} {how_to_train(settings)}")
 
 
 def bring_up_to_date(settings: params.Params, *options: str) -> int:
@@ -42,7 +42,7 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not has_data(settings.data.source):
         repro("fetch")
-    fan_out.take_over(settings, "--no-tracking" in options)
+    fan_out.adopt(settings, "--no-tracking" in options)
     left = missing(table_2_jobs(settings))
     if left:
         fan_out.main([*options])
@@ -54,7 +54,7 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
 def has_data(source: str) -> bool:
     """True if a published data set is here and intact. False for a user's folder, which may have changed."""
     with contextlib.suppress(UserError):
-        return bool(digest(source)) and source != params.FOLDER
+        return bool(source_digest(source)) and source != params.USER_FOLDER
     return False
 
 
@@ -77,7 +77,7 @@ def repro(*options: str) -> None:
         raise UserError("`dvc repro` failed, as it says above: with that mended, the same command goes on from there.")
 
 
-def said_of(trained: int) -> str:
+def summary_line(trained: int) -> str:
     """A sentence on how many runs were trained, and if the results are as committed."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"

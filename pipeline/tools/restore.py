@@ -25,9 +25,9 @@ from pipeline.core import files, git
 from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
-KEPT, INCOMING = Path(".restored"), ".incoming"
+MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
 SHOWN_PARTS = 5  # most parts of a path in a printed list: paper_outputs/runs/table_2/vit/0
-RECORD = re.compile(r"paper_outputs/runs/(.*)/record\.json")
+RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
 OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
     r"|weights/(?!tries/)[^/]+/[^/]+/\d+\.safetensors|evaluations/[^/]+/\d+/evaluation\.json|data/\w+\.txt)"
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_while_others_work()
     tell_of_interrupted()
     committed = git.run("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0")
-    states, outputs = changes(), outputs_of(committed)
+    states, outputs = changed_paths(), outputs_of(committed)
     refuse_hidden(outputs)
     affected = [path for path in states if is_output(path, outputs)]
     if not affected:
@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     # Weights move before their records: after a kill in between, the record still differs and leads the next call to them.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
-    show(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
-    show(f"To be moved to {folder}/, as they are now:", moving, committed)
-    show("Changed too, and to be left alone:", [path for path in states if path not in affected], committed)
+    print_paths(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
+    print_paths(f"To be moved to {folder}/, as they are now:", moving, committed)
+    print_paths("Changed too, and to be left alone:", [path for path in states if path not in affected], committed)
     if not chosen.yes:
         if not sys.stdin.isatty():
             raise UserError("nothing was restored, as nobody is there to be asked: `python -m pipeline restore --yes`.")
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             print("Nothing was restored.")
             return
     refuse_while_others_work()
-    if changes() != states:
+    if changed_paths() != states:
         raise UserError("nothing was restored, as files have changed since the list: give the command again.")
     staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]  # edited after staging
     restore(folder, affected, staged, moving, back)
@@ -140,7 +140,7 @@ def refuse_while_others_work() -> None:
 
 def tell_of_interrupted() -> None:
     """Reports where an earlier, killed call has moved files, and removes its copies of committed files."""
-    for incoming in sorted(KEPT.glob(f"*{INCOMING}")):
+    for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
         shutil.rmtree(incoming)
@@ -189,7 +189,7 @@ def refuse_links_and_folders(affected: list[str]) -> None:
                 raise UserError(f"{each} is {kind}, which cannot be restored in place: move it away, as by `{remedy}`.")
 
 
-def changes() -> dict[str, str]:
+def changed_paths() -> dict[str, str]:
     """The paths that differ from the last commit, with the two letters of git's short status, for index and disk.
 
     Disregards the user's global gitignore: it may list *.csv, and runs have CSV files.
@@ -219,7 +219,7 @@ def is_output(path: str, outputs: list[str]) -> bool:
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
     """The weights, ignored by git, of the runs with an affected record: they will not match the restored record."""
-    records = filter(None, map(RECORD.fullmatch, affected))
+    records = filter(None, map(RECORD_PATH.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
     return sorted({*weights} - {*states} - {*tracked})
@@ -228,11 +228,11 @@ def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
 def new_folder() -> Path:
     """A new folder for this restoration, named by date and time."""
     name = time.strftime("%Y-%m-%d_%H-%M-%S")
-    taken = sorted(KEPT.glob(f"{name}*"))
-    return KEPT / (f"{name}-{len(taken)}" if taken else name)
+    taken = sorted(MOVED_ASIDE.glob(f"{name}*"))
+    return MOVED_ASIDE / (f"{name}-{len(taken)}" if taken else name)
 
 
-def show(head: str, paths: list[str], committed: list[str]) -> None:
+def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
     """Prints a list of paths. Files of one run, or of one folder that the commit lacks, share a line."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
@@ -267,7 +267,7 @@ def move(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        copy(source, target)
+        copy_path(source, target)
         try:
             source.unlink()
         except OSError:
@@ -275,7 +275,7 @@ def move(source: Path, target: Path) -> None:
             raise
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_path(source: Path, target: Path) -> None:
     try:
         with open(source, "rb") as old, files.replacing(target) as new:
             shutil.copyfileobj(old, new)

@@ -37,7 +37,7 @@ def main() -> None:
         git.run("worktree", "add", "--detach", str(tree), commit, folder=ROOT)
         try:
             (tree / "data").symlink_to(Path("data").resolve())
-            here, there = digests(ROOT), digests(tree)
+            here, there = model_digests(ROOT), model_digests(tree)
         finally:
             git.run("worktree", "remove", "--force", str(tree), folder=ROOT)
     other = [name for name in here if name in there and here[name] != there[name]]
@@ -46,14 +46,14 @@ def main() -> None:
     sys.exit(bool(other))
 
 
-def digests(tree: Path) -> dict[str, str]:
+def model_digests(tree: Path) -> dict[str, str]:
     """The digest of each model, computed with the code and the parameters of a tree. The tree must contain this file."""
     command, settings = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"], os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=settings, check=True, encoding="utf-8", stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
 
-def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
+def first_losses(name: str, steps: int = STEPS) -> tuple[list[float], str]:
     """Trains a model on the sample with seed 0. Returns its first losses, and the SHA-256 of its weights after `steps`."""
     config = params.resolve_recipe(params.load(), params.load_paper(), name, {"train": {"batch_size": BATCH}})
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "sample"})})
@@ -69,8 +69,8 @@ def first_steps(name: str, steps: int = STEPS) -> tuple[list[float], str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--print"]:  # called by `digests`
+    if sys.argv[1:] == ["--print"]:  # called by `model_digests`
         configure_torch()
-        print(json.dumps({name: first_steps(name)[1] for name in osa.models.MODELS}))
+        print(json.dumps({name: first_losses(name)[1] for name in osa.models.MODELS}))
     else:
         main()

@@ -7,7 +7,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from pipeline.config.params import FOLDER, RunConfig
+from pipeline.config.params import USER_FOLDER, RunConfig
 from pipeline.config.records import RunRecord
 from pipeline.core import provenance
 from pipeline.core.errors import UserError
@@ -16,14 +16,14 @@ from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 in other published data sets
 
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # by group or study; others take OTHER
-OTHER = 5
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # by group or study
+OTHER_SECONDS = 5  # of any other stage
 
 
 def of_stage(name: str) -> float:
     """Seconds of a stage without training, looked up by its study or else by its group."""
     group, _, study = name.rpartition(":")[2].partition("@")
-    return SECONDS.get(study, SECONDS.get(group, OTHER))
+    return SECONDS.get(study, SECONDS.get(group, OTHER_SECONDS))
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
@@ -34,7 +34,7 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
-        if source == FOLDER:
+        if source == USER_FOLDER:
             if data_sha256 not in (None, config.data.description().sha256):
                 return None
             images = idx.num_train_images(idx.folder(source))

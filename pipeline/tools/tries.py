@@ -18,12 +18,12 @@ from pipeline.core.errors import command_parser, entry_point
 from pipeline.results.runs import accuracy, of_table_2
 from pipeline.statistics.claims import GUESS_ACCURACY
 from pipeline.statistics.intervals import summary_of
-from pipeline.statistics.verdicts import BOTH, CONTRADICTED, REPRODUCED, judge
+from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, TWO_SIDED, judge
 from pipeline.tools import fan_out, locks
-from pipeline.tools.jobs import Job, digest, missing
+from pipeline.tools.jobs import Job, missing, source_digest
 from pipeline.training.run import TRIES, Run
 
-HEADS = ["Model", "Table 2", "tried", "Difference", f"{BOTH:.0%} interval", "Reading"]
+HEADS = ["Model", "Table 2", "tried", "Difference", f"{TWO_SIDED:.0%} interval", "Reading"]
 READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdict on "the tried model is better": word
 
 
@@ -32,7 +32,7 @@ class Trained(NamedTuple):
     accuracy: float  # in per cent, NaN if the run diverged
 
 
-Seeds = dict[int, Trained]
+ResultsBySeed = dict[int, Trained]
 
 
 @entry_point
@@ -44,14 +44,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=seeds, default=[0], metavar="0,1", help="default: 0")
     chosen = fan_out.add_options(parser).parse_args(arguments)
     settings = params.load()
-    before: dict[str, Seeds] = {}
+    before: dict[str, ResultsBySeed] = {}
     for run in of_table_2(settings):
-        if trained := read(run):
+        if trained := load_result(run):
             before.setdefault(run.variant, {})[run.seed] = trained
     lines = [HEADS]
-    for name, runs in tried(chosen, settings).items():
+    for name, runs in train_grid(chosen, settings).items():
         variant = next(iter(runs.values())).record.variant
-        row = compare(name, before.get(variant, {}), runs)
+        row = comparison_row(name, before.get(variant, {}), runs)
         if changes := row.pop("changes"):
             print(f"{name}: {changes}")
         lines.append(list(row.values()))
@@ -79,7 +79,7 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
     return list(jobs.values())
 
 
-def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
+def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, ResultsBySeed]:
     """Trains the missing runs of the grid, and deletes their weights. Returns all runs, by model and the values that vary.
 
     Raises:
@@ -87,9 +87,9 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
     for _, config in jobs:  # fail before any process starts
-        if config.data.source == params.FOLDER:
+        if config.data.source == params.USER_FOLDER:
             config.data.description()
-        digest(config.data.source)
+        source_digest(config.data.source)
     with fan_out.single_instance(locks.TRY):
         left = missing(jobs)
         try:
@@ -99,14 +99,14 @@ def tried(chosen: argparse.Namespace, settings: Params) -> dict[str, Seeds]:
                 run.weights.unlink(missing_ok=True)
     options = {run.name: params.as_options(run.overrides)[1::2] for run, _ in jobs}
     common = set.intersection(*map(set, options.values())) if len(options) > 1 else set()
-    found: dict[str, Seeds] = {}
+    found: dict[str, ResultsBySeed] = {}
     for run, _ in jobs:
         name = " ".join([run.variant, *(each for each in options[run.name] if each not in common)])
-        found.setdefault(name, {})[run.seed] = read(run)
+        found.setdefault(name, {})[run.seed] = load_result(run)
     return found
 
 
-def read(run: Run) -> Trained | None:
+def load_result(run: Run) -> Trained | None:
     """The record and the accuracy of a run; None if no training of it has ended."""
     record = run.record()
     return Trained(record, accuracy(run.metrics())) if record else None
@@ -120,7 +120,7 @@ def parameters(record: RunRecord) -> dict[str, str]:
     return found | {"data": record.data_sha256[:8], "numerics": as_yaml(record.numerics)}
 
 
-def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
+def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[str, str]:
     """A row of the table: both accuracies, their difference with interval and reading, and the parameters that differ."""
     row = {"model": name, "before": cell(old), "after": cell(new)}
     row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
@@ -137,12 +137,12 @@ def compare(name: str, old: Seeds, new: Seeds) -> dict[str, str]:
     return row | {"interval": f"{verdict.low:+.2f} to {verdict.high:+.2f}", "reading": said}
 
 
-def accuracies(runs: Seeds) -> list[float]:
+def accuracies(runs: ResultsBySeed) -> list[float]:
     """The accuracies of the runs; a diverged run counts as a guess."""
     return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 
-def cell(runs: Seeds) -> str:
+def cell(runs: ResultsBySeed) -> str:
     """Formats accuracies: 97.03 ± 0.15 (3), and the number of diverged runs."""
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:

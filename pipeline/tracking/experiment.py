@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.looks import INK, look_of
 from pipeline.core.errors import UserError
 from pipeline.tracking import store
-from pipeline.tracking.trainings import TABLE_2, Value
+from pipeline.tracking.trainings import Value
 from pipeline.tracking.views import views
+from pipeline.training.run import TABLE_2
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

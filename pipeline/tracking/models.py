@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.tracking.experiment import Experiment
-from pipeline.tracking.trainings import Training
+from pipeline.tracking.trainings import TrackedTraining
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
 
-def log(experiment: Experiment, run: "Run", training: Training) -> str:
+def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
     """Logs a trained model with its MLflow run, and registers it. Returns its address; "" without weights.
 
     torch.export writes the model, without pickle, and MLflow can load it without this code. The export takes seconds and

@@ -23,10 +23,10 @@ ENVIRONMENT = {  # set before importing MLflow, unless the user has set them
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-VARIABLE = "MLFLOW_TRACKING_URI"
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
 # Prefixes of the user's settings that we keep for a database. Others could change its address, or the server's.
-KEPT = (*ENVIRONMENT, VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
-KEPT += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # connections to databases and artifacts
+KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
+KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # connections to databases and artifacts
 ARTIFACTS = "mlartifacts"
 LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "experiments": ("artifact_location",),
@@ -34,7 +34,7 @@ LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "logged_models": ("artifact_location",),
     "model_versions": ("source", "storage_location"),
 }
-PATIENCE_SECONDS = 30  # waiting for another process to finish writing
+LOCK_SECONDS = 30  # waiting for another process to finish writing
 
 
 def root() -> Path:
@@ -49,7 +49,7 @@ def address() -> str:
     """
     path = root() / "mlflow.db"
     path = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
-    return os.environ.get(VARIABLE) or f"sqlite:///{path}"
+    return os.environ.get(URI_VARIABLE) or f"sqlite:///{path}"
 
 
 def database() -> Path | None:
@@ -67,9 +67,11 @@ def artifacts() -> str | None:
 
 def make_settings_ours() -> None:
     """Sets MLflow's environment. A server named by the user needs all the user's settings. For a database, and for the
-    server that `make ui` starts on it, only the settings in KEPT remain."""
+    server that `make ui` starts on it, only the settings in KEPT_SETTINGS remain."""
     if not address().startswith("http"):
-        for name in [name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT)]:
+        for name in [
+            name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS)
+        ]:
             del os.environ[name]
     os.environ.update(ENVIRONMENT | os.environ)
 
@@ -105,7 +107,7 @@ def connect() -> tuple[Any, FileLock]:
         UserError: MLflow is not installed, does not answer or cannot read its store.
     """
     uri, path = address(), database()
-    lock = FileLock(f"{path or root() / 'mlflow.db'}.lock", timeout=PATIENCE_SECONDS)
+    lock = FileLock(f"{path or root() / 'mlflow.db'}.lock", timeout=LOCK_SECONDS)
     make_settings_ours()
     try:
         import mlflow
@@ -115,7 +117,7 @@ def connect() -> tuple[Any, FileLock]:
         logging.getLogger(name).setLevel(logging.ERROR)
     mlflow.clear_active_model()  # left by a notebook; MLflow would assign our metrics to it
     if path and not path.parent.is_dir():
-        raise UserError(f"{VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
+        raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
             partial = path.with_name(f"{path.name}.partial")  # a kill could leave half of the tables
@@ -125,7 +127,7 @@ def connect() -> tuple[Any, FileLock]:
         try:
             client = mlflow.MlflowClient(uri)
         except ImportError as error:
-            raise UserError(f"{VARIABLE} needs a driver ({error}): install it, or correct {VARIABLE}.") from None
+            raise UserError(f"{URI_VARIABLE} needs a driver ({error}): install it, or correct {URI_VARIABLE}.") from None
     gc.freeze()  # a search creates thousands of objects, and each collection would scan all imported modules
     return client, lock
 
@@ -145,12 +147,14 @@ def errors_as_user_errors() -> Iterator[None]:
 
 def _remedy(error: Exception, why: str) -> str:
     """A remedy that loses no run. We never suggest deleting the user's own store, as it may hold other runs."""
-    is_ours = not os.environ.get(VARIABLE)
+    is_ours = not os.environ.get(URI_VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"
     if "schema" in why or "revision" in why:
-        return f"copy it to a safe place, then `mlflow db upgrade {address() if is_ours else f'${VARIABLE}'}`"
-    return "move it away, and this command makes another from the runs" if is_ours else f"start it, or correct {VARIABLE}"
+        return f"copy it to a safe place, then `mlflow db upgrade {address() if is_ours else f'${URI_VARIABLE}'}`"
+    return (
+        "move it away, and this command makes another from the runs" if is_ours else f"start it, or correct {URI_VARIABLE}"
+    )
 
 
 def cause(error: BaseException) -> str:

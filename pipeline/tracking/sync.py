@@ -20,7 +20,8 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.tracking import models, store, trainings
 from pipeline.tracking.experiment import Experiment, name_of
-from pipeline.tracking.trainings import CURVES, TABLE_2, Training, Value, rounded
+from pipeline.tracking.trainings import LOGGED_CURVES, TrackedTraining, Value, rounded_metric
+from pipeline.training.run import TABLE_2
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 ENDED = ("FINISHED", "FAILED")  # MLflow's status of finished and diverged runs
 COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
-ENVIRONMENT = ("device", "device_name", "num_threads", "platform", "python", "torch")
+ENVIRONMENT_TAGS = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
-SHARED = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
+SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
 REPORT = ("figure_1.svg", "report.html")  # artifacts attached to each model of Table 2
 
 
@@ -51,7 +52,7 @@ def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple |
         UserError: MLflow is not installed, does not answer or cannot read its store.
     """
     found = trainings.find(only)
-    by_family: dict[str, list[Training]] = defaultdict(list)
+    by_family: dict[str, list[TrackedTraining]] = defaultdict(list)
     for training in found:
         by_family[training.family].append(training)
     client, lock = opened or store.connect()
@@ -78,7 +79,7 @@ def _bar(total: int, unit: str) -> tqdm:
     return tqdm(total=total, desc="MLflow", unit=unit, delay=2, mininterval=1 if sys.stderr.isatty() else 10)
 
 
-def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
+def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
     """Calls `function`. If the run cannot be read, or MLflow refuses it, warns and returns None, so that others go on."""
     from mlflow.exceptions import MlflowException
 
@@ -95,7 +96,7 @@ def _attempt(training: Training, function: Callable, *arguments: Any) -> Any:
     return None
 
 
-def _log_models(experiment: Experiment, trainings: list[Training]) -> None:
+def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> None:
     """Logs the trained models of finished runs that lack one in MLflow."""
     runs = {}
     for family in experiment.search({training.family for training in trainings}).values():
@@ -130,7 +131,7 @@ class Family:
                 else:
                     self.parents[configuration] = run
 
-    def import_run(self, training: Training) -> bool:
+    def import_run(self, training: TrackedTraining) -> bool:
         """Creates or updates a child from the files of its training. Returns True if it is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
@@ -155,12 +156,12 @@ class Family:
             self.experiment.end(run, training.status, training.ended)
         return is_new
 
-    def _once(self, training: Training, metrics: dict) -> list[Value]:
+    def _once(self, training: TrackedTraining, metrics: dict) -> list[Value]:
         """The metrics with a single value."""
         once = {}
         for key in COSTS:
             if (value := getattr(training.record, key)) is not None:
-                once[key] = rounded(key, value)
+                once[key] = rounded_metric(key, value)
         if not metrics["diverged"]:
             once["starts"] = float(training.starts())
             once |= self._against_paper(100 * metrics["test_accuracy"])
@@ -186,7 +187,9 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            if name_of(run) != self.name and {*SHARED} <= run.data.tags.keys():  # tags were deleted: import restores them
+            if (
+                name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys()
+            ):  # tags were deleted: import restores them
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
             self.surplus.append(self.parents.pop(configuration))
@@ -230,7 +233,7 @@ class Family:
         no view is open."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
-            shared = {key: tags[key] for key in SHARED} | {"level": "mean"}
+            shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
             start = _now() if tags["study"] == TABLE_2 else start
             self.parents[configuration] = self.experiment.create(self.name, start, shared)
         return self.parents[configuration]
@@ -247,10 +250,12 @@ class Family:
                 newest.setdefault(_seed(child), child)
         finished = [newest[seed] for seed in sorted(newest)]
         seeds = sorted({_seed(child) for child in finished or children})
-        tags = {key: children[0].data.tags[key] for key in SHARED} | {"run": self.name, "level": "mean"}
+        tags = {key: children[0].data.tags[key] for key in SHARED_TAGS} | {"run": self.name, "level": "mean"}
         tags["seed"] = ",".join(map(str, seeds))
         tags["current"] = _word(any(child.info.run_id in current for child in children))
-        tags["children"] = files.digest([[child.info.run_id, child.data.tags.get("checksum")] for child in finished])[:16]
+        tags["children"] = files.json_digest([[child.info.run_id, child.data.tags.get("checksum")] for child in finished])[
+            :16
+        ]
         if tags.items() <= parent.data.tags.items():
             return
         values = self._statistics(finished) if finished else {}
@@ -268,12 +273,12 @@ class Family:
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}
-        for key in (*CURVES, *COSTS):
+        for key in (*LOGGED_CURVES, *COSTS):
             last = [child.data.metrics[key] for child in counted if key in child.data.metrics]
             if last:
-                values[key] = rounded(key, mean(last))
-            if len(last) > 1 and key in CURVES[:-1]:
-                deviations[f"{key}_std"] = rounded(key, stdev(last))
+                values[key] = rounded_metric(key, mean(last))
+            if len(last) > 1 and key in LOGGED_CURVES[:-1]:
+                deviations[f"{key}_std"] = rounded_metric(key, stdev(last))
         if counted:
             values |= self._against_paper(values["test_accuracy"])
         failed = {"num_not_starting": len(ended) - len(counted), "num_diverged": len(finished) - len(ended)}
@@ -282,20 +287,20 @@ class Family:
     def _attach_report(self, parent: "Run") -> None:
         """Attaches Figure 1 and the report to a parent in Table 2, as artifacts."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
-        digest = files.digest([files.sha256(path) for path in paths])[:16]
+        digest = files.json_digest([files.sha256(path) for path in paths])[:16]
         if paths and self.name.startswith(f"{TABLE_2}/") and parent.data.tags.get("report") != digest:
             for path in paths:
                 self.experiment.client.log_artifact(parent.info.run_id, str(path), "report")
             self.experiment.write(parent, {"report": digest})
 
 
-def _tags(training: Training) -> dict[str, str]:
+def _tags(training: TrackedTraining) -> dict[str, str]:
     """The tags of a child. All children of a parent share `configuration`."""
     from pipeline.config import params
 
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
-    tags |= {key: getattr(record.environment, key) for key in ENVIRONMENT}
+    tags |= {key: getattr(record.environment, key) for key in ENVIRONMENT_TAGS}
     tags["configuration"] = _configuration(record.study, record.name, record.data_sha256, record.config)
     tags |= {"run": training.name, "level": "single"}
     tags |= {"mlflow.source.name": "pipeline/tools/train.py", "mlflow.source.type": "LOCAL"}
@@ -306,17 +311,17 @@ def _tags(training: Training) -> dict[str, str]:
     return {key: params.as_yaml(value) for key, value in tags.items()}
 
 
-def _checksum(training: Training, tags: Mapping[str, str]) -> str:
+def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
     """The digest of a training's files and of the GUARDED tags."""
-    return files.digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
+    return files.json_digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
     """The digest of everything that the children of a parent share."""
-    return files.digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
+    return files.json_digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
 
 
-def _parameters(training: Training, metrics: dict) -> dict[str, str]:
+def _parameters(training: TrackedTraining, metrics: dict) -> dict[str, str]:
     from pipeline.config.params import as_yaml
 
     parameters = {"seed": str(training.record.seed)}

@@ -11,25 +11,22 @@ from collections.abc import Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pipeline.config import records
+from pipeline.config.records import RunRecord
 from pipeline.core import files
 from pipeline.core.errors import UserError
+from pipeline.training.run import RUNS, SCRATCH, Run
 
-if TYPE_CHECKING:
-    from pipeline.config.records import RunRecord
-    from pipeline.training.run import Run
-
-FOLDER, UNDER_WAY, TABLE_2 = Path("paper_outputs", "runs"), Path(".checkpoints"), "table_2"  # as in pipeline.training.run
 # in this order, as MLflow shows metrics in the order of logging, and its page Compare opens with the first
-CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
+LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
 LOST_SECONDS = 3600  # a training without a new point for so long counts as killed
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # record: MLflow
 
 Value = tuple[str, float, int, int]  # a metric's key and value, milliseconds since 1970, step
 
 
-class Training:
+class TrackedTraining:
     """A training, found by its record: paper_outputs/runs/STUDY/NAME/SEED/record.json once it has ended."""
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +34,7 @@ class Training:
         study, name, seed = path.parts[-4:-1]
         self.family = f"{study}/{name}"  # table_2/osa_qr
         self.name = f"{self.family}/{seed.partition('-')[0]}"  # table_2/osa_qr/0; in training the folder is 0-KEY
-        self.has_ended = not path.is_relative_to(UNDER_WAY)
+        self.has_ended = not path.is_relative_to(SCRATCH)
 
     @cached_property
     def digest(self) -> str:
@@ -54,17 +51,13 @@ class Training:
         return digest.hexdigest()[:16]
 
     @cached_property
-    def record(self) -> "RunRecord":
+    def record(self) -> RunRecord:
         """The record. Raises UserError if it is damaged."""
-        from pipeline.config import records
-
         return records.parse(self.path, records.RunRecord, f"`git checkout {self.path.parent}`")
 
     @cached_property
-    def run(self) -> "Run":
+    def run(self) -> Run:
         """The run, which has the paths of other files. Raises UserError if the record belongs to another run."""
-        from pipeline.training.run import Run
-
         if self.has_ended:
             return Run.at(self.path.parent)
         return Run(self.record.variant, self.record.seed, self.record.study, self.record.overrides)
@@ -101,12 +94,12 @@ class Training:
         values = []
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
             for row, timestamp in zip(csv.DictReader(history), self.record.timestamps, strict=self.has_ended):
-                point = {key: float(row[key] or "nan") for key in CURVES}
+                point = {key: float(row[key] or "nan") for key in LOGGED_CURVES}
                 for key, value in point.items():
                     loss = point[key.replace("accuracy", "loss")]
                     if math.isfinite(value) and math.isfinite(loss):
                         value *= 100 if "accuracy" in key else 1
-                        values.append((key, rounded(key, value), timestamp, int(row["step"])))
+                        values.append((key, rounded_metric(key, value), timestamp, int(row["step"])))
         return values
 
     def starts(self) -> bool:
@@ -117,13 +110,13 @@ class Training:
         return starts(files.read_csv(self.path.with_name("history.csv")), guess_loss)
 
 
-def find(beginnings: Sequence[str] = ()) -> list[Training]:
+def find(beginnings: Sequence[str] = ()) -> list[TrackedTraining]:
     """The trainings with a name that begins with one of `beginnings`, or all."""
-    paths = sorted(FOLDER.glob("*/*/*/record.json")) + sorted(UNDER_WAY.glob("*/*/*-*/record.json"))
-    return [training for training in map(Training, paths) if training.name.startswith(tuple(beginnings) or "")]
+    paths = sorted(RUNS.glob("*/*/*/record.json")) + sorted(SCRATCH.glob("*/*/*-*/record.json"))
+    return [training for training in map(TrackedTraining, paths) if training.name.startswith(tuple(beginnings) or "")]
 
 
-def rounded(key: str, value: float) -> float:
+def rounded_metric(key: str, value: float) -> float:
     """Rounds accuracies, in per cent, to two decimals, and other values to five significant digits."""
     return round(value, 2) if "accuracy" in key else float(f"{value:.5g}")
 

@@ -24,7 +24,7 @@ def ui() -> None:
         if not site.startswith("http"):
             server, port = start_server(os.environ.get("PORT") or "5000")
             site = f"http://127.0.0.1:{port}"
-        follow(server, site)
+        keep_in_sync(server, site)
     except KeyboardInterrupt:
         pass
     finally:
@@ -51,7 +51,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
     return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet), number
 
 
-def follow(server: subprocess.Popen | None, site: str) -> None:
+def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     """Prints the addresses of the two views once the server answers, then syncs again and again."""
     from pipeline.tracking import sync, trainings  # takes seconds, while the server starts
 

@@ -2,20 +2,21 @@
 
 import json
 
-from pipeline.tracking.trainings import CURVES, TABLE_2
+from pipeline.tracking.trainings import LOGGED_CURVES
+from pipeline.training.run import TABLE_2
 
 # Widths of columns, 823 pixels with the tick box: a window of 1440 pixels leaves this much beside MLflow's panels.
-MODEL = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
-SEED = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
-OTHER = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second: creation time
+MODEL_WIDTHS = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
+SEED_WIDTHS = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
+OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second: creation time
 
 
 def views() -> dict[str, str]:
     """The views in MLflow's format, by the key in their address. A version that cannot read one shows its default."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
-    models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL, [_chart("test_accuracy", "BAR")])
-    lines = [_line(metric) for metric in CURVES if metric != "epoch"]
-    seeds = _state(f"{newest}'single'", "tags.`mlflow.runName`", True, SEED, lines)
+    models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
+    lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]
+    seeds = _state(f"{newest}'single'", "tags.`mlflow.runName`", True, SEED_WIDTHS, lines)
     menu = {"models": ("Models", models), "seeds": ("Models, seed by seed", seeds)}
     saved = {}
     for age, (key, (name, state)) in enumerate(menu.items()):  # MLflow sorts the menu by age
@@ -25,7 +26,7 @@ def views() -> dict[str, str]:
 
 def _state(query: str, order: str, is_ascending: bool, widths: dict[str, int], charts: list[dict]) -> dict:
     columns = {f"metrics.`{metric}`": width for metric, width in widths.items()}
-    placed = OTHER | columns
+    placed = OTHER_WIDTHS | columns
     return {
         "searchFilter": query,
         "orderByKey": order,

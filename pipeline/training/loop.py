@@ -22,7 +22,7 @@ from osa.constrained.penalties import with_penalty
 from pipeline.config.params import RunConfig, Train
 from pipeline.core.errors import UserError
 from pipeline.data import idx
-from pipeline.training import COLUMNS
+from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
 PERTURBATION = 1e-6  # relative, about ten times float32's rounding error
@@ -162,10 +162,10 @@ class Observer:
         """Called after a point was added to the history: the time for a checkpoint."""
 
 
-def load_data(config: RunConfig, device: torch.device) -> idx.Data:
+def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
     """Loads the data of a training. With `train.held_out`, random training images, the same for every seed, replace the test
     images, so that a search never sees the test set."""
-    data = idx.load(idx.folder(config.data.source), config.data.pixel_scaling, device)
+    data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
     if count >= total:
         raise UserError(f"train.held_out {count} must be less than the {total} training images.")
@@ -232,7 +232,7 @@ class Training:
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
         """Adds a point of Figure 1: `train`, the mean since the last point, and an evaluation of the whole test set."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
-        self.progress.history.append(dict(zip(COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
+        self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
 
     def batches(self, epoch: int, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,12 +22,11 @@ from tqdm import tqdm
 
 from osa import NUMERICS
 from pipeline.config import records
-from pipeline.config.params import FOLDER as OWN_IMAGES
-from pipeline.config.params import RunConfig
+from pipeline.config.params import USER_FOLDER, RunConfig
 from pipeline.config.records import RECORD, Environment, RunRecord
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
-from pipeline.training import COLUMNS
+from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
@@ -35,7 +34,7 @@ FORGOTTEN_SECONDS = 24 * 3600  # age at which the checkpoint of an interrupted t
 DIGEST_BYTES = hashlib.sha256().digest_size
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, over all its processes
 # raised by torch.load
-UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
+NOT_A_CHECKPOINT = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 
 Watch = Callable[[Training], list[dict[str, float]]]
 
@@ -55,7 +54,7 @@ def train(
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
-    if config.data.source == OWN_IMAGES and config.data.description().sha256 != training.data.sha256:
+    if config.data.source == USER_FOLDER and config.data.description().sha256 != training.data.sha256:
         raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
     training.with_graph &= not eager
     recorder = Recorder(run, training, watch)
@@ -86,7 +85,7 @@ class Times:
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
     """Digest of everything that must match to resume: configuration, seed, data, `osa.NUMERICS`, device, threads, torch."""
     machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
-    return files.digest([config, seed, data_sha256, NUMERICS, *machine])
+    return files.json_digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 class Recorder(Observer):
@@ -121,7 +120,7 @@ class Recorder(Observer):
         if path.exists():
             try:
                 self.times = restore_checkpoint(path, self.training)
-            except UNREADABLE:
+            except NOT_A_CHECKPOINT:
                 raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
             self._add_commit()
         self._begin()
@@ -168,7 +167,7 @@ class Recorder(Observer):
         self.bar.set_postfix(loss=f"{row['train_loss']:.3f}", test_accuracy=f"{row['test_accuracy']:.2%}", refresh=False)
         files.write_text(self.scratch / "history.csv", history_csv(self.training.progress.history))
         self._clock()
-        records.write(self.scratch, self.description("running"))
+        records.write_record(self.scratch, self.description("running"))
         save_checkpoint(self.scratch / "checkpoint.pt", self.training, self.times)
         self._spent_on("writing")
         self._interval_start = time.perf_counter()
@@ -234,7 +233,7 @@ class Recorder(Observer):
         status, own = "diverged" if progress.diverged else "finished", records.digests(self.run.folder)
         self._spent_on("writing")
         record = self.description(status, files=own, weights=files.sha256(paths["weights"]))
-        records.write(self.run.folder, record)
+        records.write_record(self.run.folder, record)
         return record
 
     def clear(self) -> None:
@@ -276,7 +275,7 @@ def history_csv(history: list[dict[str, float]]) -> str:
     """The points as CSV, one per line; numbers that are not finite become empty fields."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(HISTORY_COLUMNS)
     for row in history:
-        writer.writerow([row[name] if math.isfinite(row[name]) else "" for name in COLUMNS])
+        writer.writerow([row[name] if math.isfinite(row[name]) else "" for name in HISTORY_COLUMNS])
     return text.getvalue()

@@ -23,15 +23,16 @@ from pipeline.config.params import Overrides, RunConfig
 from pipeline.config.records import RECORD, RunRecord
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.training import COLUMNS
+from pipeline.training import HISTORY_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd  # pandas and torch are slow to import, and listing runs needs neither
     import torch
 
 TABLE_2, TRIES = "table_2", "tries"
-CURVES = COLUMNS[2:]
-FOLDER, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
+CURVES = HISTORY_COLUMNS[2:]
+RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
+SCRATCH = Path(".checkpoints")  # of runs while they train
 # Older values of osa.NUMERICS whose runs stay valid. In 2, "exact" balances other heads, which changes last digits, and
 # "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        return self.base / FOLDER / self.study / self.name / str(self.seed)
+        return self.base / RUNS / self.study / self.name / str(self.seed)
 
     @property
     def weights(self) -> Path:
@@ -90,7 +91,7 @@ class Run:
     @property
     def scratch(self) -> Path:
         """The folder of the run while it trains."""
-        return Path(".checkpoints") / self.study / self.name / str(self.seed)
+        return SCRATCH / self.study / self.name / str(self.seed)
 
     @property
     def stage(self) -> str:
@@ -116,7 +117,7 @@ class Run:
         path = self.folder / RECORD
         if not path.exists():
             return None
-        record = records.read(self.folder, RunRecord, self.command)
+        record = records.read_record(self.folder, RunRecord, self.command)
         if self.weights.exists():
             records.verify({self.weights: record.weights}, path, self.command)
         return record

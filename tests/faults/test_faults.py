@@ -142,4 +142,4 @@ def test_parameters_are_taken_as_they_stand_or_refused_in_one_sentence(content, 
     if sentence:
         assert "params.yaml" in sentence and "\n" not in sentence and len(sentence) < 500
     else:
-        assert params.deep_merge(loaded, reading.read(path)) == loaded, "all that was written is there as it stands"
+        assert params.deep_merge(loaded, reading.read_yaml(path)) == loaded, "all that was written is there as it stands"

@@ -16,7 +16,7 @@ from pipeline.config.records import RECORD, SHA256, Environment, RunRecord
 from pipeline.core import files
 from pipeline.data import idx
 from pipeline.results import evaluate, tables
-from pipeline.training import COLUMNS
+from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import build_model, evaluate_split
 from pipeline.training.recorder import history_csv
 from pipeline.training.run import Run
@@ -70,11 +70,13 @@ def write_project(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[i
 def write_run(folder: Path, settings: Params, run: Run, diverged: bool = False) -> None:
     """Weights, history, metrics and record as training leaves them."""
     config = params.resolve(settings, run.variant, run.overrides)
-    mnist = idx.load(folder / "data/mnist", config.data.pixel_scaling)
+    mnist = idx.read_data(folder / "data/mnist", config.data.pixel_scaling)
     model = build_model(config, run.seed)
     curve = history(list(settings.variants).index(run.variant), run.seed, diverged)
     if not diverged:
-        curve[-1] |= dict(zip(COLUMNS[-2:], evaluate_split(model, mnist.test_images, mnist.test_labels), strict=True))
+        curve[-1] |= dict(
+            zip(HISTORY_COLUMNS[-2:], evaluate_split(model, mnist.test_images, mnist.test_labels), strict=True)
+        )
     (folder / run.weights).parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(model.state_dict(), folder / run.weights)
     weights = {"data_sha256": mnist.sha256, "weights": files.sha256(folder / run.weights)}
@@ -91,17 +93,17 @@ def write_ended(
     steps, path, diverged = curve[-1]["step"], folder / run.folder, not math.isfinite(curve[-1]["test_loss"])
     files.write_text(path / "history.csv", history_csv(curve))
     divergence = {"diverged": diverged, "diverged_at_step": steps if diverged else None}
-    last = {key: curve[-1][key] for key in COLUMNS[2:]}
+    last = {key: curve[-1][key] for key in HISTORY_COLUMNS[2:]}
     files.write_json(path / "metrics.json", last | divergence | {"steps": steps, "num_parameters": num_parameters})
     ending = {"status": "diverged" if diverged else "finished", "files": records.digests(path)}
-    records.write(path, record(config, run, **ending | changes))
+    records.write_record(path, record(config, run, **ending | changes))
 
 
 def rewrite(folder: Path, /, **changes) -> None:
     """Changes keys of a record, which still vouches for itself."""
     content = files.read_json(folder / RECORD)
     content = {key: value for key, value in (content | changes).items() if key != SHA256}
-    files.write_json(folder / RECORD, content | {SHA256: files.digest(content)})
+    files.write_json(folder / RECORD, content | {SHA256: files.json_digest(content)})
 
 
 def measure() -> None:
@@ -118,7 +120,7 @@ def history(index: int, seed: int, diverged: bool) -> list[dict[str, float]]:
     for point in range(EPOCHS * POINTS + 1):
         loss = 0.05 + 2.25 * rate ** (point / 2)
         values = (117 * point, point / POINTS, loss, 1 - loss / 2.6, 1.1 * loss, 1 - loss / 2.5)
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
+        rows.append(dict(zip(HISTORY_COLUMNS, values, strict=True)))
     if diverged:
         rows = rows[:8]
         rows[-1] |= {"train_loss": 9.0, "test_loss": float("nan")}

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline import studies
 from pipeline.core.files import ROOT
-from pipeline.report.__main__ import on_page
+from pipeline.report.__main__ import studies_on
 
 BY_HAND = {"first_steps", "pilot", "rates"}  # measured by a command, and kept
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def test_every_study_that_measures_has_a_stage_and_its_page_waits_for_it(upstrea
     measured = {name for name in studies.names() if studies.get(name).measure}
     assert measuring(set(upstream)) == measured - BY_HAND
     for page in ("paper", "research"):
-        assert measuring(upstream[page]) == (measured - BY_HAND) & set(on_page(page))
+        assert measuring(upstream[page]) == (measured - BY_HAND) & set(studies_on(page))
 
 
 def test_the_papers_page_waits_for_nothing_beyond_the_paper(upstream):

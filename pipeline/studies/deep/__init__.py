@@ -1,0 +1,1 @@
+CLAIMS_FILE = "pipeline/studies/deep/claims.yaml"

@@ -19,6 +19,7 @@ from pipeline.core.provenance import machine
 from pipeline.statistics.claims import GUESS_LOSS, TRAINS, Results, read_claims, trains
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.comparison import Settings, outcome
+from pipeline.studies.deep import CLAIMS_FILE
 from pipeline.studies.deep.signals import of_tokens
 from pipeline.studies.lab import Lab
 from pipeline.training.loop import Training
@@ -26,7 +27,7 @@ from pipeline.training.loop import Training
 CLAIMS = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
 CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
 CLAIMS += ("attention_matters_at_72",)
-DRAWN = {  # OSA's runs: how the MLPs are drawn
+MLP_DRAWS = {  # OSA's runs: how the MLPs are drawn
     "osa_36": "independent",
     "osa_72": "independent",
     "osa_iso_36": "isometric",
@@ -53,7 +54,7 @@ def watch(training: Training) -> list[dict[str, float]]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    results, claims = Results(tables), read_claims("pipeline/studies/deep/claims.yaml")
+    results, claims = Results(tables), read_claims(CLAIMS_FILE)
     runs = {}
     for name, training in settings.runs.items():
         config = lab.config(training.variant, training.set)
@@ -92,7 +93,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """Draws the train loss of OSA: a panel for each budget, a line for each list of runs, a second line for seeds that
     fail."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
-    for name, draws in DRAWN.items():
+    for name, draws in MLP_DRAWS.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
         axes = panels[depth > SHALLOW]
         for curves in by_outcome(tables, name):

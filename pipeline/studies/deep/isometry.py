@@ -33,7 +33,7 @@ from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab, default_dtype
 
 DRAWS = ("suo", "isometric")
-RATIO = 4  # H/d
+HIDDEN_RATIO = 4  # H/d
 TAILS = (0.05, 0.95)  # quantiles of a token's mean square
 
 
@@ -71,7 +71,7 @@ def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequent
     """Returns `depth` MLPs of d = `width`, with DKS's GELU for this depth."""
     activation = dks_gelu(depth)
     with default_dtype(torch.float64):
-        blocks = [MLP(width, RATIO * width, activation) for _ in range(depth)]
+        blocks = [MLP(width, HIDDEN_RATIO * width, activation) for _ in range(depth)]
     for mlp in blocks:
         if draw == "suo":
             init_suo_mlp_(mlp, generator=generator)
@@ -114,7 +114,7 @@ def spreads(table: pd.DataFrame) -> pd.Series:
 
 def predicted(width: int, depth: int) -> float:
     """Returns this standard deviation as predicted for linear MLPs with independent draws."""
-    return math.sqrt(2 * (1 - 1 / RATIO) * depth / width)
+    return math.sqrt(2 * (1 - 1 / HIDDEN_RATIO) * depth / width)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:

@@ -56,7 +56,7 @@ LAYERS = {  # orthogonal attention of several heads: the variant, and whether V 
     "osa_joint": ("osa_exact", True),
     "osa_per_head": ("osa_exact", False),
 }
-Step = Callable[[Tensor], Tensor]  # a block's map of Σ
+KernelMap = Callable[[Tensor], Tensor]  # a block's map of Σ
 
 
 class Settings(Section):
@@ -90,7 +90,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         "schedules": pd.DataFrame(schedules(settings)),
         "skips": pd.DataFrame(skips(settings)),
         "diagonals": pd.DataFrame(diagonals(settings, lab)),
-        "layers": pd.DataFrame(layers(settings, lab)),
+        "layers": pd.DataFrame(layer_rows(settings, lab)),
     }
 
 
@@ -132,7 +132,7 @@ def alibi(tokens: int, heads: int) -> Tensor:
     return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf).softmax(-1)
 
 
-def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, Step]:
+def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
     """Returns a block around attention with these matrices (heads, N, N); all heads have the same width."""
 
     def attend(kernel: Tensor) -> Tensor:
@@ -147,12 +147,12 @@ def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, Step]:
     }
 
 
-def attending(matrices: Iterable[Tensor]) -> list[Step]:
+def attending(matrices: Iterable[Tensor]) -> list[KernelMap]:
     """Returns the map Σ ← A Σ Aᵀ of each matrix."""
     return [lambda kernel, a=matrix: a @ kernel @ a.mT for matrix in matrices]
 
 
-def through(kernel: Tensor, steps: list[Step]) -> Iterator[Tensor]:
+def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
     """Σ_1, …, Σ_L."""
     for step in steps:
         kernel = step(kernel)
@@ -252,7 +252,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 @torch.no_grad()
-def layers(settings: Settings, lab: Lab) -> Iterator[dict]:
+def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Returns the change of an image's trace of X Xᵀ through consecutive layers of orthogonal attention."""
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})

@@ -28,7 +28,7 @@ from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
 CASES = ("paper", "normalised", "following")  # the paper's tokens and α; tokens ÷ RMS; tokens ÷ RMS and α ∝ 1/N
-SIZES = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
+NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
 
 
 class Settings(comparison.Settings):
@@ -57,7 +57,7 @@ def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
             parts = [weight.detach() for weight in weights]
             jacobian = jacobian_norm(each, parts, scale, start, settings.power_iterations)
             sizes.append((norm(each).square().item(), skew_norm(each, *parts[:2], scale), jacobian))
-        means = dict(zip(SIZES, np.mean(sizes, axis=0).tolist(), strict=True))
+        means = dict(zip(NORM_COLUMNS, np.mean(sizes, axis=0).tolist(), strict=True))
         yield {"case": case, "tokens": tokens, "seed": seed, "alpha": alpha} | means
 
 
@@ -93,7 +93,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     table, runs = tables["initial"], tables["runs"]
     slopes = {
         case: {
-            size: summary_of([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")]) for size in SIZES
+            size: summary_of([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")])
+            for size in NORM_COLUMNS
         }
         for case, rows in table.groupby("case", sort=False)
     }
@@ -112,7 +113,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Draws ‖S‖₂ and ‖J₁‖₂ of the first block over the number of tokens."""
     figure, panels = charts.panels(2, 3.2)
-    sizes = tables["initial"].groupby(["case", "tokens"], sort=False)[list(SIZES)].mean()
+    sizes = tables["initial"].groupby(["case", "tokens"], sort=False)[list(NORM_COLUMNS)].mean()
     labels = {"paper": "the paper’s tokens", "normalised": "tokens ÷ RMS", "following": "tokens ÷ RMS, α ∝ 1/N"}
     for axes, (size, title) in zip(panels, {"skew": "‖S‖₂", "jacobian": "‖J₁‖₂"}.items(), strict=True):
         for case, colour in zip(CASES, charts.ramp(len(CASES)), strict=True):

@@ -15,7 +15,7 @@ from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
 OSA = "osa_shaped"  # the model whose α L is searched, at its best rate
-ALPHA = 0.36  # α L during the search of rates
+ALPHA_TIMES_DEPTH = 0.36  # α L during the search of rates
 LEARNS = 0.01  # a model learns if its best loss is this far below a guess's
 
 
@@ -35,24 +35,26 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    rows = [row for search in settings.searches for row in trainings(settings, search, lab)]
+    rows = [row for search in settings.searches for row in search_rows(settings, search, lab)]
     return {"trainings": pd.DataFrame(rows)}
 
 
-def trainings(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
+def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
     """Returns the loss at every rate for every model, then at the other α L for OSA."""
     for model in settings.models:
-        alpha = ALPHA if model == OSA else math.nan
-        rows = [last_loss(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
+        alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
+        rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
         yield from rows
         if model == OSA:
             best = min(rows, key=loss_of)["learning_rate"]
             yield from (
-                last_loss(search, settings.seed, OSA, best, alpha, lab) for alpha in settings.alphas if alpha != ALPHA
+                short_training(search, settings.seed, OSA, best, alpha, lab)
+                for alpha in settings.alphas
+                if alpha != ALPHA_TIMES_DEPTH
             )
 
 
-def last_loss(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
+def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
     """Runs one short training; returns the mean loss of its last steps, ∞ if it diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:

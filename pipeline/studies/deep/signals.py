@@ -37,17 +37,17 @@ SHAPED = {  # OSA shaped for depth without one of its changes
     "tokens": {"normalise_tokens": False},
     "alpha": {"alpha_times_depth": None},
 }
-FIRST = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_shaped")
+BASIC = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_shaped")
 REST = ("softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
 SKIPS = ("espa_skip", "softmax_skip", "softmax_skip_nonorm")
-MODELS = (*FIRST, *SHAPED, *REST, *SKIPS)
+MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
-KEPT = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # models that keep ‖X‖_F, X Xᵀ or Σ_L
+PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # models that keep ‖X‖_F, X Xᵀ or Σ_L
 BAND = (0.05, 0.95)  # quantiles over tokens
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # from this κ on a matrix is singular in float64
 TOLERANCE = 1e-10  # error of kept quantities: tens of products of small matrices
-RATIO = 2.0  # factor by which the attention may raise the first block's gradient
-SMALLEST = 1e-3  # least α L ‖X‖₂²/√d_v: here attention has practically no effect
+GRADIENT_RATIO = 2.0  # factor by which the attention may raise the first block's gradient
+LEAST_ALPHA = 1e-3  # least α L ‖X‖₂²/√d_v: here attention has practically no effect
 
 
 class Settings(Section):
@@ -141,7 +141,7 @@ def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
 
     The tokens start with X Xᵀ/d = I, which needs d ≥ N.
     """
-    for variant, depth in itertools.product(KEPT, settings.depths[:2]):
+    for variant, depth in itertools.product(PRESERVING, settings.depths[:2]):
         config = lab.config(variant)
         n, heads = config.options.num_tokens, config.model.num_heads
         width = heads * math.ceil(n / heads)
@@ -198,12 +198,12 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
     """Returns the least α at which the gradient has doubled, in steps of √2 with interpolation in logarithms."""
-    base = first_gradient(model, images, cotangent, SMALLEST * unit)
-    below, alpha = (0.0, SMALLEST * unit), unit
+    base = first_gradient(model, images, cotangent, LEAST_ALPHA * unit)
+    below, alpha = (0.0, LEAST_ALPHA * unit), unit
     while True:
         ratio = math.log(first_gradient(model, images, cotangent, alpha) / base)
-        if not ratio < math.log(RATIO):  # NaN is not either
-            share = (math.log(RATIO) - below[0]) / (ratio - below[0])
+        if not ratio < math.log(GRADIENT_RATIO):  # NaN is not either
+            share = (math.log(GRADIENT_RATIO) - below[0]) / (ratio - below[0])
             return math.exp(math.log(below[1]) + share * math.log(alpha / below[1]))
         below, alpha = (ratio, alpha), alpha * math.sqrt(2)
 
@@ -256,7 +256,7 @@ def of_alpha(table: pd.DataFrame) -> dict:
         own = table[table["over"] == over]
         slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
     bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # both sweeps have one network in common
-    return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(RATIO)}
+    return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(GRADIENT_RATIO)}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:

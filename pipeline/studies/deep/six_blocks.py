@@ -8,6 +8,7 @@ folder's params.yaml lists the runs.
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.studies import Tables, comparison
 from pipeline.studies.comparison import Settings, outcome
+from pipeline.studies.deep import CLAIMS_FILE
 from pipeline.studies.lab import Lab
 
 BASELINES = ("vit", "vit_noskip_nonorm", "osa_exact")  # runs of the study first_reading
@@ -17,7 +18,7 @@ CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_a
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    claims = read_claims("pipeline/studies/deep/claims.yaml")
+    claims = read_claims(CLAIMS_FILE)
     results = Results(tables, comparison.first_reading(lab))
     rows = [{"name": name} | outcome(results, name) for name in (*settings.runs, *BASELINES)]
     there = sorted((row for row in rows if row["trained"]), key=lambda row: -row["accuracy"].mean)

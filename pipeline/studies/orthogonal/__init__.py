@@ -1,0 +1,1 @@
+CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"

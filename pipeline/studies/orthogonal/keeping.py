@@ -17,12 +17,12 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, charts, check, comparison
 from pipeline.studies.comparison import Settings
 from pipeline.studies.lab import Lab
+from pipeline.studies.orthogonal import CLAIMS_FILE
 from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
 OF_TRAINING = 0.5  # part of the training whose lowest loss is the target when speed is compared
-CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")
 CLAIMS += ("rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")

@@ -24,14 +24,14 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-EXACT = "exponential"  # reference of the other maps
+EXPONENTIAL = "exponential"  # reference of the other maps
 ANGLES = {  # angle of Q(X) for n = 2, by x = X₂₁
     "givens": lambda x: x,
     "exponential": lambda x: x,
     "cayley": lambda x: 2 * np.arctan(x / 2),
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
-ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
+ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
 NEAR = 1e-2  # the power is fitted up to this ‖tA‖₂
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # error of an angle in float64
@@ -70,8 +70,8 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
     for n, seed in itertools.product(settings.sizes, settings.seeds):
         x = lab.normal(seed, f"orthogonal_maps/{n}", n, n).tril(-1)
         along = steps[:, None, None] * x / norm(x - x.mT)  # (t, n, n)
-        exact = MAPS[EXACT](along)
-        for name in (name for name in MAPS if name != EXACT):
+        exact = MAPS[EXPONENTIAL](along)
+        for name in (name for name in MAPS if name != EXPONENTIAL):
             distances = norm(MAPS[name](along) - exact)
             rows = zip(steps.tolist(), distances.tolist(), strict=True)
             yield from ({"map": name, "n": n, "seed": seed, "t": t, "distance": distance} for t, distance in rows)
@@ -79,16 +79,16 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Checks the angles against `ANGLES`, and the power of t in each map's distance from the exponential against
-    `ORDERS`."""
+    `ERROR_ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))
     rows = {}
     for name in MAPS:
         own = {"angle": check(float(plane.loc[plane["map"] == name, "error"].max()), TOLERANCE)} if name in ANGLES else {}
-        if name in ORDERS:
-            error = float((slopes[name] - ORDERS[name]).abs().max())
-            own |= {"order": ORDERS[name], "slope": check(error, SLOPE_TOLERANCE)}
+        if name in ERROR_ORDERS:
+            error = float((slopes[name] - ERROR_ORDERS[name]).abs().max())
+            own |= {"order": ERROR_ORDERS[name], "slope": check(error, SLOPE_TOLERANCE)}
         rows[name] = own
     return {"maps": rows}
 

@@ -13,7 +13,7 @@ from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-SIZES = (64, 256)  # the goal holds for n in this range
+GOAL_RANGE = (64, 256)  # the goal holds for n in this range
 GOAL = 1.3  # goal: the time of ours over dense
 MUCH_SLOWER = 10.0  # our reading of the post's “significantly”
 
@@ -21,19 +21,19 @@ MUCH_SLOWER = 10.0  # our reading of the post's “significantly”
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     return {
         "goal": GOAL,
-        "sizes": SIZES,
+        "sizes": GOAL_RANGE,
         "tokens": TRAINING_TOKENS,
-        "machines": {path.parent.name: machine(path) for path in measured("orthogonal.csv")},
+        "machines": {path.parent.name: speed_on(path) for path in measured("orthogonal.csv")},
     }
 
 
-def machine(path: Path) -> dict:
-    """Returns the machine, the slowest training time of each of our layers over dense in `SIZES`, and for each of the post's
-    two statements the row that decides it."""
+def speed_on(path: Path) -> dict:
+    """Returns the machine, the slowest training time of each of our layers over dense in `GOAL_RANGE`, and for each of the
+    post's two statements the row that decides it."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]
     training = others[(others["tokens"] == TRAINING_TOKENS) & (others["pass"] == BOTH)]
-    ours = training[(training["code"] == OURS) & training["n"].between(*SIZES)]
+    ours = training[(training["code"] == OURS) & training["n"].between(*GOAL_RANGE)]
     literal = others[(others["map"] == "givens") & (others["code"] == POST) & (others["tokens"] == TRAINING_TOKENS)]
     return {
         "environment": facts["environment"],

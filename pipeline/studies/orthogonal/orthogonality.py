@@ -35,12 +35,12 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     for variant, seed in itertools.product(MODELS, settings.seeds):
         config = lab.config(variant)
         images, labels = (each[: settings.images] for each in lab.images(config.data.pixel_scaling))
-        norms = gradient_norms(lab.model(config, seed).double(), images, labels)
+        norms = penalty_gradient_norms(lab.model(config, seed).double(), images, labels)
         gradients.append({"variant": variant, "seed": seed} | norms)
     return {"gradients": pd.DataFrame(gradients)}
 
 
-def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
+def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Returns ‖∇‖₂ over all parameters, of the cross-entropy and of each penalty summed over blocks."""
     inputs = list(zip(model.blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}

@@ -20,13 +20,13 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, charts, check, comparison
 from pipeline.studies.comparison import Settings
 from pipeline.studies.lab import Lab
+from pipeline.studies.orthogonal import CLAIMS_FILE
 from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
-from pipeline.studies.orthogonal.perturbation import QUARTER, ROUNDING, worst_ratios
+from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
 IMAGES, FEW = 32, 2  # test images for all that is watched, and for Theorem 2.1's ratio
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations on the pixels: of A's change, of accuracy
-CLAIMS_FILE = "pipeline/studies/orthogonal/claims.yaml"
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading: the accuracy without a penalty
 SHOWN = ("attention", "projections", "mlp")
@@ -79,7 +79,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         "models": [each for each in rows if each["n"]],
         "beside": {name: summary_of(results.accuracies(name)) for name in BASELINES},
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
-        "bound": check(results.watched["worst"].max(), QUARTER + ROUNDING) if "worst" in results.watched else None,
+        "bound": check(results.watched["worst"].max(), QUARTER + RATIO_ROUNDING) if "worst" in results.watched else None,
     }
 
 

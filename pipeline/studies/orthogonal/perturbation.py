@@ -25,7 +25,7 @@ KEY_MEANS = (0.0, 3.0)  # added to all keys alike, which changes no softmax atte
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # as initialised
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
 QUARTER = 0.25  # the sharper bound: this factor times the paper's constant 2
-ROUNDING = 1e-6  # rounding of a ratio, at the smallest ε
+RATIO_ROUNDING = 1e-6  # rounding of a ratio, at the smallest ε
 
 
 class Settings(Section):
@@ -42,7 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
             generator = lab.generator(seed, f"perturbation/{'/'.join(map(str, identity.values()))}")
             identity["seed"] = seed
             if scale is None:
-                softmax += [identity | row for row in softmax_rows(query, key, generator)]
+                softmax += [identity | row for row in softmax_ratios(query, key, generator)]
             if scale is not None or identity["source"] == GAUSSIAN:
                 scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
                 orthogonal += [identity | row for row in orthogonal_rows(query, key, scale, generator)]
@@ -66,7 +66,7 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
             yield {"source": variant, "case": f"layer {layer}"}, *attention.project(x)[:2], scale
 
 
-def softmax_rows(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
+def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
     """Yields ‖A'ᵢ − Aᵢ‖ over 2α‖K‖₂ε for a random δ of each row. ε = 0 stands for the worst δ, by `worst_ratios`."""
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
@@ -74,7 +74,7 @@ def softmax_rows(query: Tensor, key: Tensor, generator: Generator) -> Iterator[d
     ratios = {0.0: worst_ratios(query, key)}
     ratios |= {e: moved(rows, query, e, generator) / (2 * scale * e * size) for e in EPSILONS}
     for epsilon, ratio in ratios.items():
-        yield {"epsilon": epsilon, **extremes(ratio), "centred_keys": centred.item()}
+        yield {"epsilon": epsilon, **extreme_ratios(ratio), "centred_keys": centred.item()}
 
 
 def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
@@ -99,10 +99,10 @@ def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator
         delta[..., 0, :] = torch.randn(delta[..., 0, :].shape, generator=generator, dtype=query.dtype)
         delta *= epsilon / norm(delta)[..., None, None]
         change = norm(orthogonal_attention_matrix(query + delta, key, scale=scale) - a)
-        yield {"epsilon": epsilon} | extremes(change / (factor * norm(key) * epsilon))
+        yield {"epsilon": epsilon} | extreme_ratios(change / (factor * norm(key) * epsilon))
 
 
-def extremes(ratios: Tensor) -> dict[str, float]:
+def extreme_ratios(ratios: Tensor) -> dict[str, float]:
     return {"largest": ratios.max().item(), "median": ratios.median().item()}
 
 
@@ -118,10 +118,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Checks the theorem, the bound four times as sharp and that it is attained, and the bound for orthogonal attention."""
     softmax, orthogonal = (float(tables[name]["largest"].max()) for name in ("softmax", "orthogonal"))
     return {
-        "stated": check(softmax, 1 + ROUNDING),
-        "quarter": check(softmax, QUARTER + ROUNDING),
-        "attained": check(4 * float(tables["attained"]["ratio"].max()), 1 - 4 * ROUNDING, "above"),
-        "orthogonal": check(orthogonal, 1 + ROUNDING),
+        "stated": check(softmax, 1 + RATIO_ROUNDING),
+        "quarter": check(softmax, QUARTER + RATIO_ROUNDING),
+        "attained": check(4 * float(tables["attained"]["ratio"].max()), 1 - 4 * RATIO_ROUNDING, "above"),
+        "orthogonal": check(orthogonal, 1 + RATIO_ROUNDING),
     }
 
 

@@ -20,6 +20,7 @@ from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
+from pipeline.studies.orthogonal import CLAIMS_FILE
 from pipeline.training.loop import make_optimizers, random_stream
 
 TASKS = {"reverse": lambda strings: strings.flip(1), "sort": lambda strings: strings.sort(dim=1).values}
@@ -97,7 +98,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         key = f"{task}_{name}"
         numbers = {"loss": summary_of(results.losses(key)), "accuracy": summary_of(results.accuracies(key))}
         rows.append({"task": task} | model.model_dump() | numbers)
-    claim = read_claims("pipeline/studies/orthogonal/claims.yaml")[CLAIM]
+    claim = read_claims(CLAIMS_FILE)[CLAIM]
     return {"rows": rows, "claim": claim.judge(results), "steps": settings.steps, "length": settings.length}
 
 

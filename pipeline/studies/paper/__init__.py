@@ -1,1 +1,1 @@
-CLAIMS = "pipeline/studies/paper/claims.yaml"
+CLAIMS_FILE = "pipeline/studies/paper/claims.yaml"

@@ -1,9 +1,9 @@
 """Ablations by PyTorch's defaults: what the accuracies of Table 2 depend on, one change at a time.
 
 We change the learning rate, each of the four details in which this reading differs from the first, exp, skip connections
-with LN, and the start of α. The baseline of every change is Table 2's runs, if params.yaml follows this reading too. The study
-attention_or_initialisation uses two changes of initialisation. Rules and expectations were written before the first run.
-A claim is shown once all its runs are there.
+with LN, and the start of α. The baseline of every change is Table 2's runs, if params.yaml follows this reading too. The
+study attention_or_initialisation uses two changes of initialisation. Rules and expectations were written before the first
+run. A claim is shown once all its runs are there.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import results_of
 
-RULES = (
+CLAIMS = (
     "rate_is_fair",
     "osa_matches_vit_at_other_rates",
     "detail_matters",
@@ -30,11 +30,11 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each verdict, for claims whose runs are all there."""
-    results, claims = with_table_2(tables, lab), read_claims(CLAIMS)
+    results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
     summary = {"has_baselines": has_baselines(lab), "rows": []}
-    for rule in RULES if summary["has_baselines"] else ():
+    for rule in CLAIMS if summary["has_baselines"] else ():
         claim = claims[rule]
         if not whole.issuperset(claim.models):
             continue
@@ -44,7 +44,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     return summary
 
 
-def read(lab: Lab) -> Results:
+def results_of_ablations(lab: Lab) -> Results:
     """Returns the runs of this study and their baselines in Table 2, for use by another study."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)

@@ -10,30 +10,33 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS, ablations
+from pipeline.studies.paper import CLAIMS_FILE, ablations
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor
 INTERACTION = (1, -1, -1, 1)  # weights: how much more Section 4's initialisation helps OSA than softmax
-RULES = ("attention_matters", "attention_matters_with_xavier")
-RULES += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
+CLAIMS = ("attention_matters", "attention_matters_with_xavier")
+CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the comparison by each of the two readings."""
-    return {"first": compare(Results(tables, comparison.first_reading(lab))), "table_2": compare(ablations.read(lab))}
+    return {
+        "first": four_cells(Results(tables, comparison.first_reading(lab))),
+        "table_2": four_cells(ablations.results_of_ablations(lab)),
+    }
 
 
-def compare(results: Results) -> dict:
+def four_cells(results: Results) -> dict:
     """Returns the four cells, the share of the gap that each change closes by itself, their interaction, and the verdicts.
 
     If the changes overlap, the shares add up to more than one.
     """
-    claims = read_claims(CLAIMS)
+    claims = read_claims(CLAIMS_FILE)
     samples = {cell: results.accuracies(cell) for cell in CELLS}
     cells = {cell: summary_of(sample) for cell, sample in samples.items()}
     start, end = cells[CELLS[0]].mean, cells[CELLS[-1]].mean
-    verdicts = {name: next(iter(claims[name].judge(results).values())) for name in RULES}
+    verdicts = {name: next(iter(claims[name].judge(results).values())) for name in CLAIMS}
     return {
         "is_trained": all(samples.values()),
         "cells": cells,

@@ -13,10 +13,9 @@ from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
 PAPER = {"tokens": 50, "width": 16}  # one head of its models
-SOFTMAX = ("sdpa", "cudnn")
+SOFTMAX_CALLS = ("sdpa", "cudnn")
 WIDTH = 64  # width of the heads that a GPU timed
 PASS = "forward and backward"
-WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words left out of a processor's name
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
@@ -48,11 +47,11 @@ def against_softmax(path: Path) -> dict[str, Any]:
     whole = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")]
     rows = []
     for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):
-        softmax = own.loc[own["method"].isin(SOFTMAX), "seconds"].min()
+        softmax = own.loc[own["method"].isin(SOFTMAX_CALLS), "seconds"].min()
         exact = own[own["method"] == "exact"].set_index("norm")["seconds"]
         speeds = [{"norm": norm, "speed": float(softmax / seconds)} for norm, seconds in exact.items()]
         rows.append({"heads": int(batch * heads), "tokens": int(tokens), "speeds": speeds})
-    device = short({"device_name": table["device"].iloc[0], "num_threads": None})
+    device = provenance.short_name({"device_name": table["device"].iloc[0], "num_threads": None})
     return {"machine": device, "width": WIDTH, "rows": sorted(rows, key=lambda row: (row["tokens"], -row["heads"]))}
 
 
@@ -60,26 +59,19 @@ def on_cpu(path: Path) -> dict[str, Any]:
     """Returns one machine's step time of each model over ViT's, with trained weights if these were timed."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
-    return machine(facts["environment"], facts["ratios"][weights]["over_vit"])
+    return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
     """Returns the same from the table of `make gpu STEP=step`: replays of CUDA graphs, with weights as initialised."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
-    return machine({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())
+    return machine_rows({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())
 
 
-def machine(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
+def machine_rows(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:
     rows = [{"variant": name, "over_vit": ratio} for name, ratio in over_vit.items()]
-    return {"environment": environment, "label": short(environment), "rows": rows}
-
-
-def short(environment: dict) -> str:
-    """Returns a machine's name for the head of a column, such as “EPYC, 1 thread”."""
-    threads = None if environment.get("device") == "cuda" else environment["num_threads"]
-    name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name
+    return {"environment": environment, "label": provenance.short_name(environment), "rows": rows}
 
 
 STUDY = Study(summarise=summarise)

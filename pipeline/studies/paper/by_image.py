@@ -6,23 +6,23 @@ It measures nothing: the stage `evaluate` listed the images that each run gets w
 import numpy as np
 import pandas as pd
 
-from pipeline.statistics.claims import GUESS_ACCURACY, WEIGHTS, read_claims
+from pipeline.statistics.claims import CONTRAST_WEIGHTS, GUESS_ACCURACY, read_claims
 from pipeline.statistics.intervals import contrast_over_images, summary_of
-from pipeline.statistics.verdicts import BOTH
+from pipeline.statistics.verdicts import TWO_SIDED
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import judge_all, results_of
 
 DIFFERENCE = (1, -1)
-LEAST_RUNS = 2  # fewest runs that give an interval
+FEWEST_RUNS = 2  # fewest runs that give an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns for each model the final loss, accuracy, calibration error, and the accuracy of a vote of its runs; for each
     comparison of accuracies the difference of means, with an interval over seeds and images."""
     right, comparisons = right_by_model(lab.tables), {}
-    for name, rows in judge_all(read_claims(CLAIMS), results_of(lab), lab).items():
+    for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
         rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
         comparisons[name] = {key: means(right, row["models"], row["kind"]) for key, row in rows.items()}
     models = [variant for variant in lab.params.run.variants if variant in right]
@@ -46,10 +46,10 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
     """Returns a claim's contrast of mean accuracies, in points; None if a model has fewer than two runs."""
-    if min(len(right.get(model, [])) for model in models) < LEAST_RUNS:
+    if min(len(right.get(model, [])) for model in models) < FEWEST_RUNS:
         return None
-    estimate = contrast_over_images([100 * right[model] for model in models], WEIGHTS.get(kind, DIFFERENCE))
-    low, high = estimate.interval(BOTH)
+    estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, DIFFERENCE))
+    low, high = estimate.interval(TWO_SIDED)
     return {"estimate": estimate.value, "low": low, "high": high}
 
 

@@ -75,10 +75,10 @@ class Settings(Section):
 
 def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: unused here, so the stage need not depend on lab.py
     device = provenance.default_device()
-    return {"counts": count(settings, device), "times": measure_times(settings, device)}
+    return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
 
-def count(settings: Settings, device: torch.device) -> pd.DataFrame:
+def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
     """Counts multiply–adds and bytes of every call at every point. Bytes are the inputs plus the call's peak."""
     rows = []
     for sweep, tokens, width in tqdm(points(settings), desc="count", disable=None):

@@ -16,7 +16,7 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import LEVEL, Verdict, power_of_ranks
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper import CLAIMS_FILE
 
 CLAIM = "osa_matches_vit"
 FAMILY = 5  # primary comparisons, which Holm's correction takes together
@@ -29,7 +29,7 @@ class Settings(comparison.Settings):
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """The power of the comparison, and once all runs are there their accuracies and the verdict."""
-    claim = read_claims(CLAIMS)[CLAIM]
+    claim = read_claims(CLAIMS_FILE)[CLAIM]
     sizes = [len(training.seeds) for training in settings.runs.values()]
     summary = {"power": powers(claim, settings.spreads, settings.differences, sizes), "rows": [], "verdict": None}
     results = Results(tables)
@@ -43,7 +43,7 @@ def verdict(lab: Lab) -> Verdict | None:
     """The verdict for another study; None until all runs are there."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
-    return judge(read_claims(CLAIMS)[CLAIM], Results(tables))
+    return judge(read_claims(CLAIMS_FILE)[CLAIM], Results(tables))
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:

@@ -9,12 +9,12 @@ from typing import Any
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import section_5
+from pipeline.studies.paper import CLAIMS_FILE, section_5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Returns the verdicts of the paper's claims in these runs."""
-    judged = section_5.judge_all(read_claims(section_5.CLAIMS), Results(tables), lab)
+    judged = section_5.judge_all(read_claims(CLAIMS_FILE), Results(tables), lab)
     return {"claims": judged, "headline": section_5.headline(judged, fresh={})}
 
 

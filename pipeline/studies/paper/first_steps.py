@@ -100,7 +100,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         single = own[own["dtype"] == "float32"]
         fails = single["seed"].isin(failing["float32"])
         models[name] = {
-            "label": label(settings, lab, name),
+            "label": label_with_count(settings, lab, name),
             "seeds": len(training.seeds),
             "failing": failing["float32"],
             "failing_double": failing["float64"],
@@ -131,7 +131,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
             ax.plot(median.index, median[column], **look.line())
             for run in failing:
                 ax.plot(run["step"], run[column], color=look.colour, linewidth=0.8)
-        handles.append(Line2D([], [], label=label(settings, lab, name), **look.line()))
+        handles.append(Line2D([], [], label=label_with_count(settings, lab, name), **look.line()))
     for title, ax in zip(titles.values(), axes, strict=True):
         ax.set(title=title, xlabel="Step")
         logarithmic(ax, "y")
@@ -139,7 +139,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     return figure
 
 
-def label(settings: Settings, lab: Lab, name: str) -> str:
+def label_with_count(settings: Settings, lab: Lab, name: str) -> str:
     """Returns a model's label, with K if K is not the paper's."""
     training = settings.runs[name]
     iterations = training.set.get("variant", {}).get("num_iterations")

@@ -6,12 +6,12 @@ The claim is about points. Near 100 % a point is worth more, so we give the gap 
 
 from scipy.special import logit
 
-from pipeline.statistics.claims import WEIGHTS, Results, read_claims
+from pipeline.statistics.claims import CONTRAST_WEIGHTS, Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper import CLAIMS_FILE
 
 MATCHES = ("osa_matches_vit_on_harder_data", "osa_iso_matches_vit_on_harder_data")
 
@@ -21,7 +21,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     first = comparison.first_reading(lab)
     own, mnist, results = Results(tables), Results(first), Results(tables, first)
     models = {name: training.variant for name, training in settings.runs.items()}
-    claims = read_claims(CLAIMS)
+    claims = read_claims(CLAIMS_FILE)
     footnote = claims["footnote_6"]
     (gap,) = footnote.judge(results).values()
     in_log_odds = [[float(logit(value / 100)) for value in results.accuracies(model)] for model in footnote.models]
@@ -35,7 +35,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         variant: {"harder": summary_of(own.accuracies(name)), "mnist": summary_of(mnist.accuracies(variant))}
         for name, variant in models.items()
     }
-    log_odds = judge_contrast(in_log_odds, WEIGHTS[footnote.kind])
+    log_odds = judge_contrast(in_log_odds, CONTRAST_WEIGHTS[footnote.kind])
     return {"models": rows, "verdict": gap, "log_odds": log_odds, "osa_matches_vit": osa}
 
 

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from pipeline.config import looks
 from pipeline.config.params import as_yaml
 from pipeline.statistics.claims import Results
-from pipeline.statistics.intervals import contrast, interval, summary_of
+from pipeline.statistics.intervals import contrast, summary_of, t_interval
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 
@@ -39,8 +39,8 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
         ((section, values),) = training.set.items()
         ((option, value),) = values.items()
         samples = [own.accuracies(name), first.accuracies_of_starting(training.variant)]
-        low, high = interval(samples, (1, -1), equal_spread=True)
-        least, most = interval(samples, (1, -1), 1 - 0.05 / len(settings.runs), equal_spread=True)
+        low, high = t_interval(samples, (1, -1), equal_spread=True)
+        least, most = t_interval(samples, (1, -1), 1 - 0.05 / len(settings.runs), equal_spread=True)
         rows.append(
             {
                 "name": name,

@@ -19,7 +19,7 @@ from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Request, Study, Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper import CLAIMS_FILE
 
 CLAIM = "osa_matches_vit_with_better_optimisers"
 SEARCH = "_search"  # suffix of a short training's name
@@ -44,7 +44,7 @@ def request(settings: Settings, model: str, optimizer: str, rate: float, seed: i
     return settings.models[model], settings.set | {"train": settings.set.get("train", {}) | changes}, seed
 
 
-def searches(settings: Settings, model: str, optimizer: str) -> dict[float, Request]:
+def search_requests(settings: Settings, model: str, optimizer: str) -> dict[float, Request]:
     """Returns the request of the short training at each rate."""
     epochs = {"epochs": settings.search_epochs}
     return {rate: request(settings, model, optimizer, rate, settings.search_seed, **epochs) for rate in settings.rates}
@@ -53,7 +53,7 @@ def searches(settings: Settings, model: str, optimizer: str) -> dict[float, Requ
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
     """Returns the rate whose short training ends with the lowest train loss; None until all are there. A diverged training
     counts as an infinite loss."""
-    requests = searches(settings, model, optimizer)
+    requests = search_requests(settings, model, optimizer)
     losses = {rate: comparison.last_loss(request, "train_loss", lab) for rate, request in requests.items()}
     if None in losses.values():
         return None
@@ -63,7 +63,7 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
     """Yields name and request of each short training, and of each long training whose search has ended."""
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
-        for each in searches(settings, model, optimizer).values():
+        for each in search_requests(settings, model, optimizer).values():
             yield f"{model}_{optimizer}{SEARCH}", each
         if (rate := best_rate(settings, model, optimizer, lab)) is not None:
             for seed in settings.seeds:
@@ -101,7 +101,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
         better[min(names, key=lambda name: mean_loss(results, name))] = model
     chosen = results.runs[results.runs["name"].isin(better)]
     renamed = Results({"runs": chosen.assign(name=chosen["name"].map(better))})
-    (verdict,) = read_claims(CLAIMS)[CLAIM].judge(renamed).values()
+    (verdict,) = read_claims(CLAIMS_FILE)[CLAIM].judge(renamed).values()
     return summary | {"verdict": verdict}
 
 

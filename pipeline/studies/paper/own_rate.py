@@ -18,7 +18,7 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import Verdict
 from pipeline.studies import Request, Study, Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS, decision
+from pipeline.studies.paper import CLAIMS_FILE, decision
 
 CLAIM = "osa_matches_vit_at_own_rates"
 
@@ -86,7 +86,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """The power of the comparison, and once all runs are there each model's rate, its losses by rate, and the verdict."""
-    claim, results, sizes = read_claims(CLAIMS)[CLAIM], Results(tables), [len(settings.seeds)] * 2
+    claim, results, sizes = read_claims(CLAIMS_FILE)[CLAIM], Results(tables), [len(settings.seeds)] * 2
     power = decision.powers(claim, settings.spreads, settings.differences, sizes)
     summary = {"power": power, "rows": [], "verdict": None}
     if verdict := decision.judge(claim, results):
@@ -104,7 +104,7 @@ def verdict(lab: Lab) -> Verdict | None:
     """The verdict for another study; None until all runs are there."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
-    return decision.judge(read_claims(CLAIMS)[CLAIM], Results(tables))
+    return decision.judge(read_claims(CLAIMS_FILE)[CLAIM], Results(tables))
 
 
 STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

@@ -33,10 +33,10 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
         samples.setdefault(configuration, {})[training.variant] = own.accuracies_of_starting(name)
     for name, results in {"first": Results(comparison.first_reading(lab)), "table_2": results_of(lab)}.items():
         samples[name] = {model: results.accuracies_of_starting(model) for model in paper}
-    return {"configurations": {name: compare(each, paper) for name, each in samples.items()}, "limit": LIMIT}
+    return {"configurations": {name: compare_with_paper(each, paper) for name, each in samples.items()}, "limit": LIMIT}
 
 
-def compare(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
+def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
     """Compares a configuration's models with the paper's; returns its distance, and whether it is the recipe."""
     models = {}
     for model, values in accuracies.items():

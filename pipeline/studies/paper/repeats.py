@@ -22,13 +22,13 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
 from pipeline.training.run import TABLE_2, TRIES, Run
 
-COLUMNS = ["variant", "seed", "of", "same_recipe", "same_points", "same_weights"]
-COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
+PAIR_COLUMNS = ["variant", "seed", "of", "same_recipe", "same_points", "same_weights"]
+PAIR_COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
 COMPARED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
 
 REPEATED = (TABLE_2, "first_reading")
 
-Ended = tuple[RunRecord, dict]  # record and metrics of a training that has ended
+EndedRun = tuple[RunRecord, dict]  # record and metrics of a training that has ended
 
 
 class Repeat(Section):
@@ -57,18 +57,18 @@ def read(settings: Settings, lab: Lab) -> Tables:
     for run, record in recorded():
         if record.status == "finished" and not run.overrides and run.study not in (*REPEATED, TRIES, lab.study):
             again.append(run)
-    repeats = [(run, ended(run), ended(Run(run.variant, run.seed, study))) for run in again for study in REPEATED]
-    replaced = [(run, ended(run), committed(run)) for run in of_table_2(lab.params)]
+    repeats = [(run, ended_run(run), ended_run(Run(run.variant, run.seed, study))) for run in again for study in REPEATED]
+    replaced = [(run, ended_run(run), committed_run(run)) for run in of_table_2(lab.params)]
     return {"repeats": compared(repeats), "replaced": compared(replaced)}
 
 
-def ended(run: Run) -> Ended | None:
+def ended_run(run: Run) -> EndedRun | None:
     """Returns the record and metrics of a run; None if no training of it has ended."""
     record = run.record()
     return (record, run.metrics()) if record else None
 
 
-def committed(run: Run) -> Ended | None:
+def committed_run(run: Run) -> EndedRun | None:
     """Returns the record and metrics of a run in the last commit; None if either is missing."""
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
@@ -76,13 +76,13 @@ def committed(run: Run) -> Ended | None:
     return records.parse(run.folder / RECORD, RunRecord, f"`{run.command}`", record), json.loads(metrics)
 
 
-def compared(pairs: Iterable[tuple[Run, Ended | None, Ended | None]]) -> pd.DataFrame:
+def compared(pairs: Iterable[tuple[Run, EndedRun | None, EndedRun | None]]) -> pd.DataFrame:
     """Returns a row for each pair of different trainings that have both ended."""
-    rows = [compare(run, after, before) for run, after, before in pairs if after and before and after != before]
-    return pd.DataFrame(rows, columns=[*COLUMNS, "difference"])
+    rows = [compare_runs(run, after, before) for run, after, before in pairs if after and before and after != before]
+    return pd.DataFrame(rows, columns=[*PAIR_COLUMNS, "difference"])
 
 
-def compare(run: Run, after: Ended, before: Ended) -> dict:
+def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
     """Compares two trainings; accuracies in per cent, as training measured them."""
     new, old = after[0], before[0]
     row = {"variant": run.variant, "seed": run.seed, "of": old.study}

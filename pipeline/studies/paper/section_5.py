@@ -13,24 +13,28 @@ from matplotlib.figure import Figure
 
 from pipeline.config import looks
 from pipeline.core import files
-from pipeline.statistics.claims import WEIGHTS, Claim, Declared, Results, epochs_to_reach, read_claims, target_loss
+from pipeline.statistics.claims import (
+    CONTRAST_WEIGHTS,
+    Claim,
+    Declared,
+    Results,
+    epochs_to_reach,
+    read_claims,
+    read_spreads,
+    target_loss,
+)
 from pipeline.statistics.verdicts import LEVEL, REPRODUCED, WORDS, Verdict, holm, judge_ratio
 from pipeline.studies import Study, Tables, charts
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS, decision, own_rate
+from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate
 
-RULES = Path(__file__).with_name("rules.csv")  # the words of the three rules for seeds 0 to 9
+RULES_FILE = Path(__file__).with_name("rules.csv")  # the words of the three rules for seeds 0 to 9
 PRIMARY = ("osa_matches_vit", "osa_approaches_vit_speed", "osa_beats_noskip", "osa_faster_than_noskip")
 FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # primary once their runs are there
 ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-# Standard deviations, declared before seeds 10 to 14: of accuracies in points, over the three seeds of PyTorch's defaults in
-# the study `recipes`; of the logarithm of the epochs to the losses at which speed is judged, over seeds 0 to 4 of the first
-# reading.
-SPREADS = {"osa_qr": 0.20, "osa_ns": 0.88, "vit": 0.16, "vit_noskip": 0.63, "vit_noskip_nonorm": 9.9}
-LOG_SPREADS = {"osa_qr": 0.1, "vit": 0.095, "vit_noskip": 0.087}
 WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits: points, and ratios
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
 FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training: every point of a curve except the last
@@ -43,7 +47,7 @@ def results_of(lab: Lab) -> Results:
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    claims, judged = read_claims(CLAIMS), judge_table_2(lab)
+    claims, judged = read_claims(CLAIMS_FILE), judge_table_2(lab)
     return {
         "seeds": sorted({*lab.tables["runs"]["seed"].tolist()}) if "runs" in lab.tables else [],
         "claims": judged,
@@ -51,18 +55,18 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
         "all": count(row["verdict"] for rows in judged.values() for row in rows.values()),
         "second_line": count(judged[name]["osa_ns_vs_" + baseline(claims[name])]["verdict"] for name in PRIMARY),
         "ahead_from_epoch": {model: ahead_from_epoch(results_of(lab), model, "vit_noskip") for model in MODELS},
-        "rules": files.read_csv(RULES).to_dict("records"),
+        "rules": files.read_csv(RULES_FILE).to_dict("records"),
     }
 
 
 def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
     """Returns the verdict of each claim and comparison, and the paper's value if its Table 2 has one."""
-    declared, judged = Declared(lab.paper.table_2, SPREADS), {}
+    declared, judged = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy), {}
     for name in (*ABOUT_OSA, *ABLATIONS):
         claim, judged[name] = claims[name], {}
         models = [claim.models] if claim.kind == "drops" else claim.compare
         for own, (key, verdict) in zip(models, claim.judge(results, declared).items(), strict=True):
-            weights = (1, -1) if claim.kind == "accuracy" else WEIGHTS.get(claim.kind)
+            weights = (1, -1) if claim.kind == "accuracy" else CONTRAST_WEIGHTS.get(claim.kind)
             paper = declared.effect(own, weights) if weights else None
             judged[name][key] = {"models": own, "kind": claim.kind, "paper": paper, "verdict": verdict}
     return judged
@@ -71,7 +75,7 @@ def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str,
 def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
     """Returns the verdicts of Table 2's runs. Where fresh seeds have decided, these are theirs, and `before`
     holds Table 2's."""
-    judged = judge_all(read_claims(CLAIMS), results_of(lab), lab)
+    judged = judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab)
     for name, verdict in fresh(lab).items():
         if name in judged:
             row = next(iter(judged[name].values()))
@@ -116,7 +120,7 @@ def count(verdicts) -> dict[str, int]:
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
-def ratios(results: Results, first: str, second: str) -> pd.DataFrame:
+def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
     """Returns the ratio of the epochs at which two models reach a train loss, estimated as in claims of speed, for each loss
     that the second model reaches after a fraction of its training. Losses that half of either model's runs never reach are
     left out."""
@@ -133,7 +137,7 @@ def ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
     """Returns the second model's epoch from which on the first stays ahead; None if the first is behind at the end."""
-    table = ratios(results, first, second)
+    table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
     since = behind[-1] + 1 if len(behind) else 0
     return float(table["epoch"].iloc[since]) if since < len(table) else None
@@ -151,7 +155,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
         own = [row for row in rows if row["kind"] == kind]
         for y, row in enumerate(own):
             verdict, colour = row["verdict"], looks.look_of(row["models"][0]).colour
-            charts.interval(axes, verdict.low, verdict.high, y, colour, WIDEST[kind])
+            charts.draw_interval(axes, verdict.low, verdict.high, y, colour, WIDEST[kind])
             if WIDEST[kind][0] <= verdict.estimate <= WIDEST[kind][1]:
                 axes.plot(verdict.estimate, y, "o", color=colour, markersize=5)
             axes.plot([verdict.limit] * 2, [y - 0.35, y + 0.35], **charts.EXPECTED)
@@ -184,7 +188,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     """Draws the ratio of epochs over the train loss that both models reach, and marks where claims are judged."""
-    results, claims = results_of(lab), read_claims(CLAIMS)
+    results, claims = results_of(lab), read_claims(CLAIMS_FILE)
     if not all(results.starting(model) for model in BASELINES):
         return None
     figure, panels = charts.panels(2, 2.7, sharey=True)
@@ -192,7 +196,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
         claim = claims[name]
         second = baseline(claim)
         for model in MODELS:
-            table = ratios(results, model, second)
+            table = epoch_ratios(results, model, second)
             axes.plot(table["loss"], table["ratio"], **looks.look_of(model).line())
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]

@@ -6,12 +6,12 @@
 from pipeline.statistics.claims import Results, largest_rise, read_claims
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
+from pipeline.studies.paper import CLAIMS_FILE
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the number of stable runs, the largest rise of train loss, and the lower 95 % bound of the stable share."""
-    results, claim = Results(tables), read_claims(CLAIMS)["qr_is_stable"]
+    results, claim = Results(tables), read_claims(CLAIMS_FILE)["qr_is_stable"]
     (model,) = claim.models
     verdict = claim.judge(results)[model]
     rises = [largest_rise(curve) for curve in results.curves(model)]

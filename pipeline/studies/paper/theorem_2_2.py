@@ -26,8 +26,8 @@ from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import worst_case
 from pipeline.studies.lab import Lab
 
-IDENTICAL = ("qr", "exact")  # methods whose A is orthogonal up to rounding
-SOFTMAX = ("softmax", "softmax, skip")  # stacks for comparison
+ORTHOGONAL_METHODS = ("qr", "exact")  # methods whose A is orthogonal up to rounding
+SOFTMAX_STACKS = ("softmax", "softmax, skip")  # stacks for comparison
 TOLERANCE = 1e-10  # relative, of every eigenvalue: 64 layers x n eps x the cond(X) of a thousand or so of real tokens
 
 
@@ -53,7 +53,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         attentions = {
             stack: partial(orthogonal_attention, scale=alpha / math.sqrt(width), method=method)
             for stack, (method, alpha) in orthogonal_stacks(settings).items()
-        } | dict.fromkeys(SOFTMAX, F.scaled_dot_product_attention)
+        } | dict.fromkeys(SOFTMAX_STACKS, F.scaled_dot_product_attention)
         for tokens, x in {"gaussian": lab.normal(seed, "theory/kernel", *image.shape), "mnist": image}.items():
             for stack, attention in attentions.items():
                 identity = {"tokens": tokens, "stack": stack, "seed": seed}
@@ -133,7 +133,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     images = summary[summary["tokens"] == "mnist"]
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()
     return {
-        "float64": worst_case(summary.loc[summary["method"].isin(IDENTICAL), "change"], TOLERANCE),
+        "float64": worst_case(summary.loc[summary["method"].isin(ORTHOGONAL_METHODS), "change"], TOLERANCE),
         "newton_schulz": summary.loc[summary["method"] == "newton_schulz", "change"].max(),
         "layers": settings.depths[-1],
         "rank": {

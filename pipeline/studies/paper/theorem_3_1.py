@@ -36,7 +36,7 @@ from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case, worst_of_seeds
 from pipeline.studies.lab import Lab, initialised_layers
 
-BOUNDS = ["bound_10", "bound_11", "bound_general"]
+BOUND_COLUMNS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # the dash pattern for each condition number of M
 
@@ -114,7 +114,7 @@ def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[
 
 def _orthogonality(s: Tensor, basis: Tensor) -> dict[str, Tensor]:
     skew_norm = norm(s)
-    bounds = zip(BOUNDS, orthogonality_bounds(basis, skew_norm), strict=True)
+    bounds = zip(BOUND_COLUMNS, orthogonality_bounds(basis, skew_norm), strict=True)
     error = orthogonality_error(low_rank_exponential(basis, s))
     return {"norm": skew_norm, "sigma_max": norm(basis), "error": error} | dict(bounds)
 
@@ -168,7 +168,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
     """Returns the bounds of exact arithmetic, plus an allowance for rounding."""
     slack = errors["tokens"].map(lambda tokens: rounding(tokens, torch.float64))
-    return errors.assign(**{bound: errors[bound] + slack for bound in BOUNDS})
+    return errors.assign(**{bound: errors[bound] + slack for bound in BOUND_COLUMNS})
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:

@@ -18,7 +18,7 @@ from pipeline.studies.lab import Lab, default_dtype
 
 SIZES = ((12, 3), (32, 2), (64, 4), (96, 12))  # d, h
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-OURS, XAVIER = "Section 4", "Xavier"
+SECTION_4, XAVIER = "Section 4", "Xavier"
 
 
 class Settings(Section):
@@ -36,7 +36,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
                 ours, xavier = OrthogonalSelfAttention(d, heads), SoftmaxSelfAttention(d, heads)
                 init_orthogonal_attention_(ours, generator=generator)
                 init_softmax_attention_(xavier, generator=generator)
-            rows += weight_rows({"source": OURS, "seed": seed, "dtype": name}, ours.to(dtype))
+            rows += weight_rows({"source": SECTION_4, "seed": seed, "dtype": name}, ours.to(dtype))
         rows += weight_rows({"source": XAVIER, "seed": seed, "dtype": "float64"}, xavier)
     return {"weights": pd.DataFrame(rows)}
 
@@ -62,7 +62,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the worst |σ − 1| by precision."""
     weights = tables["weights"]
     checks = {}
-    for dtype, own in weights[weights["source"] == OURS].groupby("dtype"):
+    for dtype, own in weights[weights["source"] == SECTION_4].groupby("dtype"):
         tolerances = [rounding(d, DTYPES[dtype]) for d in own["embed_dim"]]
         checks[dtype] = worst_case(own["deviation"], tolerances)
     return checks

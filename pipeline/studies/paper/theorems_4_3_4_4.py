@@ -126,7 +126,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     bounded = alphas[np.isfinite(alphas["bound_excess"])]
     trained = trained_layers(lab, "jacobian_kappa").groupby("variant", sort=False)["jacobian_kappa"].max()
     return {
-        "slope": worst_case((slopes(alphas[alphas["alpha"] <= FIT_BELOW]) - 1).abs(), SLOPE_TOLERANCE),
+        "slope": worst_case((slopes_over_alpha(alphas[alphas["alpha"] <= FIT_BELOW]) - 1).abs(), SLOPE_TOLERANCE),
         "first_term": worst_case(identical["first_norm"], identical["constant"] * identical["alpha"]),
         "condition": worst_case(bounded["excess"], bounded["bound_excess"]),
         "head": {"initial": layers["kappa"].max(), "trained": trained.to_dict()},
@@ -134,7 +134,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     }
 
 
-def slopes(points: pd.DataFrame) -> pd.Series:
+def slopes_over_alpha(points: pd.DataFrame) -> pd.Series:
     """Returns the least-squares slope of log ‖J₁‖₂ over log α, for each method, size and seed."""
     grouped = points.groupby(["method", *SIZE, "seed"])[["alpha", "first_norm"]]
     return grouped.apply(lambda own: log_log_slope(own["alpha"], own["first_norm"]))

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 import pandas as pd
 
 from pipeline.benchmarks.measurements import OURS, TRAINED, measured
-from pipeline.core import files
+from pipeline.core import files, provenance
 from pipeline.statistics.claims import NOTHING, read_claims
 from pipeline.statistics.verdicts import Verdict
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS
-from pipeline.studies.paper.benchmarks import short
+from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import baseline, results_of
 
 SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
@@ -27,7 +26,7 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns, for each baseline and OSA model, the ratio of epochs, the least limit it keeps, and the ratio of seconds on
     each machine, NaN if the machine has not timed both."""
-    claims, results, machines, rows = read_claims(CLAIMS), results_of(lab), step_seconds(), []
+    claims, results, machines, rows = read_claims(CLAIMS_FILE), results_of(lab), step_seconds(), []
     for claim, model in itertools.product((claims[name] for name in SPEED), MODELS):
         second = baseline(claim)
         epochs = claim.verdict(model, second, results, NOTHING)
@@ -47,10 +46,10 @@ def step_seconds() -> dict[str, Mapping[str, float]]:
         own = table[table["code"] == OURS]
         trained = own[own["weights"] == TRAINED]
         environment = files.read_json(path.with_suffix(".json"))["environment"]
-        machines[short(environment)] = seconds_of(own if trained.empty else trained)
+        machines[provenance.short_name(environment)] = seconds_of(own if trained.empty else trained)
     for path in measured("gpu_step.csv"):
         table = files.read_csv(path)
-        machines[short({"device_name": table["device"].iloc[0], "num_threads": None})] = seconds_of(table)
+        machines[provenance.short_name({"device_name": table["device"].iloc[0], "num_threads": None})] = seconds_of(table)
     return machines
 
 

@@ -1,7 +1,7 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py: simulated experiments.
 
 In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error; in the other
-the truth is the paper's Table 2. Runs that start are normal, with the spreads that the study section_5 declares. A share of
+the truth is the paper's Table 2. Runs that start are normal, with the spreads that claims.yaml declares. A share of
 runs fails to start: of both models at a limit, of OSA (NS) alone at the paper's values.
 """
 
@@ -14,54 +14,59 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from pipeline.config.params import PositiveInt, Section
-from pipeline.statistics.claims import read_claims
+from pipeline.statistics.claims import Spreads, read_claims, read_spreads
 from pipeline.statistics.verdicts import CONTRADICTED, LEVEL, REPRODUCED, holm, judge
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper.section_5 import ABOUT_OSA, CLAIMS, LOG_SPREADS, SPREADS
+from pipeline.studies.paper import CLAIMS_FILE
+from pipeline.studies.paper.section_5 import ABOUT_OSA
 
-SIZES = (3, 5, 10)  # runs of each model
+RUNS_OF_A_MODEL = (3, 5, 10)  # runs of each model
 FAILING = (0.0, 0.1)  # share of runs that fail to start
 FAILED, SCATTER = -50.0, 10.0  # runs that fail end this many points below the others, with this standard deviation
-PRIMARY = ("osa_qr", "vit", "vit_noskip")  # the first against each of the others, in accuracy and in speed
+PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # the first against each of the others, in accuracy and in speed
 
 
 class Settings(Section):
     repetitions: PositiveInt  # experiments behind each rate
 
 
-def runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
+def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
     """Returns the values of n runs, from normal numbers (n, 2)."""
     value, draw = normal.T
     return np.where(draw < ndtri(failing), FAILED + SCATTER * value, mean + spread * value)
 
 
-def family(normal: NDArray, failing: float) -> str:
+def family(normal: NDArray, failing: float, declared: Spreads) -> str:
     """The primary comparisons, each at its limit; "reproduced" if any of them is after Holm's correction."""
     p_values = {}
-    for sign, side, spreads, own in ((1, "above", SPREADS, normal[:3]), (-1, "below", LOG_SPREADS, normal[3:])):
-        osa, *others = (sign * runs(each, spreads[name], 0.0, failing) for name, each in zip(PRIMARY, own, strict=True))
+    parts = ((1, "above", declared.accuracy, normal[:3]), (-1, "below", declared.log_epochs, normal[3:]))
+    for sign, side, spreads, own in parts:
+        osa, *others = (
+            sign * simulated_runs(each, spreads[name], 0.0, failing) for name, each in zip(PRIMARY_MODELS, own, strict=True)
+        )
         p_values |= {f"{side} {i}": judge(osa, other, side=side).p for i, other in enumerate(others)}
     return REPRODUCED if min(holm(p_values).values()) <= LEVEL else ""
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    claims, paper, rows = read_claims(CLAIMS), lab.paper.table_2, []
+    claims, spreads, paper, rows = read_claims(CLAIMS_FILE), read_spreads(CLAIMS_FILE), lab.paper.table_2, []
 
     def add(name: str, truth: str, failing: float, n: int, words: list[str]) -> None:
         rates = {word: Counter(words)[word] / settings.repetitions for word in (REPRODUCED, CONTRADICTED)}
         rows.append({"scenario": name, "truth": truth, "failing": failing, "n": n} | rates)
 
     accuracies = [claims[name] for name in ABOUT_OSA if claims[name].kind == "accuracy"]
-    for failing, n in itertools.product(FAILING, SIZES):
+    for failing, n in itertools.product(FAILING, RUNS_OF_A_MODEL):
         for (first, second), limit in [(pair, -claim.margin_points) for claim in accuracies for pair in claim.compare]:
             normal = lab.normal(0, f"verdicts/{first}/{second}/{n}", settings.repetitions, 2, n, 2).numpy()
             for truth, mean in (("limit", limit), ("paper", paper[first] - paper[second])):
                 a, b = (failing if truth == "limit" or name == "osa_ns" else 0.0 for name in (first, second))
-                pairs = ((runs(x, SPREADS[first], mean, a), runs(y, SPREADS[second], 0.0, b)) for x, y in normal)
+                own, other = spreads.accuracy[first], spreads.accuracy[second]
+                pairs = ((simulated_runs(x, own, mean, a), simulated_runs(y, other, 0.0, b)) for x, y in normal)
                 add(f"{first}_vs_{second}", truth, failing, n, [judge(*pair, limit=limit).word for pair in pairs])
         normal = lab.normal(0, f"verdicts/family/{n}", settings.repetitions, 6, n, 2).numpy()
-        add("family", "limit", failing, n, [family(own, failing) for own in normal])
+        add("family", "limit", failing, n, [family(own, failing, spreads) for own in normal])
     return {"rates": pd.DataFrame(rows)}
 
 
@@ -75,7 +80,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         errors[f"{failing:g}"] = {"worst": worst.tolist(), "family": together.tolist()}
         pairs = own.query("truth == 'paper'").groupby("scenario", sort=False)[REPRODUCED]
         power[f"{failing:g}"] = {name: rates.tolist() for name, rates in pairs}
-    return {"repetitions": settings.repetitions, "sizes": list(SIZES), "errors": errors, "power": power}
+    return {"repetitions": settings.repetitions, "sizes": list(RUNS_OF_A_MODEL), "errors": errors, "power": power}
 
 
 STUDY = Study(settings=Settings, measure=measure, summarise=summarise)

@@ -32,7 +32,7 @@ def project(tmp_path, monkeypatch):
         raw["train"]["batch_size"] = 7
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measurements, "PRODUCTS", {256: 3})
+    monkeypatch.setattr(measurements, "PEAK_SIZES", {256: 3})
     monkeypatch.setattr(step, "PEAK_SIZE", 256)
     monkeypatch.setattr(attention, "WIDTHS", [4])
     for script in (attention, step):
@@ -59,7 +59,7 @@ def test_deep_models_are_compared_round_by_round(project, monkeypatch):
     table, facts = read("depth")
     assert list(table["model"]) == ["vit", "osa_shaped"] and (table["seconds"] > 0).all()
     assert (facts["depth"], facts["rounds"]) == (6, 2)
-    rounds = depth.compared({"vit": [1.0, 2.0, 4.0], "espa": [3.0, 4.0, 12.0]}).set_index("model")
+    rounds = depth.over_vit({"vit": [1.0, 2.0, 4.0], "espa": [3.0, 4.0, 12.0]}).set_index("model")
     assert rounds.loc["espa", ["seconds", "over_vit"]].tolist() == [4, 3] and rounds.loc["vit", "high"] == 1
 
 
@@ -120,7 +120,7 @@ def test_steps_are_timed_and_leave_the_weights_alone(project, monkeypatch):
     assert set(facts["ratios"]["trained"]["straightforward_over_ours"]) == {"vit"}
     assert facts["peak"]["tflops"] > 0
     operations = (table["tflops"] * table["seconds"] * 1e12).set_axis(table[step.KEYS].agg(tuple, axis=1))
-    training = step.load("vit", step.INITIALISED, step.with_whole_batches(vit), {}, torch.device("cpu"))
+    training = step.training_from("vit", step.INITIALISED, step.with_whole_batches(vit), {}, torch.device("cpu"))
     batch = next(training.batches(0))
     expected = 2 * cost.cost(lambda: training.step(*batch), torch.device("cpu")).multiply_adds
     for weights in ("initialised", "trained"):
@@ -139,7 +139,7 @@ def test_where_ours_is_a_graph_it_is_timed_without_too(project, tmp_path, monkey
     step.unpack("mnist", tmp_path / "scratch")
     settings = params.load()
     steps, _ = step.prepare(["vit"], settings, tmp_path / "scratch", False, torch.device("cpu"))
-    counts = {key[1]: count for key, count in step.count(steps, torch.device("cpu")).items()}
+    counts = {key[1]: count for key, count in step.count_operations(steps, torch.device("cpu")).items()}
     assert counts[step.OURS] == counts[step.EAGER] > 0
     assert {code for _, code, _ in steps} == {step.OURS, step.EAGER, step.THEIRS}
     rows = [(*key, seconds) for key, seconds in zip(steps, (2.0, 5.0, 8.0), strict=True)]

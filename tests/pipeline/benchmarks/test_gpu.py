@@ -96,7 +96,7 @@ def script(monkeypatch):
 
 
 def test_all_shares_fit_the_time(script):
-    assert sum(script["SHARES"].values()) + 5 <= script["SECONDS"] == 570
+    assert sum(script["SHARES"].values()) + 5 <= script["TOTAL_SECONDS"] == 570
     assert script["SHARES"].keys() == script["PARTS"].keys() == PARTS
 
 
@@ -114,10 +114,10 @@ def test_rows_are_written_as_they_come_until_the_deadline(script, tmp_path):
             yield {"row": i}
             assert f"\n{i}," in (tmp_path / "t.csv").read_text(encoding="utf-8")  # before the next is measured
 
-    script["write"](tmp_path / "t.csv", rows(), time.time() + 60)
-    assert len(script["read"](tmp_path / "t.csv")) == 9
-    script["write"](tmp_path / "t.csv", rows(), time.time() - 1)
-    assert [row["row"] for row in script["read"](tmp_path / "t.csv")] == ["0"]
+    script["write_rows"](tmp_path / "t.csv", rows(), time.time() + 60)
+    assert len(script["read_rows"](tmp_path / "t.csv")) == 9
+    script["write_rows"](tmp_path / "t.csv", rows(), time.time() - 1)
+    assert [row["row"] for row in script["read_rows"](tmp_path / "t.csv")] == ["0"]
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_what_hangs_is_stopped_and_what_comes_too_late_is_not_begun(script, tmp_
     hangs = tmp_path / "hangs.py"
     lines = "import subprocess, sys, time", "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
     hangs.write_text("\n".join((*lines, "time.sleep(60)")), encoding="utf-8")
-    run, start = script["run"], time.monotonic()
+    run, start = script["run_part"], time.monotonic()
     run.__globals__["__file__"] = str(hangs)
     assert run("machine", tmp_path, 6, True) == run("machine", tmp_path, 4, True) == "out of time"
     assert 6 <= time.monotonic() - start < 12
@@ -140,6 +140,6 @@ def test_the_peak_is_that_of_tensor_cores(monkeypatch):
         return product(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
-    monkeypatch.setattr(measurements, "PRODUCTS", {8: 1})
+    monkeypatch.setattr(measurements, "PEAK_SIZES", {8: 1})
     assert measurements.peak(torch.device("cpu")) > 0 and set(seen) == {"tf32"}
     assert torch.backends.cuda.matmul.fp32_precision == before

@@ -13,7 +13,7 @@ from pipeline.benchmarks import kernels
 
 @pytest.fixture
 def rows():
-    return kernels.table()
+    return kernels.committed_rows()
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_what_changed_is_compiled_and_a_warning_names_what_takes_more(rows, tmp_
     chosen = [case for case in kernels.cases() if case[0][0] == "phi1"]
     same, changed = chosen[:-1], chosen[-1][0]
     monkeypatch.setattr(kernels, "cases", lambda: chosen)
-    monkeypatch.setattr(kernels, "table", lambda: {**rows, changed: rows[changed] | {"source": ""}})
+    monkeypatch.setattr(kernels, "committed_rows", lambda: {**rows, changed: rows[changed] | {"source": ""}})
     worse = {name: value for name, value in rows[changed].items() if name not in kernels.KEY} | {"spilled_bytes": 8}
     monkeypatch.setattr(kernels, "resources", lambda launched, architecture: worse)
     monkeypatch.setattr(kernels, "ROOT", tmp_path)
@@ -70,7 +70,7 @@ def test_what_changed_is_compiled_and_a_warning_names_what_takes_more(rows, tmp_
     assert capsys.readouterr().err.count("takes more") == 1
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "ROOT", tmp_path)
-    written = kernels.table()
+    written = kernels.committed_rows()
     assert written == {key: rows[key] for key, *_ in same} | {changed: rows[changed] | {"spilled_bytes": "8"}}
 
 

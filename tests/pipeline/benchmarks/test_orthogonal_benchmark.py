@@ -32,7 +32,7 @@ def test_the_posts_layers_are_the_maps(n):
     x, angles = numbers(4, n), numbers(n * (n - 1) // 2)
     below = lower(angles, n)
     torch.testing.assert_close(post.givens(x, angles), x @ MAPS["givens"](below))
-    torch.testing.assert_close(post.exponential(x, angles), x @ MAPS["exponential"](-below))
+    torch.testing.assert_close(post.times_exponential(x, angles), x @ MAPS["exponential"](-below))
     torch.testing.assert_close(post.cayley(x, angles), x @ MAPS["cayley"](-2 * below))
     vectors = torch.eye(n) + below / 2
     torch.testing.assert_close(post.householder(x, vectors.mT), -x @ MAPS["householder"](below))
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(orthogonal, "TOKENS", (1, 7))
     monkeypatch.setattr(orthogonal, "TRAINING_TOKENS", 7)
     monkeypatch.setattr(orthogonal_speed, "TRAINING_TOKENS", 7)
-    monkeypatch.setattr(orthogonal_speed, "SIZES", (16, 32))
+    monkeypatch.setattr(orthogonal_speed, "GOAL_RANGE", (16, 32))
 
 
 @pytest.mark.slow
@@ -91,5 +91,5 @@ def test_our_layers_are_judged_at_the_slowest_size(tmp_path):
     rows.append(row | {"map": "givens", "code": POST, "n": 64, "seconds_over_dense": 30.0})
     files.write_csv(tmp_path / "orthogonal.csv", pd.DataFrame(rows))
     files.write_json(tmp_path / "orthogonal.json", {"environment": {}})
-    (ours,) = orthogonal_speed.machine(tmp_path / "orthogonal.csv")["ours"].values()
+    (ours,) = orthogonal_speed.speed_on(tmp_path / "orthogonal.csv")["ours"].values()
     assert (ours["over_dense"], ours["n"]) == (1.31, 256)

@@ -17,10 +17,10 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.core.files import ROOT
 
-WRITTEN = reading.read(ROOT / "params.yaml")
+WRITTEN = reading.read_yaml(ROOT / "params.yaml")
 RAW = params.with_library(WRITTEN)
-STUDIES = reading.read(ROOT / "pipeline/studies/paper/params.yaml")
-PAPER = reading.read(ROOT / "pipeline/paper.yaml")
+STUDIES = reading.read_yaml(ROOT / "pipeline/studies/paper/params.yaml")
+PAPER = reading.read_yaml(ROOT / "pipeline/paper.yaml")
 ABSENT = "(absent)"  # as text, so that every process names its tests alike
 
 
@@ -74,7 +74,7 @@ def test_the_committed_parameters_are_valid_and_know_every_model_of_the_library(
         assert {key: value for key, value in options.items() if key in known and key != "init"}.items() <= known.items()
 
 
-@pytest.mark.parametrize("section", params.SHARED)
+@pytest.mark.parametrize("section", params.SHARED_SECTIONS)
 def test_the_committed_parameters_are_the_papers_recipe(section):
     added = {"optimizer", "warmup_steps", "schedule"}  # absent from the recipe, with the paper's values
     recipe = PAPER["readings"]["torch_defaults"][section]
@@ -88,7 +88,7 @@ def test_a_model_of_the_library_needs_its_block_to_be_a_stage_and_the_message_ho
     message = refusal(load, raw)
     assert "run.variants" in message and "osa_shaped" in message
     files.write_text("block.yaml", message.partition("under variants: ")[2].rstrip("."))
-    raw["variants"] |= reading.read("block.yaml")
+    raw["variants"] |= reading.read_yaml("block.yaml")
     assert load(raw).variants["osa_shaped"] == params.load(ROOT / "params.yaml").variants["osa_shaped"]
 
 
@@ -177,7 +177,7 @@ def test_the_papers_file_is_that_of_the_working_directory_or_else_that_beside_th
     assert params.load_paper().title == "Another"
 
 
-@pytest.mark.parametrize("section", ["run", *params.SHARED])
+@pytest.mark.parametrize("section", ["run", *params.SHARED_SECTIONS])
 def test_the_schema_supplies_no_value(section):
     """DVC tracks what is written, not a default. Keys that older records lack have one, the value of those runs."""
     for key in RAW[section].keys() - {"optimizer", "warmup_steps", "schedule"}:

@@ -28,14 +28,14 @@ def copied(tmp_path):
     def copied(place: str) -> tuple[Path, Record]:
         folder = tmp_path / "paper_outputs" / place
         shutil.copytree(ROOT / "paper_outputs" / place, folder)
-        return folder, records.read(folder, RESULTS[place], "make it")
+        return folder, records.read_record(folder, RESULTS[place], "make it")
 
     return copied
 
 
 def refusal(folder: Path, schema: type[Record]) -> str:
     with pytest.raises(UserError) as caught:
-        records.read(folder, schema, "make it")
+        records.read_record(folder, schema, "make it")
     sentence = str(caught.value)
     assert sentence.count("\n") == 0 and "`make it`" in sentence
     return sentence
@@ -53,7 +53,7 @@ def test_no_changed_byte_of_a_record_changes_a_number_in_silence(copied, place, 
         for bit in (1, 32):
             path.write_bytes(content[:position] + bytes([byte ^ bit]) + content[position + 1 :])
             try:
-                found = records.read(folder, schema, "make it")
+                found = records.read_record(folder, schema, "make it")
             except UserError as error:
                 found = whole if str(folder) in str(error) else error
                 refused += 1
@@ -65,7 +65,7 @@ def test_no_changed_byte_of_a_record_changes_a_number_in_silence(copied, place, 
 def test_a_record_is_written_as_it_is_read(copied, place, schema):
     folder, record = copied(place)
     before = (folder / RECORD).read_bytes()
-    records.write(folder, record)
+    records.write_record(folder, record)
     assert (folder / RECORD).read_bytes() == before
 
 
@@ -91,7 +91,7 @@ def test_a_record_belongs_to_one_folder_and_knows_all_its_files(copied):
     shutil.copytree(folder, moved)
     assert "another folder, studies/complexity" in refusal(moved, Record)
     (folder / ".DS_Store").write_text("a file manager's")
-    assert records.read(folder, Record, "make it") == record
+    assert records.read_record(folder, Record, "make it") == record
     (folder / "more.csv").write_text("a,b\n")
     assert "more.csv is not what" in refusal(folder, Record)
     (folder / "more.csv").unlink()
@@ -107,6 +107,6 @@ def test_keys_at_their_default_are_left_out(tmp_path):
     shutil.copytree(ROOT / "paper_outputs/runs/table_2/osa_ns/10", folder)
     config = files.read_json(folder / RECORD)["config"]
     assert "optimizer" not in config["train"] and "keep" not in config["variant"]
-    assert records.read(folder, RunRecord, "make it").config.train.optimizer == "adamw"
+    assert records.read_record(folder, RunRecord, "make it").config.train.optimizer == "adamw"
     rewrite(folder, config=config | {"train": config["train"] | {"optimizer": "muon"}})
-    assert records.read(folder, RunRecord, "make it").config.train.optimizer == "muon"
+    assert records.read_record(folder, RunRecord, "make it").config.train.optimizer == "muon"

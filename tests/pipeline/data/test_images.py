@@ -60,9 +60,9 @@ def write_params(patch_size: int = 4, num_classes: int = 3, **changes) -> None:
     synthetic.write_params(Path(), edit)
 
 
-def stored() -> idx.Data:
+def stored() -> idx.DataSet:
     fetch.main(["folder"])
-    return idx.load("data/folder")
+    return idx.read_data("data/folder")
 
 
 def sentence(capsys, *arguments) -> str:
@@ -94,7 +94,7 @@ def test_what_is_stored_is_mapped_and_has_the_digest_of_its_bytes():
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
     assert "data/folder/train-images.npy" in mapped
     loaded.train_images.pixels.zero_()  # whoever writes to it writes to memory
-    assert idx.digest("data/folder") == expected
+    assert idx.data_digest("data/folder") == expected
 
 
 def test_memory_holds_a_few_of_the_images_at_a_time():
@@ -145,7 +145,7 @@ def test_a_damaged_file_is_named_with_the_remedy(damage, problem):
     stored()
     damage(Path("data/folder/train-images.npy"))
     with pytest.raises(UserError, match=f"train-images.npy {problem}.*`python -m pipeline fetch folder`"):
-        idx.load("data/folder")
+        idx.read_data("data/folder")
 
 
 @pytest.mark.parametrize("around", ["", "animals/"])
@@ -196,12 +196,12 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     first = stored().sha256
     run_main(monkeypatch, "vit", "0")
     run = Run("vit", 0)
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
     assert jobs.is_trained(run, config("vit"))
     before = {path: path.read_bytes() for path in Path("data/folder").iterdir()}
     assert stored().sha256 == first
     assert {path: path.read_bytes() for path in Path("data/folder").iterdir()} == before
-    labels = idx.load("data/folder").test_labels.clamp(max=1)
+    labels = idx.read_data("data/folder").test_labels.clamp(max=1)
     np.save("data/folder/t10k-labels.npy", (1 - labels.numpy()).astype(np.uint8))  # other classes
     with pytest.raises(SystemExit):
         run_main(monkeypatch, "vit", "1")
@@ -209,7 +209,7 @@ def test_an_edit_of_the_folder_makes_another_data_set_and_the_run_not_current(mo
     assert stored().sha256 == first
     save("train/cat/0.png", pixels("train/cat/0.png") ^ 1)
     assert stored().sha256 != first
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
     assert not jobs.is_trained(run, config("vit"))
 
 

@@ -26,7 +26,7 @@ def test_labels_give_way_only_to_labels_beside_them():
 )
 def test_an_arrow_says_that_an_interval_goes_on(ends, drawn, arrows):
     _, (axes,) = charts.panels(1)
-    charts.interval(axes, *ends, 0, "#000000", (-8, 8))
+    charts.draw_interval(axes, *ends, 0, "#000000", (-8, 8))
     line, *marks = axes.lines
     assert tuple(line.get_xdata()) == drawn
     assert {mark.get_xdata()[0]: mark.get_marker() for mark in marks} == arrows

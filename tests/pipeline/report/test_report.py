@@ -63,8 +63,8 @@ def written(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         workspace(folder)
-        report.write("paper")
-        report.write("research")
+        report.make_page("paper")
+        report.make_page("research")
         ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
         command = [sys.executable, "-OO", "-m", "pipeline.report", "readme"]  # without docstrings too
         subprocess.run(command, env=os.environ | ascii_alone, check=True)
@@ -134,16 +134,16 @@ def test_pages_show_whatever_runs_are_there(share, tmp_path, monkeypatch):
     """Missing runs leave no row of dashes. Studies that train nothing are as committed."""
     monkeypatch.chdir(tmp_path)
     workspace(tmp_path)
-    row, summarise, random = runs.run_row, report.summarise, np.random.default_rng(1)
+    row, summarise, random = runs.run_row, report.summary_of_study, np.random.default_rng(1)
 
     def of_some(name: str, *others) -> dict:
         committed = next((ROOT / "paper_outputs/numbers").glob(f"*/{name}.json"))
         return summarise(name, *others) if studies.get(name).trainings else files.read_json(committed)
 
     monkeypatch.setattr(runs, "run_row", lambda *run: row(*run) if random.random() < share else {"status": "missing"})
-    monkeypatch.setattr(report, "summarise", of_some)
+    monkeypatch.setattr(report, "summary_of_study", of_some)
     for name in BUDGETS:
-        report.write({"report": "paper"}.get(name, name))
+        report.make_page({"report": "paper"}.get(name, name))
         lines = Path(f"paper_outputs/{name}.md").read_text(encoding="utf-8").splitlines()
         assert not [
             line for line in lines if re.fullmatch(r"\|[^|]*(\| – )+\|", line) or re.search(r"\b(nan|None\b[^.])", line)
@@ -195,7 +195,7 @@ def with_fresh_seeds(numbers: dict, difference: float) -> dict:
 
 def test_fresh_seeds_answer_the_central_claim_whatever_comes_out():
     """In the answer, in the table of claims, which keeps the earlier verdict, and in a section of their own."""
-    templates = page.environment(Lab("report", params.load(ROOT / "params.yaml"), params.load_paper()).label)
+    templates = page.template_environment(Lab("report", params.load(ROOT / "params.yaml"), params.load_paper()).label)
     committed = {path.stem: files.read_json(path) for path in (ROOT / "paper_outputs/numbers").glob("*/*.json")}
     central = templates.from_string(
         '{% from "paper/comparisons.j2" import central %}{{ central(section_5.claims, own_rate, ablations, level, "") }}'
@@ -275,7 +275,7 @@ def shown(node: ast.AST) -> str:
 
 
 def test_a_page_escapes_labels_of_parameters():
-    environment = page.environment(lambda name: "<script>|*x*")
+    environment = page.template_environment(lambda name: "<script>|*x*")
     text = environment.from_string("{{ 'vit' | label }}").render()
     html, _ = to_html(f"| a |\n| - |\n| {text} |\n", {}, lambda path: "")
     assert "<script>" not in html and "&lt;script&gt;|*x*" in html
@@ -302,7 +302,7 @@ def test_a_figure_for_a_narrow_screen_stacks_panels_with_labels_of_their_own():
         axes.plot([0, 1], [0.0004, 2], label="a line")
     charts.legend(drawing, panels[0].get_lines())
     wide = figures.svg(drawing)
-    narrow = figures.svg(figures.stack(drawing))
+    narrow = figures.svg(figures.for_narrow(drawing))
     left, right = (axes.get_position() for axes in drawing.axes)
     assert left.y0 > right.y1 and left.x0 == right.x0
     assert all(axes.yaxis.get_ticklabels()[0].get_visible() for axes in drawing.axes)
@@ -328,7 +328,7 @@ def test_a_figure_is_drawn_again_where_its_code_its_libraries_or_a_result_has_ch
         lambda: files.write_json("paper_outputs/runs/study/vit/0/record.json", {}),
         lambda: files.write_text("paper_outputs/tables/histories.csv", "epoch"),
         lambda: monkeypatch.setattr(figures, "version", lambda name: "99"),
-        lambda: files.write_text(figures.KEPT / "paper/figure.json", "{}"),
+        lambda: files.write_text(figures.CACHE / "paper/figure.json", "{}"),
     ]
     for number, change in enumerate(changes, 2):
         change()
@@ -341,7 +341,7 @@ def test_a_figure_does_not_depend_on_the_users_matplotlibrc(monkeypatch):
 
     def drawn() -> list[str | bytes]:
         figure = figures.figure_1(histories, parameters)
-        return [figures.png(figure), figures.svg(figure), figures.svg(figures.stack(figure))]
+        return [figures.png(figure), figures.svg(figure), figures.svg(figures.for_narrow(figure))]
 
     ours = drawn()
     with matplotlib.rc_context({"xtick.labelsize": 20, "lines.markersize": 20, "legend.labelspacing": 2}):
@@ -383,6 +383,6 @@ def test_only_one_study_can_be_written_and_a_wrong_name_is_named(capsys):
 
 @pytest.mark.parametrize("name", studies.names())
 def test_every_study_is_on_a_page_with_its_numbers_in_a_file(name):
-    page_of = next(each for each in report.PAGES if name in report.on_page(each))
+    page_of = next(each for each in report.PAGES if name in report.studies_on(each))
     assert isinstance(files.read_json(ROOT / f"paper_outputs/numbers/{page_of}/{name}.json"), dict)
     assert any(f'"{name}"' in path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.j2")), "a link to its numbers"

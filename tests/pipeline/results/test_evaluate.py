@@ -39,7 +39,7 @@ def test_it_holds_what_the_weights_say(project):
     settings = params.load()
     config = params.resolve(settings, "vit_noskip")
     model = build_model(config, 1)
-    mnist = idx.load("data/mnist", settings.data.pixel_scaling)
+    mnist = idx.read_data("data/mnist", settings.data.pixel_scaling)
     with torch.no_grad():
         logits = model(mnist.test_images[:])
     predictions = logits.argmax(1).tolist()

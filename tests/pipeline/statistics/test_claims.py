@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.statistics.claims import GUESS_LOSS, Declared, Results, epochs_to_reach, read_claims, starts
-from pipeline.statistics.verdicts import CONTRADICTED, NOT_TESTABLE, NOT_TRAINED, REPRODUCED, SAME
+from pipeline.statistics.claims import GUESS_LOSS, Declared, Results, epochs_to_reach, read_claims, read_spreads, starts
+from pipeline.statistics.verdicts import CONTRADICTED, NOT_TESTABLE, NOT_TRAINED, OPEN_SAME, REPRODUCED
 
 BASICS = {"sentence": "It is so.", "place": "Section 5"}
 
@@ -33,6 +33,19 @@ def claim(tmp_path, **fields):
     return read_claims(tmp_path / "claims.yaml")["it"]
 
 
+def test_spreads_are_declared_beside_the_claims(tmp_path):
+    path = tmp_path / "claims.yaml"
+    own = BASICS | {"kind": "loss", "compare": [["a", "b"]]}
+    files.write_json(path, {"spreads": {"accuracy": {"a": 0.2}}, "it": own})
+    assert list(read_claims(path)) == ["it"] and read_spreads(path).accuracy == {"a": 0.2}
+    files.write_json(path, {"spreads": {"accuracy": {"a": 0.0}}, "it": own})
+    with pytest.raises(UserError, match=r"spreads\.accuracy\.a .* not 0"):
+        read_claims(path)
+    files.write_json(path, {"spreads": {}, "It": own})
+    with pytest.raises(UserError, match=r"should match .*'It'"):
+        read_claims(path)
+
+
 def test_accuracy_with_its_margin_and_the_papers_effect(tmp_path):
     accuracy = claim(tmp_path, kind="accuracy", compare=[["a", "b"], ["c", "b"]], margin_points=0.5)
     results = runs(a=[0.97, 0.971, 0.969], b=[0.97, 0.972, 0.974], c=[0.9, 0.91, 0.92])
@@ -40,8 +53,8 @@ def test_accuracy_with_its_margin_and_the_papers_effect(tmp_path):
     assert list(verdicts) == ["a_vs_b", "c_vs_b"]
     assert verdicts["a_vs_b"].estimate == pytest.approx(-0.2) and verdicts["a_vs_b"].limit == -0.5
     assert 0 < verdicts["a_vs_b"].power < 0.5 and verdicts["a_vs_b"].word == NOT_TESTABLE
-    assert accuracy.judge(results, Declared({"a": 97.0, "b": 97.0}, {"a": 0.1, "b": 0.1}))["a_vs_b"].word == SAME
-    assert accuracy.judge(results)["a_vs_b"].word == SAME
+    assert accuracy.judge(results, Declared({"a": 97.0, "b": 97.0}, {"a": 0.1, "b": 0.1}))["a_vs_b"].word == OPEN_SAME
+    assert accuracy.judge(results)["a_vs_b"].word == OPEN_SAME
     assert math.isnan(verdicts["c_vs_b"].power) and verdicts["c_vs_b"].word == CONTRADICTED
 
 
@@ -97,7 +110,7 @@ def test_speed_is_the_ratio_of_epochs_to_a_loss(tmp_path):
 
 def test_a_run_that_never_gets_there_is_the_slowest(tmp_path):
     verdict = claim(tmp_path, **SPEED).judge(curves(a=[0.25, 0.26, 0.99], b=[0.5, 0.51, 0.52]))["a_vs_b"]
-    assert verdict.estimate == pytest.approx(0.51, abs=0.02) and verdict.high == math.inf and verdict.word == SAME
+    assert verdict.estimate == pytest.approx(0.51, abs=0.02) and verdict.high == math.inf and verdict.word == OPEN_SAME
 
 
 def test_the_target_loss_is_of_runs_that_start(tmp_path):

@@ -9,14 +9,14 @@ from scipy.stats import PermutationMethod, binomtest, mannwhitneyu, ttest_ind
 
 from pipeline.config import params
 from pipeline.core import files
-from pipeline.statistics.claims import Declared, read_claims
+from pipeline.statistics.claims import Declared, read_claims, read_spreads
 from pipeline.statistics.verdicts import (
     CONTRADICTED,
     NOT_TESTABLE,
     NOT_TRAINED,
-    OTHER,
+    OPEN_OTHER,
+    OPEN_SAME,
     REPRODUCED,
-    SAME,
     critical_rank,
     holm,
     judge,
@@ -27,7 +27,8 @@ from pipeline.statistics.verdicts import (
     power_of_contrast,
     power_of_ranks,
 )
-from pipeline.studies.paper.section_5 import CLAIMS, RULES, SPREADS
+from pipeline.studies.paper import CLAIMS_FILE
+from pipeline.studies.paper.section_5 import RULES_FILE
 
 FIVE = [0.0, 0.1, 0.2, 0.3, 0.4]
 INF = math.inf
@@ -39,7 +40,14 @@ def shifted(by: float) -> list[float]:
 
 @pytest.mark.parametrize(
     "by, word",
-    [(0.5, REPRODUCED), (0.15, SAME), (0.05, SAME), (-0.05, OTHER), (-0.15, OTHER), (-0.5, CONTRADICTED)],
+    [
+        (0.5, REPRODUCED),
+        (0.15, OPEN_SAME),
+        (0.05, OPEN_SAME),
+        (-0.05, OPEN_OTHER),
+        (-0.15, OPEN_OTHER),
+        (-0.5, CONTRADICTED),
+    ],
 )
 @pytest.mark.parametrize("limit", [0.0, -0.5, 3.0])
 def test_a_difference_on_both_sides_of_its_limit(by, word, limit):
@@ -77,11 +85,11 @@ def test_critical_ranks_are_those_of_tables(n, m, rank):
 
 def test_three_runs_against_three_decide_only_where_all_are_apart():
     assert judge([4.0, 5.0, 6.0], [1.0, 2.0, 3.0]).word == REPRODUCED
-    assert judge([3.0, 5.0, 6.0], [1.0, 2.0, 4.0]).word == SAME
+    assert judge([3.0, 5.0, 6.0], [1.0, 2.0, 4.0]).word == OPEN_SAME
 
 
 def test_a_run_that_fails_counts_as_the_last_and_hides_nothing():
-    assert judge([*shifted(1)[:4], -30.0], FIVE).word == SAME  # one of five
+    assert judge([*shifted(1)[:4], -30.0], FIVE).word == OPEN_SAME  # one of five
     assert judge([*shifted(1), *shifted(2)[:4], -30.0], [*FIVE, *FIVE]).word == REPRODUCED  # one of ten
     assert judge(shifted(1), [-30.0, *FIVE[1:]]).estimate == pytest.approx(1.0)
 
@@ -98,18 +106,18 @@ def test_a_ratio_whose_runs_may_take_for_ever():
     assert judge_ratio([1.0, 1.1, 1.2, 1.3, 1.4], [INF] * 5, 0.5).word == REPRODUCED
     tied = judge_ratio([INF] * 5, [INF] * 5, 1.0)
     assert (tied.estimate, tied.low, tied.high, tied.p) == (1.0, 0.0, INF, 1.0)
-    assert judge_ratio([0.0, 1.0, 2.0], [1.0, 2.0, 3.0], 1.0).word == SAME  # there before the first step
+    assert judge_ratio([0.0, 1.0, 2.0], [1.0, 2.0, 3.0], 1.0).word == OPEN_SAME  # there before the first step
 
 
 def test_too_few_runs_decide_nothing():
-    assert judge([99.0], [97.0, 97.1, 97.2]).word == SAME
+    assert judge([99.0], [97.0, 97.1, 97.2]).word == OPEN_SAME
     assert judge([99.0, 99.1], [97.0, 97.1]).low == -INF
     assert judge([], [97.0]).word == judge_contrast([[], [97.0]], (1, -1)).word == NOT_TRAINED
 
 
 def test_what_cannot_be_seen_is_not_testable_only_where_it_is_open():
     assert judge(shifted(0.05), FIVE, power=0.4).word == NOT_TESTABLE
-    assert judge(shifted(0.05), FIVE, power=0.6).word == SAME
+    assert judge(shifted(0.05), FIVE, power=0.6).word == OPEN_SAME
     assert judge(shifted(0.5), FIVE, power=0.4).word == REPRODUCED
     assert judge(shifted(-0.5), FIVE, power=0.4).word == CONTRADICTED
 
@@ -130,11 +138,12 @@ def test_a_contrast_is_welchs_one_sided_test():
     theirs = ttest_ind(first, second, equal_var=False, alternative="greater")
     assert verdict.bound == pytest.approx(theirs.confidence_interval(0.95).low)
     assert verdict.p == pytest.approx(theirs.pvalue)
-    assert judge_contrast([[99.0, 99.0], [97.0, 97.0]], (1, -1)).word == SAME  # no spread is known
+    assert judge_contrast([[99.0, 99.0], [97.0, 97.0]], (1, -1)).word == OPEN_SAME  # no spread is known
 
 
 @pytest.mark.parametrize(
-    "successes, n, word", [(5, 5, REPRODUCED), (4, 4, SAME), (3, 5, SAME), (2, 5, OTHER), (0, 5, CONTRADICTED)]
+    "successes, n, word",
+    [(5, 5, REPRODUCED), (4, 4, OPEN_SAME), (3, 5, OPEN_SAME), (2, 5, OPEN_OTHER), (0, 5, CONTRADICTED)],
 )
 def test_a_share_by_exact_bounds(successes, n, word):
     verdict = judge_share(successes, n)
@@ -149,7 +158,7 @@ def test_a_share_may_have_to_lie_below():
 
 @pytest.mark.parametrize(
     "change, word",
-    [(0.0, REPRODUCED), (0.5, REPRODUCED), (0.8, SAME), (1.1, OTHER), (1.5, CONTRADICTED), (-1.5, CONTRADICTED)],
+    [(0.0, REPRODUCED), (0.5, REPRODUCED), (0.8, OPEN_SAME), (1.1, OPEN_OTHER), (1.5, CONTRADICTED), (-1.5, CONTRADICTED)],
 )
 def test_equivalence_needs_both_sides(change, word):
     assert judge_within(shifted(change), FIVE, margin=1.0).word == word
@@ -170,8 +179,8 @@ def test_a_level_of_five_per_cent_holds_where_both_models_scatter_alike():
 
 
 def test_the_verdicts_of_the_known_seeds(known):
-    declared, claims = Declared(params.load_paper().table_2, SPREADS), read_claims(CLAIMS)
-    with RULES.open(encoding="utf-8", newline="") as file:
+    declared, claims = Declared(params.load_paper().table_2, read_spreads(CLAIMS_FILE).accuracy), read_claims(CLAIMS_FILE)
+    with RULES_FILE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 14
     for row in rows:
@@ -187,7 +196,7 @@ def test_the_verdicts_of_the_known_seeds(known):
     ],
 )
 def test_the_estimates_of_the_known_seeds(known, claim, comparison, estimate, low, high):
-    verdict = read_claims(CLAIMS)[claim].judge(known)[comparison]
+    verdict = read_claims(CLAIMS_FILE)[claim].judge(known)[comparison]
     assert (verdict.estimate, verdict.low, verdict.high) == pytest.approx((estimate, low, high), abs=0.006)
 
 
@@ -200,7 +209,7 @@ def test_declared_spreads_are_those_of_the_recipe_to_be_confirmed():
     folder = files.ROOT / "paper_outputs/runs/recipes"
     changes = ["data.pixel_scaling=standard", "init.head=torch", "init.patch_embedding=torch"]
     changes += ["init.xavier_fused_qkv=true", "train.points_per_epoch=1"]
-    for variant, spread in SPREADS.items():
+    for variant, spread in read_spreads(CLAIMS_FILE).accuracy.items():
         name = "+".join([variant, *changes])
         metrics = [files.read_json(path) for path in sorted((folder / name).glob("*/metrics.json"))]
         assert len(metrics) == 3

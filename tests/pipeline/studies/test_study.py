@@ -59,7 +59,7 @@ def test_an_unknown_study_and_a_missing_section_are_named(tmp_path, monkeypatch)
 
 
 def test_a_study_writes_its_tables_and_removes_stale_ones(project):
-    (folder := study.FOLDER / "theorem_4_2").mkdir(parents=True)
+    (folder := study.STUDIES / "theorem_4_2").mkdir(parents=True)
     files.write_text(folder / "stale.csv", "a\n1\n")
     study.main(["theorem_4_2"])
     assert {path.name for path in folder.iterdir()} == {"weights.csv", "record.json"}

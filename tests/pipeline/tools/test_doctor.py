@@ -42,7 +42,7 @@ def test_it_needs_python_alone_and_its_status_says_what_is_missing(monkeypatch, 
 @pytest.mark.parametrize("version, fits", [((3, 10), False), ((3, 11), True), ((3, 14), True), ((3, 15), False)])
 def test_which_pythons_fit(monkeypatch, version, fits):
     monkeypatch.setattr(sys, "version_info", (*version, 0))
-    assert ("3.11 to 3.14" not in remedies(doctor.machine)["Python"]) == fits
+    assert ("3.11 to 3.14" not in remedies(doctor.system)["Python"]) == fits
 
 
 def test_data_and_runs(monkeypatch):

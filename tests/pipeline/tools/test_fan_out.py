@@ -187,11 +187,11 @@ def test_each_training_has_a_gpu_to_itself_of_those_that_are_given(monkeypatch, 
         return True
 
     monkeypatch.setattr(fan_out, "execute", execute)
-    ended = [run for runs in fan_out.here([(Run("vit", seed), None) for seed in range(7)], 2) for run in runs]
+    ended = [run for runs in fan_out.train_here([(Run("vit", seed), None) for seed in range(7)], 2) for run in runs]
     assert len(ended) == 7 and set(seen) == names
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(fan_out, "execute", lambda arguments, folder, environment: environment == {})
-    assert list(fan_out.here([(Run("vit", 0), None)], 2)) == [[Run("vit", 0)]]
+    assert list(fan_out.train_here([(Run("vit", 0), None)], 2)) == [[Run("vit", 0)]]
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def calls(monkeypatch):
 def test_dvc_and_mlflow_hear_at_once_of_all_runs_that_ended_and_of_those_trained_elsewhere(monkeypatch, calls):
     write_params(run=BOTH | {"seeds": [0, 1]})
     trained("vit")
-    monkeypatch.setattr(fan_out, "here", lambda jobs, _: (yield [trained(run.variant, run.seed) for run, _ in jobs]))
+    monkeypatch.setattr(fan_out, "train_here", lambda jobs, _: (yield [trained(run.variant, run.seed) for run, _ in jobs]))
     fan_out.main([])
     seeds = [("vit", 1), ("osa_exact", 0), ("osa_exact", 1)]
     assert calls == [
@@ -231,7 +231,7 @@ def test_dvc_and_mlflow_hear_at_once_of_all_runs_that_ended_and_of_those_trained
 
 def test_what_dvc_does_not_take_is_named(monkeypatch, capsys):
     monkeypatch.setattr(fan_out, "commit", lambda runs: [run.stage for run in runs])
-    monkeypatch.setattr(fan_out, "here", lambda jobs, _: (yield [trained(run.variant) for run, _ in jobs]))
+    monkeypatch.setattr(fan_out, "train_here", lambda jobs, _: (yield [trained(run.variant) for run, _ in jobs]))
     with pytest.raises(SystemExit):
         fan_out.main(["--no-tracking"])
     assert "`dvc commit -f train@vit-0 train@osa_exact-0`" in capsys.readouterr().err
@@ -347,16 +347,16 @@ def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
     scratch = run.scratch.with_name(f"{run.seed}-0123456789ab")
     points = {"status": "running", "timestamps": [0, 2000, 6000, 906_000]}
     made = synthetic.record(config, run, **points, seconds=12.0)  # without the seconds for which it was killed
-    records.write(scratch, made)
+    records.write_record(scratch, made)
     assert fan_out.progress(run, config, times.Estimates([])) == (2.25, 36.0)  # 9 of 12 points are left, 4 s each
     for change in ({"timestamps": [0]}, {"numerics": NUMERICS + 1}):
-        records.write(scratch, made.model_copy(update=change))
+        records.write_record(scratch, made.model_copy(update=change))
         assert fan_out.progress(run, config, times.Estimates([])) == (3, None)
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
 
     def train():
-        records.write(scratch, made)
+        records.write_record(scratch, made)
         yield []
         assert "0/2 trainings, 0.75 of 6 epochs, time left unknown [" in shown.getvalue()
         yield [trained("osa_exact")]
@@ -382,7 +382,7 @@ def test_a_forecast_falls_until_it_is_withdrawn_and_a_point_makes_another(monkey
             now[0] = at
             yield []
             assert last() == f"0 of 1 epochs, {expected}"
-        records.write(scratch, made.model_copy(update={"timestamps": [0, 70_000], "seconds": 70.0}))
+        records.write_record(scratch, made.model_copy(update={"timestamps": [0, 70_000], "seconds": 70.0}))
         now[0] = 72.0
         yield []
         assert last() == "0.25 of 1 epochs, 4 min left"

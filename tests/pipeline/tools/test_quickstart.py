@@ -64,14 +64,14 @@ def test_all_is_done_shown_and_up_to_date(root, capfd):
 
 def test_it_differs_from_the_root_in_size_alone():
     """A change in params.yaml or dvc.yaml is to change here too."""
-    small, whole = (reading.read(path) for path in (ROOT / "quickstart/params.yaml", ROOT / "params.yaml"))
+    small, whole = (reading.read_yaml(path) for path in (ROOT / "quickstart/params.yaml", ROOT / "params.yaml"))
     for section in ("run", "data", "model", "init", "train"):
         keys = small[section] | whole[section]
         differing = {f"{section}.{key}" for key in keys if small[section].get(key) != whole[section].get(key)}
         assert differing <= OWN_VALUES
     assert small["variants"] == {name: whole["variants"][name] for name in small["run"]["variants"]}
     assert {*small["run"]["variants"]} < {*params.load_paper().table_2}
-    stages, of_root = (reading.read(ROOT / name)["stages"] for name in ("quickstart/dvc.yaml", "dvc.yaml"))
+    stages, of_root = (reading.read_yaml(ROOT / name)["stages"] for name in ("quickstart/dvc.yaml", "dvc.yaml"))
     stages["train"]["cmd"] = stages["train"]["cmd"].removesuffix(" --no-tracking")
     assert stages == {name: of_root[name] for name in stages}
 

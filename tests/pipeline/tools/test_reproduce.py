@@ -49,11 +49,11 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     subprocess.run(["git", "init", "--quiet"], check=True)
     monkeypatch.setattr(reproduce, "repro", lambda *options: asked.append(options))
     monkeypatch.setattr(subprocess, "run", lambda command, run=subprocess.run, **options: run(["true"], **options))
-    monkeypatch.setattr(fan_out, "take_over", lambda settings, no_tracking: None)
+    monkeypatch.setattr(fan_out, "adopt", lambda settings, no_tracking: None)
     monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: True)
     monkeypatch.setattr(fan_out, "main", lambda arguments: trained.append(arguments))
     monkeypatch.setattr(reproduce.times.Estimates, "of", lambda *_: 1500.0)
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
     trained, asked = [], []
     reproduce.main(["--jobs", "3"])
     text = capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     write_data()
     reproduce.main([])
     assert asked[4:] == [()]
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
 
 
 def test_readme_has_the_table_that_is_shown():

@@ -9,7 +9,7 @@ import osa.models
 from pipeline.config import params
 from pipeline.core.errors import UserError
 from pipeline.tools import fan_out, jobs, tries
-from pipeline.training import COLUMNS
+from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.synthetic import ROOT
@@ -39,7 +39,7 @@ def write(results, rate=3e-4, study="table_2"):
             known = "osa_qr" if variant == "osa_new" else variant
             config = params.resolve(params.load(ROOT / "params.yaml"), known, changes)
             end = {"test_loss": math.nan} if accuracy is None else {"test_accuracy": accuracy / 100}
-            curve = [dict.fromkeys(COLUMNS, 1) | end]
+            curve = [dict.fromkeys(HISTORY_COLUMNS, 1) | end]
             synthetic.write_ended(Run(variant, seed, study), config, curve, Path())
 
 
@@ -59,7 +59,7 @@ def rows(text):
 
 def test_tried_beside_table_2(monkeypatch, capsys):
     write(TRIED, rate=1e-3, study="tries")
-    monkeypatch.setattr(tries, "digest", lambda source: "")
+    monkeypatch.setattr(tries, "source_digest", lambda source: "")
     monkeypatch.setattr(tries, "missing", lambda jobs: [])
     tries.main([*TRIED, "--seeds", "0,1,2"])
     text = capsys.readouterr().out
@@ -75,12 +75,12 @@ def test_tried_beside_table_2(monkeypatch, capsys):
 
 def test_its_data_are_looked_for_before_any_training(monkeypatch, capsys):
     monkeypatch.setattr(fan_out, "train_all", lambda *_: pytest.fail("a training began"))
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
     with pytest.raises(SystemExit):
         tries.main(["vit", "--set", "model.depth=1,2"])
     assert "`python -m pipeline fetch mnist`" in capsys.readouterr().err
     write_data()
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
     for settings in (["data.source=kmnist"], ["data.source=mnist,kmnist"], ["data.source=folder", "data.path=mine"]):
         with pytest.raises(SystemExit):
             tries.main(["vit", *(part for each in settings for part in ("--set", each))])
@@ -99,7 +99,7 @@ def test_its_data_are_looked_for_before_any_training(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(monkeypatch, capsys):
     write_data()
-    jobs.digest.cache_clear()
+    jobs.source_digest.cache_clear()
     trainings = []
 
     def here(jobs, at_a_time):
@@ -108,7 +108,7 @@ def test_a_grid_is_trained_once_stands_beside_its_model_and_leaves_no_weights(mo
             run_main(monkeypatch, *fan_out.command(run)[3:])
             yield [run]
 
-    monkeypatch.setattr(fan_out, "here", here)
+    monkeypatch.setattr(fan_out, "train_here", here)
     monkeypatch.setattr(fan_out, "recorded", list)  # the made-up ones are not whole
     arguments = ["vit", "osa_new", "--set", "model.depth=1,2", "--set", "train.betas=[0.9,0.95]", "--set", "train.epochs=1"]
     write_params(run={"variants": list(COMMITTED), "seeds": [0]}, variants={"osa_new": osa.models.MODELS["osa_exact"]})

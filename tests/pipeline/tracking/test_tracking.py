@@ -29,7 +29,7 @@ from pipeline.tools import train
 from pipeline.tracking import experiment, store, trainings, ui
 from pipeline.tracking.sync import sync
 from pipeline.tracking.views import views
-from pipeline.training import COLUMNS, recorder
+from pipeline.training import HISTORY_COLUMNS, recorder
 from pipeline.training import run as runs
 from tests.pipeline import synthetic
 
@@ -90,7 +90,7 @@ class Run:
         self.start = START + timedelta(minutes=minutes, seconds=seed)
         self.scratch = self.run.scratch.with_name(f"{seed}-0123456789ab")
         points = [(117 * i, i, 2 - a, a / 2, 2.5 - a, a) for i, a in enumerate(accuracies)]
-        self.curve = [dict(zip(COLUMNS, point, strict=True)) for point in points]
+        self.curve = [dict(zip(HISTORY_COLUMNS, point, strict=True)) for point in points]
         if diverged:
             self.curve[-1] |= {"train_loss": math.nan, "test_loss": math.nan}
 
@@ -104,7 +104,7 @@ class Run:
         """The first `count` points, as a training under way leaves them; `delay` as if some were measured again later."""
         files.write_text(self.scratch / "history.csv", recorder.history_csv(self.curve[:count]))
         under_way = {"status": "running", "finished_at": None} | self.head(count, delay)
-        records.write(self.scratch, synthetic.record(self.config, self.run, **under_way))
+        records.write_record(self.scratch, synthetic.record(self.config, self.run, **under_way))
         return self
 
     def finish(self):
@@ -347,7 +347,7 @@ def test_a_sync_with_nothing_new_does_without_torch(database):
     Run("vit", 0, [0.1, 0.5]).finish(), sync()
     code = "import sys; from pipeline.tracking.sync import sync; print(sync(), 'torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "(0, 1) False\n"
-    assert (trainings.FOLDER, trainings.TABLE_2) == (runs.FOLDER, runs.TABLE_2)  # written twice for that reason
+    assert (trainings.FOLDER, trainings.TABLE_2) == (runs.RUNS, runs.TABLE_2)  # written twice for that reason
     assert trainings.UNDER_WAY == runs.Run("vit", 0).scratch.parents[2] and experiment.NAME == PAPER.title
 
 
@@ -500,7 +500,7 @@ def test_a_store_that_cannot_be_used_says_why_and_is_never_to_be_deleted(databas
     assert "mlflow db upgrade" in error()
     Path("mlflow.db").write_bytes(b"no database" * 100)
     assert "not a database" in error() and "move it away" in error()
-    monkeypatch.setattr(store, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
     with FileLock("mlflow.db.lock"):
         assert "wait" in error()
 

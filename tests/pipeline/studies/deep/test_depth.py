@@ -16,7 +16,7 @@ from pipeline.statistics.claims import Results
 from pipeline.studies import comparison
 from pipeline.studies.deep import depth, six_blocks
 from pipeline.training.loop import Training
-from pipeline.training.run import FOLDER, Run
+from pipeline.training.run import RUNS, Run
 from tests.pipeline.mnist_files import write_mnist
 
 LOSSES = {"osa_36": [0.4, 0.6], "osa_72": [0.7, 25.7, None], "osa_iso_72": []}  # None: it diverged
@@ -68,7 +68,7 @@ def test_the_figure_has_a_line_for_each_outcome_and_labels_where_lines_end_toget
 def test_every_committed_run_is_in_a_list(study):
     requests = [request for _, request in studies.settings(study).requests()]
     listed = {Run(variant, seed, study, overrides).folder for variant, overrides, seed in requests}
-    there = {path.parent.relative_to(ROOT) for path in (ROOT / FOLDER / study).glob("*/*/record.json")}
+    there = {path.parent.relative_to(ROOT) for path in (ROOT / RUNS / study).glob("*/*/record.json")}
     assert there and there <= listed
 
 
@@ -114,7 +114,7 @@ def test_tokens_are_those_after_the_last_block_before_training_and_after_it():
 
 
 def test_a_step_is_shown_for_each_machine_that_timed_it(lab):
-    folder = measurements.FOLDER / "a-machine"
+    folder = measurements.BENCHMARKS / "a-machine"
     files.write_csv(folder / "depth.csv", pd.DataFrame({"model": ["osa_iso", "vit"], "over_vit": [1.5, 1.0]}))
     environment = {"device": "cpu", "device_name": "A processor", "num_threads": 1}
     files.write_json(folder / "depth.json", {"environment": environment, "depth": 5})

@@ -17,7 +17,7 @@ SETTINGS = Settings.model_validate(
 
 
 def test_the_loss_is_the_mean_of_the_last_steps(lab):
-    row = rates.last_loss(SETTINGS.searches[0], 9, "vit", 1e-3, math.nan, lab)
+    row = rates.short_training(SETTINGS.searches[0], 9, "vit", 1e-3, math.nan, lab)
     config = lab.config("vit", {"model": {"depth": 6}, "train": {"learning_rate": 1e-3}})
     training = Training(config, 9, torch.device("cpu"))
     losses = [training.step(*batch)[0].item() for batch, _ in zip(training.batches(0), range(3), strict=False)]
@@ -28,7 +28,7 @@ def test_every_rate_is_tried_and_every_alpha_at_the_best(monkeypatch, lab):
     def last_loss(search, seed, model, rate, alpha, lab):
         return {"model": model, "learning_rate": rate, "alpha": alpha, "loss": {1e-4: 2.0, 1e-3: 1.0}[rate]}
 
-    monkeypatch.setattr(rates, "last_loss", last_loss)
+    monkeypatch.setattr(rates, "short_training", last_loss)
     table = rates.measure(SETTINGS, lab)["trainings"][["model", "learning_rate", "alpha"]].fillna(0)
     osa, vit = [("osa_shaped", 1e-4, 0.36), ("osa_shaped", 1e-3, 0.36), ("osa_shaped", 1e-3, 0.1)], ("vit", 1e-4, 0)
     assert list(table.itertuples(index=False, name=None)) == [*osa, vit, ("vit", 1e-3, 0)]

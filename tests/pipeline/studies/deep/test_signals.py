@@ -27,7 +27,7 @@ def test_models_and_checks_of_what_is_measured(lab, monkeypatch):
     assert by_name["osa_shaped"]["cosine"] < 0.9 < by_name["vit_noskip_nonorm"]["cosine"]
     first = tables["blocks"].query("model == 'vit' and block == 1")["gradient"].item()
     assert by_name["vit"]["gradients"] == pytest.approx([first])
-    assert all(each["holds"] for each in summary["kept"].values()) and set(summary["kept"]) == set(signals.KEPT)
+    assert all(each["holds"] for each in summary["kept"].values()) and set(summary["kept"]) == set(signals.PRESERVING)
     assert -2 < summary["alpha"]["slopes"]["depth"].mean < 0
     assert signals.draw(SMALL, tables, lab).axes
 

@@ -109,7 +109,7 @@ def test_attention_that_is_known(a, expected):
 
 def test_gradients_are_those_of_the_sums_over_blocks(lab):
     model = lab.model(lab.config("vit", {"model": {"depth": 2}}), 0).double()
-    norms = orthogonality.gradient_norms(model, *lab.images())
+    norms = orthogonality.penalty_gradient_norms(model, *lab.images())
     weights = [w for block in model.blocks for w in (block.mlp.fc1.weight, block.mlp.fc2.weight)]
     expected = [4 * w @ (w.mT @ w - torch.eye(w.shape[1])) for w in weights]
     assert norms["LF"] == pytest.approx(torch.cat([each.flatten() for each in expected]).norm().item())
@@ -120,6 +120,6 @@ def test_a_quarter_is_reached_and_a_random_direction_is_never_above_the_worst_on
     assert 0.999996 < summary["attained"]["value"] <= 1 and 0.5 < summary["orthogonal"]["value"]
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 11, 3, generator=generator, dtype=torch.float64)
-    worst, smallest, *_ = perturbation.softmax_rows(query, key, generator)
+    worst, smallest, *_ = perturbation.softmax_ratios(query, key, generator)
     assert 0.1 * worst["largest"] < smallest["largest"] <= worst["largest"] * 1.01 < 0.25
     assert worst["epsilon"] == 0 and 0 < worst["centred_keys"] < 1

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from pipeline.benchmarks.measurements import FOLDER
+from pipeline.benchmarks.measurements import BENCHMARKS
 from pipeline.config import records
 from pipeline.core import files
 from pipeline.core.errors import UserError
@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
 
 def write(machine: str, name: str, content: dict | pd.DataFrame) -> None:
     """Writes the files that a benchmark leaves of a machine."""
-    path = FOLDER / machine / name
+    path = BENCHMARKS / machine / name
     files.write_json(path, content) if isinstance(content, dict) else files.write_csv(path, content)
     records.seal(path.parent)
 
@@ -79,6 +79,6 @@ def test_files_of_another_machine_reach_no_page():
     for machine in ("a", "b"):
         write(machine, "step.json", {"environment": environment | {"device_name": machine}, "ratios": RATIOS})
     for name in ("step.json", "record.json"):
-        (FOLDER / "b" / name).write_bytes((FOLDER / "a" / name).read_bytes())
+        (BENCHMARKS / "b" / name).write_bytes((BENCHMARKS / "a" / name).read_bytes())
         with pytest.raises(UserError, match=r"benchmarks/b"):
             benchmarks.summarise(None, {}, None)

@@ -102,7 +102,7 @@ def test_memory_holds_inputs_and_what_is_formed(tables):
 def test_counts_repeat_to_the_byte(tables, monkeypatch):
     some = complexity.points(SETTINGS)[::4]
     monkeypatch.setattr(complexity, "points", lambda settings: some)
-    again = complexity.count(SETTINGS, CPU)
+    again = complexity.count_calls(SETTINGS, CPU)
     before = tables["counts"].merge(again[["sweep", "tokens", "width"]].drop_duplicates())
     assert again.equals(before) and len(again) > len(some)
 
@@ -161,7 +161,7 @@ def test_code_that_forms_the_matrix_is_caught(tables, monkeypatch):
 
     monkeypatch.setattr(complexity, "small_skew", small_skew)
     monkeypatch.setattr(complexity, "orthogonal_attention", attend)
-    numbers = summary(tables, counts=complexity.count(SETTINGS, CPU))
+    numbers = summary(tables, counts=complexity.count_calls(SETTINGS, CPU))
     assert not numbers["table_1"]["holds"] and not numbers["linear"]["holds"]
     excess = {each["part"]: each["slopes"]["operations"]["tokens"] for each in numbers["components"]}
     assert excess["small"] > 1.5 > excess["application"]

@@ -8,8 +8,8 @@ from pipeline import studies
 from pipeline.core.files import ROOT
 from pipeline.statistics.claims import read_claims
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED
-from pipeline.studies.paper import CLAIMS, decision, own_rate, section_5
-from pipeline.training import COLUMNS
+from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate, section_5
+from pipeline.training import HISTORY_COLUMNS
 from tests.pipeline import synthetic
 
 FEW = own_rate.Settings(
@@ -29,15 +29,15 @@ def end(lab, request, accuracy: float = 97.0, loss: float = 1.0) -> None:
     """Writes the run of a request, as if it had ended so."""
     variant, overrides, seed = request
     last = {"step": 1, "epoch": 1.0, "train_loss": loss, "test_loss": loss, "test_accuracy": accuracy / 100}
-    curve = [dict.fromkeys(COLUMNS, 2.3) | {"step": 0, "epoch": 0.0}, dict.fromkeys(COLUMNS, 0.5) | last]
+    curve = [dict.fromkeys(HISTORY_COLUMNS, 2.3) | {"step": 0, "epoch": 0.0}, dict.fromkeys(HISTORY_COLUMNS, 0.5) | last]
     synthetic.write_ended(lab.run(variant, overrides, seed), lab.config(variant, overrides), curve)
 
 
 @pytest.fixture
 def lab(paper_lab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(decision, "CLAIMS", ROOT / CLAIMS)
-    monkeypatch.setattr(own_rate, "CLAIMS", ROOT / CLAIMS)
+    monkeypatch.setattr(decision, "CLAIMS_FILE", ROOT / CLAIMS_FILE)
+    monkeypatch.setattr(own_rate, "CLAIMS_FILE", ROOT / CLAIMS_FILE)
     return paper_lab
 
 
@@ -46,13 +46,13 @@ def test_the_declared_power_is_that_of_the_rule():
     settings = studies.settings("decision")
     assert list(settings.runs) == ["osa_qr", "vit"]
     assert all(training.seeds == [*range(15, 26)] for training in settings.runs.values())
-    power = decision.powers(read_claims(CLAIMS)["osa_matches_vit"], settings.spreads, settings.differences, [11, 11])
+    power = decision.powers(read_claims(CLAIMS_FILE)["osa_matches_vit"], settings.spreads, settings.differences, [11, 11])
     rates = {row["difference"]: row for row in power["rows"]}
     reproduced = [0.89, 0.65, 0.43, 0.23, 0.05]
     assert [round(rates[each]["reproduced"], 2) for each in (0, -0.15, -0.25, -0.35, -0.5)] == reproduced
     assert round(rates[-0.85]["contradicted"], 2) == 0.65
     assert [round(each, 2) for each in power["together"]] == [0.72, 0.83]
-    fewer = decision.powers(read_claims(CLAIMS)["osa_matches_vit"], settings.spreads, [0.0], [5, 5])
+    fewer = decision.powers(read_claims(CLAIMS_FILE)["osa_matches_vit"], settings.spreads, [0.0], [5, 5])
     assert round(fewer["rows"][0]["reproduced"], 2) == 0.58
 
 

@@ -71,15 +71,17 @@ def test_distances_of_configurations_from_the_paper(paper_lab):
 def test_a_recipe_has_all_five_models_near_the_papers(paper_lab):
     paper = paper_lab.paper.table_2
     near = {model: [value - 1, value, value + 1] for model, value in paper.items()}
-    assert recipes.compare(near, paper)["is_the_recipe"]
-    assert not recipes.compare(near | {"vit": []}, paper)["is_the_recipe"]
-    assert not recipes.compare(near | {"vit": [95.0, 95.1, 95.2]}, paper)["is_the_recipe"]  # outside its interval
-    assert not recipes.compare(near | {"vit_noskip_nonorm": [50.0, 60.0, 70.0]}, paper)["is_the_recipe"]  # too far
+    assert recipes.compare_with_paper(near, paper)["is_the_recipe"]
+    assert not recipes.compare_with_paper(near | {"vit": []}, paper)["is_the_recipe"]
+    assert not recipes.compare_with_paper(near | {"vit": [95.0, 95.1, 95.2]}, paper)["is_the_recipe"]  # outside its interval
+    assert not recipes.compare_with_paper(near | {"vit_noskip_nonorm": [50.0, 60.0, 70.0]}, paper)[
+        "is_the_recipe"
+    ]  # too far
 
 
 def test_the_distance_that_was_known_when_the_limit_was_fixed(paper_lab, known):
     paper = paper_lab.paper.table_2
-    first_reading = recipes.compare({model: known.accuracies_of_starting(model) for model in paper}, paper)
+    first_reading = recipes.compare_with_paper({model: known.accuracies_of_starting(model) for model in paper}, paper)
     assert round(first_reading["distance"], 2) == 0.24 and not first_reading["is_the_recipe"]
 
 
@@ -127,13 +129,13 @@ def test_a_claim_about_ablations_is_shown_once_its_runs_are_there_by_the_reading
     some["osa_xavier"] = some["osa_xavier"][1:]
     summary = ablations.summarise(listed, {"runs": runs(some)}, paper_lab)
     waiting = {"rate_is_fair", "osa_matches_vit_at_other_rates"}
-    assert {row["claim"] for row in summary["rows"]} == {*ablations.RULES} - waiting
+    assert {row["claim"] for row in summary["rows"]} == {*ablations.CLAIMS} - waiting
     summary = ablations.summarise(listed, {"runs": runs(ablated())}, paper_lab)
     words = {(row["claim"], row["second"]["variant"]): row["verdict"].word for row in summary["rows"]}
     assert len(summary["rows"]) == 14 and words["detail_matters", "vit_noskip_nonorm"] == REPRODUCED
     assert words["exp_is_not_needed", "osa_exact"] == "contradicted" and words["rate_is_fair", "vit"] == REPRODUCED
-    assert attention_or_initialisation.compare(ablations.read(paper_lab))["is_trained"]
-    template = page.environment(paper_lab.label).get_template("research/ablations.md.j2")
+    assert attention_or_initialisation.four_cells(ablations.results_of_ablations(paper_lab))["is_trained"]
+    template = page.template_environment(paper_lab.label).get_template("research/ablations.md.j2")
     compute = {"table_2": {"machines": {"a": []}}, "ablations": {"machines": {"a": ["osa_cayley"], "b": ["vit"]}}}
     text = template.render(ablations=page.to_json(summary), level=LEVEL, compute=compute)
     assert "Table 2 was trained on a, these runs on a and b" in text

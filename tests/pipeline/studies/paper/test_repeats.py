@@ -11,7 +11,7 @@ from pipeline.core.files import ROOT
 from pipeline.statistics.verdicts import NOT_TRAINED, REPRODUCED
 from pipeline.studies.comparison import Settings
 from pipeline.studies.paper import harder_data, repeats, stability
-from pipeline.training import COLUMNS
+from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.run import Run
 from tests.pipeline import synthetic
 from tests.pipeline.studies.paper.conftest import histories, runs
@@ -34,7 +34,7 @@ def write(run: Run, accuracy: float, weights: str = "a", numerics: int = 1, mach
     """The files of a finished run."""
     config = params.resolve(params.load(ROOT / "params.yaml"), run.variant)
     environment = synthetic.record(config, run).environment.model_copy(update={"device_name": machine})
-    curve = [dict.fromkeys(COLUMNS, 1) | {"test_accuracy": accuracy}]
+    curve = [dict.fromkeys(HISTORY_COLUMNS, 1) | {"test_accuracy": accuracy}]
     changes = {"numerics": numerics, "weights": 64 * weights, "environment": environment}
     synthetic.write_ended(run, config, curve, **changes)
 

@@ -7,7 +7,7 @@ import pytest
 from pipeline.report import figures, page
 from pipeline.statistics.claims import Results
 from pipeline.statistics.verdicts import NOT_TESTABLE, NOT_TRAINED
-from pipeline.studies.paper.section_5 import PRIMARY, STUDY, ahead_from_epoch, ratios, summarise
+from pipeline.studies.paper.section_5 import PRIMARY, STUDY, ahead_from_epoch, epoch_ratios, summarise
 from tests.pipeline.studies.paper.conftest import histories, runs
 
 ACCURACIES = {
@@ -93,9 +93,9 @@ def test_without_runs_nothing_is_trained_and_nothing_fails(paper_lab):
 def test_ratios_at_every_loss_that_all_reach():
     results = Results({"histories": histories({"a": [halving(0.5)] * 2, "b": [halving(1)] * 2, "c": [halving(4)] * 2})})
     results.runs = runs({name: [90.0] * 2 for name in "abc"}).assign(name=lambda table: table["variant"])
-    table = ratios(results, "a", "b")
+    table = epoch_ratios(results, "a", "b")
     assert table["ratio"].to_numpy() == pytest.approx(0.5) and (table["loss"].diff().dropna() <= 0).all()
-    slow = ratios(results, "c", "b")
+    slow = epoch_ratios(results, "c", "b")
     assert 0 < len(slow) < len(table) and slow["loss"].min() >= halving(4)[-1]
 
 

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from pipeline.benchmarks.measurements import FOLDER
+from pipeline.benchmarks.measurements import BENCHMARKS
 from pipeline.config import records
 from pipeline.core import files
 from pipeline.report import page
@@ -20,7 +20,7 @@ STEPS = {"osa_qr": 3.0, "osa_ns": 4.0, "osa_exact": 2.5, "vit": 2.0, "vit_noskip
 
 
 def write(machine: str, name: str, table: pd.DataFrame, environment: dict | None = None) -> None:
-    path = FOLDER / machine / name
+    path = BENCHMARKS / machine / name
     files.write_csv(path, table)
     if environment:
         files.write_json(path.with_suffix(".json"), {"environment": environment})

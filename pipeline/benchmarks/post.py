@@ -18,7 +18,7 @@ def givens(x: Tensor, angles: Tensor) -> Tensor:
     return torch.stack(columns, dim=-1)
 
 
-def times_exponential(x: Tensor, angles: Tensor) -> Tensor:
+def exponential(x: Tensor, angles: Tensor) -> Tensor:
     """Returns x exp(A) for the skew-symmetric A with A_ij = θ above the diagonal."""
     return x @ torch.linalg.matrix_exp(_skew(angles, x.shape[-1]))
 

@@ -32,7 +32,7 @@ def test_the_posts_layers_are_the_maps(n):
     x, angles = numbers(4, n), numbers(n * (n - 1) // 2)
     below = lower(angles, n)
     torch.testing.assert_close(post.givens(x, angles), x @ MAPS["givens"](below))
-    torch.testing.assert_close(post.times_exponential(x, angles), x @ MAPS["exponential"](-below))
+    torch.testing.assert_close(post.exponential(x, angles), x @ MAPS["exponential"](-below))
     torch.testing.assert_close(post.cayley(x, angles), x @ MAPS["cayley"](-2 * below))
     vectors = torch.eye(n) + below / 2
     torch.testing.assert_close(post.householder(x, vectors.mT), -x @ MAPS["householder"](below))

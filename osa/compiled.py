@@ -18,7 +18,7 @@ from osa.linalg import Scale
 from osa.runtime import KERNELS, autograd_in_an_operator, constant_to_a_trace, in_own_types, is_transformed
 
 GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of autograd's graph, for the backward pass
-NUMBERS = itertools.count()
+GRAPH_NUMBERS = itertools.count()
 INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
 
 
@@ -50,7 +50,7 @@ def attend(
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     """Returns the heads and a number. `GRAPHS` keeps the heads' graph under this number until its tensor is freed."""
-    options, number = (method, num_iterations, epsilon), torch.tensor(next(NUMBERS), device="cpu")
+    options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:
         return functional.plain_attention(query, key, value, scale, *options).contiguous(), number
     if method == "qr":

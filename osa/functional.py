@@ -27,7 +27,7 @@ from osa.linalg import (
     resolvent_times,
     square_moduli,
 )
-from osa.masking import check_neutral, check_tensors, repeated, without_padding
+from osa.masking import check_dropout_and_causal, check_tensors, repeat_heads, without_padding
 from osa.options import EPSILON, ITERATIONS, Method, check_method
 from osa.runtime import (
     constant_to_a_trace,
@@ -41,7 +41,7 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
+SMALL_NORM = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
 CANCELLATION = 16.0  # scale · ‖Q‖_F ‖K‖_F over max(1, ‖S‖_F) up to which S itself is used: √(d/2) for independent entries
 # eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
@@ -137,11 +137,11 @@ def orthogonal_attention(
         >>> orthogonal_attention(query, key, value, scale=0.1 / 16**0.5).shape
         torch.Size([2, 4, 50, 16])
     """
-    check_neutral(dropout_p, is_causal)
+    check_dropout_and_causal(dropout_p, is_causal)
     check_tensors(query, key, value)
     if enable_gqa:
-        key, value = repeated(query, key), repeated(query, value)
-    scale = _checked(query, key, value, scale, method, num_iterations, epsilon)
+        key, value = repeat_heads(query, key), repeat_heads(query, value)
+    scale = _checked_scale(query, key, value, scale, method, num_iterations, epsilon)
     if attn_mask is not None:
         query, key = without_padding(query, key, attn_mask)
     attend = kernel("attend", query, key, value, scale, method) or plain_attention
@@ -171,7 +171,7 @@ def orthogonal_attention_matrix(
         True
     """
     check_tensors(query, key)
-    scale = _checked(query, key, query, scale, method, num_iterations, epsilon)
+    scale = _checked_scale(query, key, query, scale, method, num_iterations, epsilon)
     if attn_mask is not None:
         query, key = without_padding(query, key, attn_mask)
     identity = torch.eye(query.shape[-2], dtype=query.dtype, device=query.device)
@@ -199,7 +199,7 @@ def _goes_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-def _checked(
+def _checked_scale(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -434,7 +434,7 @@ def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
 
 def _is_small(skew: Tensor) -> bool:
     """True if [S] f([S]) W is as accurate as f([S]) [S] W: a large [S] multiplies the rounding of f by its norm."""
-    return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL).all())
+    return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL_NORM).all())
 
 
 def _skew(query: Tensor, key: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from typing import Protocol, get_args
 import torch
 from torch import Generator, Tensor, nn
 
-from osa.options import QueryKey, ValueOut
+from osa.options import QueryKeyInit, ValueOutInit
 
-LECUN = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
-QUERY_KEY, VALUE_OUT = get_args(QueryKey), get_args(ValueOut)  # options of signal-preserving attention
-SMALL = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
+TRUNCATED_STD = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
+QUERY_KEY, VALUE_OUT = get_args(QueryKeyInit), get_args(ValueOutInit)  # options of signal-preserving attention
+SMALL_SCALE = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
 
 
 class Attention(Protocol):
@@ -191,8 +191,8 @@ def init_ji_attention_(
 def init_signal_preserving_attention_(
     attention: Attention,
     *,
-    query_key: QueryKey = "zero_query",
-    value_out: ValueOut = "orthogonal",
+    query_key: QueryKeyInit = "zero_query",
+    value_out: ValueOutInit = "orthogonal",
     generator: Generator | None = None,
 ) -> None:
     """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
@@ -218,8 +218,8 @@ def init_signal_preserving_attention_(
             linear.weight.normal_(std=attention.embed_dim**-0.5, generator=generator)
     if query_key == "small":
         _orthogonal(other, generator=generator)
-        drawn.weight.mul_(SMALL)
-        other.weight.mul_(SMALL)
+        drawn.weight.mul_(SMALL_SCALE)
+        other.weight.mul_(SMALL_SCALE)
     else:
         nn.init.zeros_(other.weight)
 
@@ -342,7 +342,7 @@ def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
     Flax's default of convolutions and dense layers, `lecun_normal`, which corrects σ for the truncation.
     """
-    truncated_normal_(linear.weight, 1 / (LECUN * math.sqrt(linear.in_features)), generator=generator)
+    truncated_normal_(linear.weight, 1 / (TRUNCATED_STD * math.sqrt(linear.in_features)), generator=generator)
     nn.init.zeros_(linear.bias)
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
-from osa.masking import repeated
+from osa.masking import repeat_heads
 from osa.options import EPSILON, Method, MethodOptions, check_method, is_finite
 
-SAVED = "orthogonal_attention"  # key of a transformers configuration, for the settings of the attention
+CONFIG_KEY = "orthogonal_attention"  # key of a transformers configuration, for the settings of the attention
 
 
 def timm_attention(
@@ -44,18 +44,18 @@ def timm_attention(
     return _timm_class(options["method"], options["num_iterations"], options["epsilon"], _finite("alpha_init", alpha_init))
 
 
-class _Made(type):
+class _PickledByCall(type):
     """Type of the classes that a call makes. Pickle writes the call, as models of timm keep their attention's class."""
 
-    made_by: tuple[Method, int | None, float, float]
+    arguments: tuple[Method, int | None, float, float]
 
 
 @functools.cache
 def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alpha_init: float) -> type[nn.Module]:
     from timm.layers.attention import Attention
 
-    class OrthogonalAttention(Attention, metaclass=_Made):
-        made_by = (method, num_iterations, epsilon, alpha_init)
+    class OrthogonalAttention(Attention, metaclass=_PickledByCall):
+        arguments = (method, num_iterations, epsilon, alpha_init)
 
         def __init__(self, dim: int, num_heads: int = 8, **others: Any) -> None:
             super().__init__(dim, num_heads, **others)
@@ -86,12 +86,12 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
     return OrthogonalAttention
 
 
-def _found_again(made: "_Made") -> Any:
+def _reduce(made: "_PickledByCall") -> Any:
     """The call that pickle writes for a class of `_timm_class`; pickle finds derived classes by name."""
-    return (_timm_class, made.made_by) if "made_by" in vars(made) else made.__qualname__
+    return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 
-copyreg.pickle(_Made, _found_again)
+copyreg.pickle(_PickledByCall, _reduce)
 
 
 def register_with_transformers(
@@ -136,7 +136,7 @@ def register_with_transformers(
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
     configurations: Any = PreTrainedConfig  # whose type declares no such attribute
-    if not hasattr(configurations, SAVED):
+    if not hasattr(configurations, CONFIG_KEY):
         configurations.orthogonal_attention = None
         configurations.to_dict = _with_attention(configurations.to_dict)
 
@@ -196,12 +196,12 @@ def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
     @functools.wraps(to_dict)
     def wrapped(config: Any) -> dict[str, Any]:
         written = to_dict(config)
-        settings = written.pop(SAVED, None)
+        settings = written.pop(CONFIG_KEY, None)
         chosen = _implementation(config)
         names = chosen.values() if isinstance(chosen, dict) else [chosen]
         if settings is None or all(map(_is_another, names)):
             return written
-        return written | {SAVED: settings, "attn_implementation": chosen}
+        return written | {CONFIG_KEY: settings, "attn_implementation": chosen}
 
     return wrapped
 
@@ -247,7 +247,7 @@ def _attend(
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     scale = alpha * (scaling or 1 / math.sqrt(query.shape[-1]))
     if key.shape[1] != query.shape[1]:
-        key, value = repeated(query, key), repeated(query, value)
+        key, value = repeat_heads(query, key), repeat_heads(query, value)
     heads = orthogonal_attention(query, key, value, attention_mask, dropout, causal, scale=scale, **options)
     matrices = None
     if output_attentions:

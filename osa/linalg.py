@@ -24,9 +24,9 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
     (1.875, -1.25, 0.375),
 )
 
-_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that no digit is lost to cancellation
+_SERIES_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that they do not cancel
 _MAX_DOUBLINGS = 14  # where ρ cannot be read off the data
-_LARGEST = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
+_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
 IMBALANCE = 128.0  # largest `imbalance` whose loss is allowed: A = exp(S) is then orthogonal to 100 eps max(1, ‖S‖₂) or so
 
 
@@ -160,16 +160,16 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """`phi1_times` of (b, n, n) and (b, n, m) by torch's own operators, and so differentiable as often as one likes."""
-    radius, doublings = _LARGEST / 2**_MAX_DOUBLINGS, _MAX_DOUBLINGS
+    radius, doublings = _MAX_RADIUS / 2**_MAX_DOUBLINGS, _MAX_DOUBLINGS
     if is_readable(z) and is_readable(y) and z.numel():
         square = torch.bmm(z.detach(), z.detach())
         radius = _spectral_radius(square)
-        if radius <= _RADIUS:
+        if radius <= _SERIES_RADIUS:
             return _Phi1Times.apply(z, y, square, _degree(radius, z.dtype))
         doublings = math.ceil(math.log2(radius))
         radius /= 2**doublings
     else:
-        is_lost = square_moduli(z) > 2 * _LARGEST**2
+        is_lost = square_moduli(z) > 2 * _MAX_RADIUS**2
         y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # no digit that is wrong in silence
     z = z / 2**doublings
     identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
@@ -193,10 +193,10 @@ def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
         y: (..., n, m), the same batch dimensions.
     """
     w = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device) - z / 2
-    return solved_by_cholesky(w, y) if z.device.type == "cuda" else torch.linalg.solve_ex(w, y).result
+    return solve_by_cholesky(w, y) if z.device.type == "cuda" else torch.linalg.solve_ex(w, y).result
 
 
-def solved_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
+def solve_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
     """W⁻¹ Y = (WᵀW)⁻¹ WᵀY."""
     w = w.double()
     factor = torch.linalg.cholesky_ex(w.mT @ w).L
@@ -294,11 +294,11 @@ def _spectral_radius(square: Tensor) -> float:
     """A bound of the spectral radius of Z over the batch from Z², within 1.2 or so for spectra that occur in attention.
 
     Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding of the first. A matrix of
-    the batch with a NaN, or too large for its fourth power, has no digit to lose: it counts as `_RADIUS`.
+    the batch with a NaN, or too large for its fourth power, has no digit to lose: it counts as `_SERIES_RADIUS`.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
-    limit = _RADIUS**4
+    limit = _SERIES_RADIUS**4
     return fourth.nan_to_num(nan=limit, posinf=limit).amax().item() ** 0.25
 
 

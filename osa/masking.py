@@ -1,11 +1,11 @@
-"""Arguments of `scaled_dot_product_attention` in orthogonal attention: padding, repeated heads, and those refused."""
+"""The arguments of `scaled_dot_product_attention` in orthogonal attention: padding, repeated heads, refusals."""
 
 import torch
 from torch import Tensor
 
 from osa.runtime import assert_later, has_values, is_captured, is_eager
 
-TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(*tensors: Tensor) -> None:
@@ -17,7 +17,7 @@ def check_tensors(*tensors: Tensor) -> None:
             raise ValueError("nested tensors are refused: give osa.orthogonal_attention_varlen their values() and offsets()")
         if x.dim() < 2:
             raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
-        if x.dtype not in TYPES:
+        if x.dtype not in DTYPES:
             raise ValueError(
                 f"query, key and value must be floating-point, of 16, 32 or 64 bits, not {x.dtype}: x.float() is float32"
             )
@@ -25,7 +25,7 @@ def check_tensors(*tensors: Tensor) -> None:
             raise ValueError(f"query, key and value must be on one device, not {tensors[0].device} and {x.device}")
 
 
-def check_neutral(dropout_p: float, is_causal: bool) -> None:
+def check_dropout_and_causal(dropout_p: float, is_causal: bool) -> None:
     """Raises ValueError if an argument asks for an attention matrix that is not orthogonal."""
     if is_causal:
         raise ValueError(
@@ -72,7 +72,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
         raise ValueError(f"the batch dimensions of attn_mask and query must broadcast, not {batches}") from None
     first = mask[..., :1, :]  # (..., 1, N)
     if mask.shape[-2] > 1:
-        check_values(
+        check_condition(
             (mask == first).all(),
             "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal",
         )
@@ -80,7 +80,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
     return query.masked_fill(left_out, 0), key.masked_fill(left_out, 0)
 
 
-def check_values(condition: Tensor, message: str) -> None:
+def check_condition(condition: Tensor, message: str) -> None:
     """Raises ValueError if a condition, (), is false. If its value cannot be read, the device raises an error later."""
     if not is_eager(condition) or is_captured(condition):
         assert_later(condition, message)
@@ -88,7 +88,7 @@ def check_values(condition: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def repeated(query: Tensor, other: Tensor) -> Tensor:
+def repeat_heads(query: Tensor, other: Tensor) -> Tensor:
     """Repeats each of the h' heads of keys or values (..., h', N, d) for h/h' consecutive query heads, as `enable_gqa` does.
 
     Raises:

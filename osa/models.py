@@ -29,14 +29,14 @@ from osa.init import (
 )
 from osa.modules import OrthogonalSelfAttention, SelfAttention, SoftmaxSelfAttention
 from osa.options import (
+    FIELDS,
     MODELS,
-    OPTIONS,
     ActivationKind,
+    AttentionInit,
     AttentionKind,
-    AttentionStart,
-    MLPStart,
+    MLPInit,
     ModelConfig,
-    Options,
+    ModelOptions,
     Sizes,
     check_model,
     did_you_mean,
@@ -58,11 +58,11 @@ from osa.vit import VisionTransformer, blocks_of
 # for an activation with this gain and kappa.
 
 Initialise = Callable[..., None]
-Parts = tuple[Callable[[int], SelfAttention], Initialise]
+LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]
 Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
 
 
-def _orthogonal_attention(config: ModelConfig) -> Parts:
+def _orthogonal_attention(config: ModelConfig) -> LayerAndInit:
     options = config.given("method", "num_iterations", "epsilon") | {"alpha_per_head": config.alpha_per_head}
     make = partial(OrthogonalSelfAttention, config.embed_dim, config.num_heads, **options)
     total = config.alpha_times_depth
@@ -70,12 +70,12 @@ def _orthogonal_attention(config: ModelConfig) -> Parts:
     return lambda _: make(), partial(ATTENTION_INIT[config.attention_init or "section_4"](config), alpha=alpha)
 
 
-def _softmax_attention(config: ModelConfig) -> Parts:
+def _softmax_attention(config: ModelConfig) -> LayerAndInit:
     make = partial(SoftmaxSelfAttention, config.embed_dim, config.num_heads)
     return lambda _: make(), ATTENTION_INIT[config.attention_init or "xavier"](config)
 
 
-def _signal_preserving_attention(config: ModelConfig) -> Parts:
+def _signal_preserving_attention(config: ModelConfig) -> LayerAndInit:
     assert config.kernel is not None and config.kernel_last is not None  # as it checks itself
     options, shortcut = config.given("causal", "cls_index", "repeated"), config.shortcut or 0.0
     matrices = signal_preserving_attention(  # (L, N, N)
@@ -89,7 +89,7 @@ def _signal_preserving_attention(config: ModelConfig) -> Parts:
     return lambda i: SignalPreservingSelfAttention(config.embed_dim, config.num_heads, matrices[i]), initialise
 
 
-def _value_skipinit_attention(config: ModelConfig) -> Parts:
+def _value_skipinit_attention(config: ModelConfig) -> LayerAndInit:
     return lambda _: ValueSkipInitSelfAttention(config.embed_dim, config.num_heads), init_value_skipinit_attention_
 
 
@@ -117,18 +117,18 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ATTENTION: dict[AttentionKind, Callable[[ModelConfig], Parts]] = {
+ATTENTION: dict[AttentionKind, Callable[[ModelConfig], LayerAndInit]] = {
     "orthogonal": _orthogonal_attention,
     "softmax": _softmax_attention,
     "signal_preserving": _signal_preserving_attention,
     "value_skipinit": _value_skipinit_attention,
 }
-ATTENTION_INIT: dict[AttentionStart, Callable[[ModelConfig], Initialise]] = {
+ATTENTION_INIT: dict[AttentionInit, Callable[[ModelConfig], Initialise]] = {
     "section_4": _section_4,
     "xavier": _xavier_attention,
     "ji": _ji,
 }
-MLP_INIT: dict[MLPStart, Callable[[ModelConfig, float, float], Initialise]] = {
+MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {
     "suo": lambda config, gain, kappa: _suo_mlp(config, 1.0),
     "xavier": lambda config, gain, kappa: init_xavier_mlp_,
     "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
@@ -150,7 +150,7 @@ HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 # The models
 
 
-def create_model(name: str, *, generator: Generator | None = None, **changes: Unpack[Options]) -> VisionTransformer:
+def create_model(name: str, *, generator: Generator | None = None, **changes: Unpack[ModelOptions]) -> VisionTransformer:
     """A model of `MODELS` with the sizes of Appendix D, initialised.
 
     Args:
@@ -172,7 +172,7 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
 
 
 def build_vit(
-    config: ModelConfig | None = None, *, generator: Generator | None = None, **options: Unpack[Options]
+    config: ModelConfig | None = None, *, generator: Generator | None = None, **options: Unpack[ModelOptions]
 ) -> VisionTransformer:
     """A Vision Transformer of Appendix D, initialised, from a configuration or from its options. It keeps its `config`.
 
@@ -191,8 +191,8 @@ def build_vit(
     """
     if config is None:
         for name in options:
-            if name not in OPTIONS:
-                raise TypeError(f"{name} is no option of a model; {did_you_mean(name, OPTIONS)}")
+            if name not in FIELDS:
+                raise TypeError(f"{name} is no option of a model; {did_you_mean(name, FIELDS)}")
         config = ModelConfig(**options)
     elif options:
         raise TypeError(f"build_vit takes a configuration or options: leave out {', '.join(options)}")

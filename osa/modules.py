@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from osa.functional import orthogonal_attention
 from osa.init import init_orthogonal_attention_, init_softmax_attention_
-from osa.masking import check_neutral, check_tensors, check_values
+from osa.masking import check_condition, check_dropout_and_causal, check_tensors
 from osa.options import EPSILON, NORM_EPS, Method, MethodOptions, check_method
 from osa.runtime import has_hooks, is_eager
 
@@ -121,7 +121,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
         raise ValueError(f"attn_mask must be boolean, {expected}, or have three dimensions or more, not {given}")
     if is_eager(attn_mask) and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
         lower = torch.ones_like(attn_mask).tril()
-        check_values(
+        check_condition(
             (attn_mask != lower).any() & (attn_mask == lower).any(),  # neither the triangle nor what it leaves
             "attn_mask is a triangle, which could be a causal mask, (N, N), or padding, (B, N): write attn_mask[None] or "
             "attn_mask[:, None, None]",
@@ -305,7 +305,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
                 "tokens, so that there is no cross-attention"
             )
         check_tensors(query)
-        check_neutral(0.0, is_causal)
+        check_dropout_and_causal(0.0, is_causal)
         is_turned = not self.batch_first and query.dim() == 3
         x = query.transpose(0, 1) if is_turned else query
         mask = self._mask(x, key_padding_mask, attn_mask)
@@ -318,11 +318,11 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         square = (x.shape[-2], x.shape[-2])
         mask = None
         if key_padding_mask is not None:
-            mask = _kept("key_padding_mask", key_padding_mask, x.shape[:-1])[..., None, None, :]
+            mask = _kept_entries("key_padding_mask", key_padding_mask, x.shape[:-1])[..., None, None, :]
         if attn_mask is not None:
             batch = x.shape[0] if x.dim() == 3 else 1
             is_of_heads = isinstance(attn_mask, Tensor) and attn_mask.dim() == 3
-            kept = _kept("attn_mask", attn_mask, (batch * self.num_heads, *square) if is_of_heads else square)
+            kept = _kept_entries("attn_mask", attn_mask, (batch * self.num_heads, *square) if is_of_heads else square)
             kept = kept.unflatten(0, (batch, self.num_heads)) if is_of_heads else kept[None]
             mask = kept if mask is None else mask & kept
         return mask
@@ -336,7 +336,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return weights if x.dim() == 3 else weights[0]
 
 
-def _kept(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
+def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
     """True for entries that a mask of `nn.MultiheadAttention`, of this shape, keeps."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
@@ -345,7 +345,7 @@ def _kept(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
         raise ValueError(f"{name} must be boolean or floating-point, {tuple(shape)}, not {given}")
     if mask.dtype == torch.bool:
         return ~mask
-    check_values(
+    check_condition(
         ((mask == 0) | (mask == -math.inf)).all(),
         f"{name} must be 0 or −∞ everywhere: exp(S) has no softmax, to whose logits other numbers could be added",
     )

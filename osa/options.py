@@ -1,6 +1,6 @@
 """The options of models, their words and bounds, and the models by name. Nothing here needs torch, so a schema can read it.
 
-`ModelConfig` lists every option once. `Options` repeats them as keywords of `create_model`, for type checkers; a test
+`ModelConfig` lists every option once. `ModelOptions` repeats them as keywords of `create_model`, for type checkers; a test
 checks that the two agree.
 """
 
@@ -20,19 +20,19 @@ EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one v
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
-AttentionStart = Literal["section_4", "xavier", "ji"]
-MLPStart = Literal["suo", "xavier", "shaped", "isometric"]
+AttentionInit = Literal["section_4", "xavier", "ji"]
+MLPInit = Literal["suo", "xavier", "shaped", "isometric"]
 ActivationKind = Literal["gelu", "gelu_tanh", "dks_gelu"]
-LinearStart = Literal["xavier", "torch", "lecun"]
-HeadStart = Literal["xavier", "torch", "lecun", "zeros"]
-Kernel = Literal["uniform", "exponential"]
-QueryKey = Literal["zero_query", "zero_key", "small"]
-ValueOut = Literal["orthogonal", "gaussian"]
+LinearInit = Literal["xavier", "torch", "lecun"]
+HeadInit = Literal["xavier", "torch", "lecun", "zeros"]
+KernelKind = Literal["uniform", "exponential"]
+QueryKeyInit = Literal["zero_query", "zero_key", "small"]
+ValueOutInit = Literal["orthogonal", "gaussian"]
 
 
 # The options
 
-MOST = 2**14  # largest size: beyond it the weights fill any memory
+MAX_SIZE = 2**14  # largest size: beyond it the weights fill any memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
@@ -48,7 +48,7 @@ class Architecture:
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
     skip: bool
     norm: bool
-    mlp_init: MLPStart
+    mlp_init: MLPInit
     """"suo" (Section 4.4), "xavier" (Appendix D), "shaped", which is SUO with a second layer that makes good what the
     activation takes from the mean square, or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
     method: Method | None = _option(None, attention=("orthogonal",))
@@ -59,16 +59,16 @@ class Architecture:
     """α L, instead of `alpha`. With ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), L layers whose W^O is drawn for all h
     heads together multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v). This stays bounded if α falls as 1/L and the
     activation keeps ‖X‖₂."""
-    kernel: Kernel | None = _option(None, attention=("signal_preserving",))
+    kernel: KernelKind | None = _option(None, attention=("signal_preserving",))
     """This and the next, which signal-preserving attention needs, and three more as for `signal_preserving_attention`."""
     kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))
     causal: bool | None = _option(None, attention=("signal_preserving",))
     cls_index: int | None = _option(None, least=0, attention=("signal_preserving",))
     repeated: float | None = _option(None, least=0, below=1, attention=("signal_preserving",))
-    query_key_init: QueryKey | None = _option(None, attention=("signal_preserving",))
+    query_key_init: QueryKeyInit | None = _option(None, attention=("signal_preserving",))
     """This and the next as for `init_signal_preserving_attention_`."""
-    value_out_init: ValueOut | None = _option(None, attention=("signal_preserving",))
-    attention_init: AttentionStart | None = _option(None, attention=("orthogonal", "softmax"))
+    value_out_init: ValueOutInit | None = _option(None, attention=("signal_preserving",))
+    attention_init: AttentionInit | None = _option(None, attention=("orthogonal", "softmax"))
     """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
     Xavier for softmax, as in the paper."""
     joint_value_output: bool = False
@@ -84,7 +84,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Initialisation:
     """How the weights start. Options that concern another architecture have no effect."""
 
     alpha: float = 0.1
@@ -97,9 +97,9 @@ class Start:
     """Draw query, key and value by Xavier as one matrix."""
     suo_transposed: bool = False
     """SUO of the weights read as [in, out]."""
-    patch_embedding: LinearStart = "xavier"
+    patch_embedding: LinearInit = "xavier"
     """"xavier", "torch" (PyTorch's default) or "lecun" (Flax's)."""
-    head: HeadStart = "xavier"
+    head: HeadInit = "xavier"
     """One of these or "zeros"."""
 
 
@@ -107,14 +107,14 @@ class Start:
 class Sizes:
     """Sizes of a model, Appendix D's by default: see `VisionTransformer`."""
 
-    image_size: int = _option(28, least=1, most=MOST)
-    in_channels: int = _option(1, least=1, most=MOST)
-    patch_size: int = _option(4, least=1, most=MOST)
+    image_size: int = _option(28, least=1, most=MAX_SIZE)
+    in_channels: int = _option(1, least=1, most=MAX_SIZE)
+    patch_size: int = _option(4, least=1, most=MAX_SIZE)
     num_classes: int = _option(10, least=0, most=10**6)
     """0: no head, the model returns the features of [cls]."""
-    embed_dim: int = _option(64, least=1, most=MOST)
+    embed_dim: int = _option(64, least=1, most=MAX_SIZE)
     depth: int = _option(6, least=1, most=1000)
-    num_heads: int = _option(4, least=1, most=MOST)
+    num_heads: int = _option(4, least=1, most=MAX_SIZE)
     """h, 2 or more for orthogonal attention."""
     mlp_ratio: float = _option(4.0, above=0, most=1000)
     norm_eps: float = _option(NORM_EPS, above=0)
@@ -122,7 +122,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Sizes, Start, Architecture):
+class ModelConfig(Sizes, Initialisation, Architecture):
     """Every option of a model. The defaults are the paper's. Numbers of any type are kept as Python's own.
 
     Raises:
@@ -135,9 +135,9 @@ class ModelConfig(Sizes, Start, Architecture):
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            value = _checked(option.name, getattr(self, option.name), TYPES[option.name], option.metadata)
+            value = _checked(option.name, getattr(self, option.name), FIELD_TYPES[option.name], option.metadata)
             object.__setattr__(self, option.name, value)  # as the instance is frozen
-        check_own(dataclasses.asdict(self))
+        check_attention_options(dataclasses.asdict(self))
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
         if self.attention == "orthogonal" and self.num_heads == 1:
@@ -168,14 +168,14 @@ class ModelConfig(Sizes, Start, Architecture):
         return None if self.normalised_skip is None else math.sqrt(1 - self.normalised_skip / self.depth)
 
 
-OPTIONS = {option.name: option for option in dataclasses.fields(ModelConfig)}
-TYPES = get_type_hints(ModelConfig)
+FIELDS = {option.name: option for option in dataclasses.fields(ModelConfig)}
+FIELD_TYPES = get_type_hints(ModelConfig)
 
 
-def check_own(options: dict[str, Any]) -> None:
+def check_attention_options(options: dict[str, Any]) -> None:
     """Raises ValueError if an option is given that belongs to another attention."""
     for name, value in options.items():
-        owners = OPTIONS[name].metadata.get("attention") if name in OPTIONS else None
+        owners = FIELDS[name].metadata.get("attention") if name in FIELDS else None
         if value is not None and owners and (attention := options["attention"]) not in owners:
             raise ValueError(
                 f"{name} belongs to {' or '.join(owners)} attention; leave it out, or None, for {attention} attention"
@@ -215,25 +215,25 @@ def is_finite(number: Any) -> bool:
         return False
 
 
-class Options(TypedDict, total=False):
+class ModelOptions(TypedDict, total=False):
     """Any of the options of `ModelConfig`."""
 
     attention: AttentionKind
     skip: bool
     norm: bool
-    mlp_init: MLPStart
+    mlp_init: MLPInit
     method: Method | None
     num_iterations: int | None
     epsilon: float | None
     alpha_times_depth: float | None
-    kernel: Kernel | None
+    kernel: KernelKind | None
     kernel_last: float | None
     causal: bool | None
     cls_index: int | None
     repeated: float | None
-    query_key_init: QueryKey | None
-    value_out_init: ValueOut | None
-    attention_init: AttentionStart | None
+    query_key_init: QueryKeyInit | None
+    value_out_init: ValueOutInit | None
+    attention_init: AttentionInit | None
     joint_value_output: bool
     activation: ActivationKind
     normalise_tokens: bool
@@ -243,8 +243,8 @@ class Options(TypedDict, total=False):
     alpha_per_head: bool
     xavier_fused_qkv: bool
     suo_transposed: bool
-    patch_embedding: LinearStart
-    head: HeadStart
+    patch_embedding: LinearInit
+    head: HeadInit
     image_size: int
     in_channels: int
     patch_size: int
@@ -279,17 +279,23 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
 
 # The models
 
-_OSA: Options = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
-_VIT: Options = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
+_OSA: ModelOptions = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
+_VIT: ModelOptions = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
 # He et al. 2023 (H.1): q = 1 from the tokens on, an activation that keeps it, V and O orthogonal
-_SHAPED: Options = {"skip": False, "norm": False, "mlp_init": "shaped", "joint_value_output": True, "normalise_tokens": True}
-_DKS: Options = _SHAPED | {"activation": "dks_gelu"}
-_ISO: Options = {"mlp_init": "isometric"}
-_SKIP: Options = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
-_UNIFORM: Options = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
-_EXPONENTIAL: Options = {"attention": "signal_preserving", "kernel": "exponential", "kernel_last": 0.05, "repeated": 0.04}
+_SHAPED: ModelOptions = {
+    "skip": False,
+    "norm": False,
+    "mlp_init": "shaped",
+    "joint_value_output": True,
+    "normalise_tokens": True,
+}
+_DKS: ModelOptions = _SHAPED | {"activation": "dks_gelu"}
+_ISO: ModelOptions = {"mlp_init": "isometric"}
+_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
+_UNIFORM: ModelOptions = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
+_EXPONENTIAL: ModelOptions = _UNIFORM | {"kernel": "exponential", "kernel_last": 0.05}
 
-MODELS: dict[str, Options] = {
+MODELS: dict[str, ModelOptions] = {
     "osa_qr": _OSA | {"method": "qr"},
     "osa_ns": _OSA | {"method": "newton_schulz", "num_iterations": 6, "epsilon": EPSILON},
     "vit": _VIT,
@@ -328,7 +334,7 @@ MODELS |= {
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
 # Initialisation of Ji et al. 2025, who keep LayerNorm
-_JI: Options = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
+_JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
 

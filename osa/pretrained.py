@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from osa.masking import TYPES
+from osa.masking import DTYPES
 from osa.models import build_vit, create_model
 from osa.options import MODELS, ModelConfig, check_model, model_name
 from osa.vit import VisionTransformer, unwrapped
 
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
 CARD_TEXT = """\
 ---
 library_name: osa
@@ -46,8 +46,8 @@ Which data it was trained on, with what result and for which use, is for its aut
 
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
-PASSING = ("training", "grad_checkpointing")  # attributes of modules that are no part of the function
-POINTER = b"version https://git-lfs"  # first bytes of a file that stands for one of Git LFS
+TRANSIENT = ("training", "grad_checkpointing")  # attributes of modules that are no part of the function
+LFS_POINTER = b"version https://git-lfs"  # first bytes of a file that stands for one of Git LFS
 JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
 SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
@@ -87,15 +87,15 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
                 state[f"{path}.{name}"] = getattr(module, name).detach()
     _check_types(state, "the model has", "give it one, as model.float() does")
     folder = _local(folder)
-    if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS).is_dir():
+    if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS_FILE).is_dir():
         raise ValueError(f"{folder} is no folder that a model can be written to: give another one")
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}  # no views
-    save_file(whole, folder / WEIGHTS)
+    save_file(whole, folder / WEIGHTS_FILE)
     config = {"model": model_name(model.config)} | dataclasses.asdict(model.config)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    if not (folder / CARD).exists():
-        (folder / CARD).write_text(_card(model, model.config), encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if not (folder / CARD_FILE).exists():
+        (folder / CARD_FILE).write_text(_card(model, model.config), encoding="utf-8")
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -111,7 +111,7 @@ def _check_whole(model: nn.Module) -> None:
 def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> None:
     """Raises ValueError where weights have several types, or one that layers do not calculate in."""
     types = {tensor.dtype for tensor in state.values()}
-    if len(types) > 1 or not types <= set(TYPES):
+    if len(types) > 1 or not types <= set(DTYPES):
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
         raise ValueError(
             f"{whose} weights in {names}, where one floating-point type of 16, 32 or 64 bits is needed: {remedy}"
@@ -143,7 +143,7 @@ def _check_unchanged(model: VisionTransformer) -> None:
 
 def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
     """Type and settings of a module, without tensors and parts."""
-    settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in PASSING}
+    settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in TRANSIENT}
     kind = parametrize.type_before_parametrizations(module)
     if kind.__module__.startswith("torch.distributed."):  # a class that torch.distributed's replicate derives
         kind = kind.__bases__[-1]
@@ -174,10 +174,10 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
         check_model(name)
     path = _local(path)
     _check_link(path)
-    if path.name in (WEIGHTS, CONFIG) and path.with_name(CONFIG).exists():
+    if path.name in (WEIGHTS_FILE, CONFIG_FILE) and path.with_name(CONFIG_FILE).exists():
         path = path.parent
     model = _from_name(path, name) if path.is_file() else _from_folder(path, name)
-    weights = path if path.is_file() else path / WEIGHTS
+    weights = path if path.is_file() else path / WEIGHTS_FILE
     try:
         state = load_file(weights)
     except SafetensorError as error:
@@ -212,7 +212,7 @@ def _check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"{file} is no file: put the one that osa.save_pretrained writes in its place")
     with file.open("rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ValueError(f"{file} is a pointer of Git LFS: `git lfs pull` fetches the file")
 
 
@@ -231,9 +231,9 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     """The model of a folder, without its weights."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}{_remedy(folder)}")
-    for file in (folder / CONFIG, folder / WEIGHTS):
+    for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
         _check_file(file)
-    path = folder / CONFIG
+    path = folder / CONFIG_FILE
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
         options = {option: value for option, value in options.items() if value is not None}  # as by default

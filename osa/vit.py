@@ -162,12 +162,12 @@ class VisionTransformer(nn.Module):
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f'output_fmt must be "NCHW" or "NLC", not {output_fmt!r}')
-        taken = self._numbers(indices)
+        taken = self._block_numbers(indices)
         x, outputs = self.tokens(images), []  # (B, N, d)
         for i, block in enumerate(self.blocks):
             if stop_early and i > max(taken):
                 break
-            x = self._through(block, x, None)
+            x = self._run_block(block, x, None)
             if i in taken:
                 outputs.append(self.norm(x) if norm else x)
         rows = images.shape[-1] // self.patch_size
@@ -185,7 +185,7 @@ class VisionTransformer(nn.Module):
         intermediates = list(zip(patches, prefix, strict=True)) if return_prefix_tokens else patches
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
-    def _numbers(self, indices: int | Sequence[int] | None) -> set[int]:
+    def _block_numbers(self, indices: int | Sequence[int] | None) -> set[int]:
         """Numbers of the blocks whose output `forward_intermediates` returns."""
         depth = len(self.blocks)
         if indices is None:
@@ -217,10 +217,10 @@ class VisionTransformer(nn.Module):
         """The first `num_outputs` tokens after the last block and its norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
-            x = self._through(block, x, num_outputs if i == len(self.blocks) else None)
+            x = self._run_block(block, x, num_outputs if i == len(self.blocks) else None)
         return self.norm(x)
 
-    def _through(self, block: nn.Module, x: Tensor, num_outputs: int | None) -> Tensor:
+    def _run_block(self, block: nn.Module, x: Tensor, num_outputs: int | None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
             return cast(Tensor, checkpoint(block, x, num_outputs, use_reentrant=False))
         return block(x, num_outputs)

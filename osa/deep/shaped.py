@@ -6,6 +6,7 @@ from osa.shaped.activations import *  # noqa: F403
 from osa.shaped.layers import *  # noqa: F403
 from osa.shaped.matrices import *  # noqa: F403
 from osa.shaped.schedules import *  # noqa: F403
+from osa.shaped.schedules import KERNEL_KINDS as KERNELS  # noqa: F401
 
 warnings.warn("osa.deep.shaped has moved: import from osa.shaped", DeprecationWarning, stacklevel=2)
 

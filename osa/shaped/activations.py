@@ -87,12 +87,12 @@ def gelu_tanh(x: float) -> float:
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-# the trapezoidal rule on [−12, 12] integrates functions as smooth as a Gaussian to the last bit
-GRID = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]  # z and its weight
+# z and its weight in the trapezoidal rule on [−12, 12], which integrates functions as smooth as a Gaussian to the last bit
+QUADRATURE = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]
 
 
 def _mean(function: Callable[[float], float]) -> float:
-    return math.fsum(weight * function(z) for z, weight in GRID)
+    return math.fsum(weight * function(z) for z, weight in QUADRATURE)
 
 
 def gelu(x: float) -> float:

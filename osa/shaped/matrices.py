@@ -6,22 +6,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from osa.options import Kernel
+from osa.options import KernelKind
 from osa.shaped.schedules import (
-    KERNELS,
+    KERNEL_KINDS,
     exponential_kernel,
     exponential_schedule,
     eye,
-    places,
+    positions,
     residual_schedule,
     uniform_kernel,
     uniform_schedule,
 )
 
-FLOOR = 1e-15  # least entry: positive, but too small for an eigendecomposition to tell from 0
+LEAST_ENTRY = 1e-15  # least entry: positive, but too small for an eigendecomposition to tell from 0
 
 
-def attention_between(kernel: Kernel, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
+def attention_between(kernel: KernelKind, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
     """A = R(after) R(before)^{-1}, which takes the first kernel to the second: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
     Causal: R is the Cholesky factor, A lower triangular and not negative (Theorems 1 and 2), for exponential kernels in the
@@ -36,8 +36,8 @@ def attention_between(kernel: Kernel, num_tokens: int, before: float, after: flo
     Raises:
         ValueError: there is no such kernel, or a cosine would fall, which needs negative entries.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNELS)}")
+    if kernel not in KERNEL_KINDS:
+        raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
     if before > after if kernel == "uniform" else before < after:
         raise ValueError(f"cosines of a {kernel} kernel must not fall from block to block: {before:g} to {after:g}")
     if kernel == "uniform":
@@ -45,7 +45,7 @@ def attention_between(kernel: Kernel, num_tokens: int, before: float, after: flo
     if causal:
         return _causal_exponential_attention(num_tokens, before, after)
     forward = _power(exponential_kernel(num_tokens, after), 0.5)
-    return (forward @ _power(exponential_kernel(num_tokens, before), -0.5)).clamp(min=FLOOR)
+    return (forward @ _power(exponential_kernel(num_tokens, before), -0.5)).clamp(min=LEAST_ENTRY)
 
 
 def _power(kernel: Tensor, exponent: float) -> Tensor:
@@ -69,7 +69,7 @@ def _causal_exponential_attention(num_tokens: int, before: float, after: float) 
     decay = math.exp(-after)
     ratio = math.sqrt(math.expm1(-2 * after) / math.expm1(-2 * before))  # λ
     difference = -decay * math.expm1(after - before)  # e^{−γ'} − e^{−γ}
-    distance = places(num_tokens)[:, None] - places(num_tokens)
+    distance = positions(num_tokens)[:, None] - positions(num_tokens)
     matrix = ratio * difference * (-after * (distance - 1)).exp()
     matrix[:, 0] = (difference + (1 - ratio) * math.exp(-before)) * (-after * (distance[:, 0] - 1)).exp()
     matrix = matrix.tril(-1) + ratio * eye(num_tokens)
@@ -78,7 +78,7 @@ def _causal_exponential_attention(num_tokens: int, before: float, after: float) 
 
 
 def signal_preserving_attention(
-    kernel: Kernel,
+    kernel: KernelKind,
     num_tokens: int,
     depth: int,
     last: float,
@@ -94,7 +94,7 @@ def signal_preserving_attention(
     ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l keeps the diagonal 1 (Eq. 15).
 
     Args:
-        kernel: one of `KERNELS`.
+        kernel: one of `KERNEL_KINDS`.
         num_tokens: N.
         depth: L.
         last: ρ_L or γ_L.

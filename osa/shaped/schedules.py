@@ -10,10 +10,10 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from osa.options import Kernel
+from osa.options import KernelKind
 
-KERNELS = get_args(Kernel)
-FASTEST = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
+KERNEL_KINDS = get_args(KernelKind)
+MAX_GAMMA = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
 
 
 def eye(num_tokens: int) -> Tensor:
@@ -21,7 +21,7 @@ def eye(num_tokens: int) -> Tensor:
     return torch.eye(num_tokens, dtype=torch.float64, device="cpu")
 
 
-def places(num_tokens: int) -> Tensor:
+def positions(num_tokens: int) -> Tensor:
     """0, …, N − 1, float64."""
     return torch.arange(num_tokens, dtype=torch.float64, device="cpu")
 
@@ -35,7 +35,7 @@ def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
     """Σ(γ)_ij = exp(−γ|i − j|) (Section 3.2), (N, N); γ = ∞ gives I."""
     if math.isinf(gamma):
         return eye(num_tokens)
-    place = places(num_tokens)
+    place = positions(num_tokens)
     return (-gamma * (place[:, None] - place).abs()).exp()
 
 
@@ -56,13 +56,13 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 
     The diagonal of every A_l is then a(γ_L)^{1/L}, but for the first token's (Theorem 3).
     """
-    if not 0 < last <= FASTEST:
-        raise ValueError(f"an exponential kernel needs a positive rate of decay, {FASTEST:g} at most, not {last}")
+    if not 0 < last <= MAX_GAMMA:
+        raise ValueError(f"an exponential kernel needs a positive rate of decay, {MAX_GAMMA:g} at most, not {last}")
     squared = -math.expm1(-2 * last)  # a(γ_L)²
     return [math.inf, *(-math.log1p(-(squared ** (block / depth))) / 2 for block in range(1, depth + 1))]
 
 
-def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) -> list[float]:
+def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float) -> list[float]:
     """Kernels that the attention of each block must reach so that a normalised skip α x + √(1 − α²) f(x) is on schedule.
 
     Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
@@ -70,7 +70,7 @@ def residual_schedule(kernel: Kernel, schedule: list[float], shortcut: float) ->
     Eq. 25 as printed has λ_α² in the place of λ_α, and disagrees with Eq. 24.
 
     Args:
-        kernel: one of `KERNELS`.
+        kernel: one of `KERNEL_KINDS`.
         schedule: numbers of blocks 0 to L.
         shortcut: α, 0 for none.
 

@@ -20,7 +20,18 @@ from pydantic_core import PydanticCustomError
 from ruamel.yaml import YAML
 
 from osa.constrained.names import RETRACTION, HeadConstraint, Map, Penalty, WholeConstraint
-from osa.options import ITERATIONS, METHODS, MODELS, MOST, TYPES, Architecture, ModelConfig, Sizes, Start, check_own
+from osa.options import (
+    FIELD_TYPES,
+    ITERATIONS,
+    MAX_SIZE,
+    METHODS,
+    MODELS,
+    Architecture,
+    Initialisation,
+    ModelConfig,
+    Sizes,
+    check_attention_options,
+)
 from pipeline.config.reading import UNREADABLE, in_repository, read_yaml, validate
 from pipeline.core.errors import UserError, ended, hint
 from pipeline.core.files import ROOT, read_json
@@ -60,7 +71,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
 Seeds = Annotated[AnySeeds, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
-Size = Annotated[int, Field(gt=0, le=MOST)]
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -175,7 +186,7 @@ def options(
     for option in dataclasses.fields(group):
         has_default = option.default is not dataclasses.MISSING
         bounds = {BOUNDS[name]: bound for name, bound in option.metadata.items() if name in BOUNDS}
-        kind = Annotated[TYPES[option.name], Field(**bounds | limits.get(option.name, {}))]
+        kind = Annotated[FIELD_TYPES[option.name], Field(**bounds | limits.get(option.name, {}))]
         if option.name not in absent:
             may_lack = has_default if optional is None else option.name in optional
             keys[option.name] = (kind | None, None) if may_lack else (kind, ...)
@@ -196,7 +207,7 @@ class Model(
     """Model sizes, except image size and channels, which follow from the data."""
 
 
-class Init(options(Start, optional=(), alpha={"ge": -1e6, "le": 1e6})):
+class Init(options(Initialisation, optional=(), alpha={"ge": -1e6, "le": 1e6})):
     """Initialisation, the same for every architecture."""
 
 
@@ -238,7 +249,7 @@ class Variant(options(Architecture)):
 
     @model_validator(mode="after")
     def _method_fits(self):
-        check_own(self.model_dump())
+        check_attention_options(self.model_dump())
         if self.attention == "orthogonal" and self.method is None:
             raise ValueError(f"method is missing; write one of {', '.join(METHODS)}")
         for key in ("num_iterations", "epsilon"):

@@ -438,7 +438,7 @@ def test_settings_of_timms_attention_are_kept_as_numbers():
     pytest.importorskip("timm")
     given = dict(num_iterations=np.int64(5), epsilon=Fraction(1, 1000), alpha_init=np.float32(0.25))
     layer = integrations.timm_attention(method="newton_schulz", **given)
-    assert [type(each) for each in layer.made_by] == [str, int, float, float]
+    assert [type(each) for each in layer.arguments] == [str, int, float, float]
 
 
 def test_a_pickled_model_of_transformers_keeps_its_settings(registered):

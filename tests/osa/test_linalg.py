@@ -18,7 +18,7 @@ from osa.linalg import (
     polar_express_gram,
     qr_basis,
     resolvent_times,
-    solved_by_cholesky,
+    solve_by_cholesky,
 )
 from osa.runtime import full_precision
 from tests.osa.helpers import Results, draw, orthogonality_error, relative_error
@@ -195,7 +195,7 @@ def test_both_ways_to_the_resolvent(matrices, radius):
     exact = [x.detach().double().requires_grad_() for x in (z, y)]
     expected = torch.linalg.inv(torch.eye(z.shape[-1]) - exact[0] / 2) @ exact[1]
     expected_gradients = torch.autograd.grad(expected, exact, cotangent.double())
-    for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solved_by_cholesky(w, y), 1e-6)):
+    for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solve_by_cholesky(w, y), 1e-6)):
         assert relative_error(result, expected) < rounding
         for pair in zip(torch.autograd.grad(result, (z, y), cotangent, retain_graph=True), expected_gradients, strict=True):
             assert relative_error(*pair) < rounding

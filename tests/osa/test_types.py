@@ -9,15 +9,15 @@ from osa.options import METHODS, MethodOptions
 
 
 def test_the_keywords_are_the_options():
-    assert get_type_hints(options.Options) == options.TYPES
-    assert list(options.Options.__annotations__) == list(models.OPTIONS)
+    assert get_type_hints(options.ModelOptions) == options.FIELD_TYPES
+    assert list(options.ModelOptions.__annotations__) == list(models.FIELDS)
     words = {
         options.AttentionKind: models.ATTENTION,
-        options.AttentionStart: models.ATTENTION_INIT,
-        options.MLPStart: models.MLP_INIT,
+        options.AttentionInit: models.ATTENTION_INIT,
+        options.MLPInit: models.MLP_INIT,
         options.ActivationKind: models.ACTIVATION,
-        options.LinearStart: models.PATCH_EMBEDDING_INIT,
-        options.HeadStart: models.HEAD_INIT,
+        options.LinearInit: models.PATCH_EMBEDDING_INIT,
+        options.HeadInit: models.HEAD_INIT,
         names.Map: orthogonal.MAPS,
         names.Penalty: penalties.PENALTIES,
     }

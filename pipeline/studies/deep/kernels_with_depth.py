@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 from osa.init import stiefel_uniform
 from osa.shaped.matrices import attention_between, signal_preserving_attention
 from osa.shaped.schedules import (
-    KERNELS,
+    KERNEL_KINDS,
     exponential_kernel,
     exponential_schedule,
     residual_schedule,
@@ -199,7 +199,8 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 def schedules(settings: Settings) -> Iterator[dict]:
     """Returns the distance of A_l ⋯ A_1 from block l's target kernel, for each form of signal-preserving attention."""
     n = settings.tokens
-    for (kernel, causal), depth in itertools.product(itertools.product(KERNELS, (True, False)), (6, *settings.depths[-1:])):
+    depths = (6, *settings.depths[-1:])
+    for kernel, causal, depth in itertools.product(KERNEL_KINDS, (True, False), depths):
         last = settings.rho if kernel == "uniform" else settings.gamma
         steps = (uniform_schedule if kernel == "uniform" else exponential_schedule)(depth, last)
         make = uniform_kernel if kernel == "uniform" else exponential_kernel

@@ -16,7 +16,7 @@ from osa.shaped.activations import dks_gelu, gain, gelu, gelu_tanh, linear_share
 from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from osa.shaped.matrices import attention_between, signal_preserving_attention
 from osa.shaped.schedules import (
-    KERNELS,
+    KERNEL_KINDS,
     exponential_kernel,
     exponential_schedule,
     residual_schedule,
@@ -27,7 +27,7 @@ from osa.shaped.schedules import (
 IMAGES, TOKENS, WIDTH, HEADS = 2, 11, 15, 3
 LAST = {"uniform": 0.8, "exponential": 0.05}
 MAKE = {"uniform": uniform_kernel, "exponential": exponential_kernel}
-FORMS = list(itertools.product(KERNELS, (True, False)))
+FORMS = list(itertools.product(KERNEL_KINDS, (True, False)))
 
 
 def schedule(kernel, depth, repeated=0.0):

@@ -110,6 +110,14 @@ class SelfAttention(nn.Module):
             raise ValueError(f"the tokens must be floating-point, (B, N, {d}) or (N, {d}), not {x.dtype}, {tuple(x.shape)}")
 
 
+def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    """A of each head, (B, num_heads, N, N), of x's type, computed with V = I; x is (B, N, d)."""
+    query, key, _ = attention.project(x)
+    num_tokens = x.shape[-2]
+    identity = torch.eye(num_tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], num_tokens, num_tokens)
+    return attention.mix(query, key, identity, None, attn_mask)
+
+
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     """Reshapes a mask of the tokens of x to (B or none, 1, 1, N); returns a mask of three or more dimensions unchanged."""
     if not isinstance(attn_mask, Tensor):
@@ -310,7 +318,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         x = query.transpose(0, 1) if is_turned else query
         mask = self._mask(x, key_padding_mask, attn_mask)
         y = super().forward(x, attn_mask=mask)
-        weights = self._weights(x, mask, average_attn_weights) if need_weights else None
+        weights = self._weights(x, mask, average_attn_weights).to(y.dtype) if need_weights else None
         return y.transpose(0, 1) if is_turned else y, weights
 
     def _mask(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
@@ -328,10 +336,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return mask
 
     def _weights(self, x: Tensor, mask: Tensor | None, average: bool) -> Tensor:
-        """The matrices exp(S), computed as the attention of V = I."""
-        query, key, _ = self.project(x if x.dim() == 3 else x[None])
-        identity = torch.eye(x.shape[-2], dtype=query.dtype, device=query.device)
-        weights = orthogonal_attention(query, key, identity, mask, scale=self.scale(), **self.options)  # (B, h, N, N)
+        weights = attention_matrix(self, x if x.dim() == 3 else x[None], mask)  # (B, h, N, N)
         weights = weights.mean(1) if average else weights
         return weights if x.dim() == 3 else weights[0]
 

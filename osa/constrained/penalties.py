@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from osa.constrained.names import Penalty
 from osa.init import Attention, TwoLayers
-from osa.modules import Block, SelfAttention
+from osa.modules import Block, attention_matrix
 from osa.vit import blocks_of
 
 
@@ -79,14 +79,6 @@ def head_penalty(attention: Attention) -> Tensor:
         for weight in (attention.query.weight, attention.key.weight, attention.value.weight, attention.out.weight.mT)
     )
     return gram_penalty(torch.cat([query, key], dim=1)) + gram_penalty(value) + gram_penalty(out)
-
-
-def attention_matrix(attention: SelfAttention, x: Tensor) -> Tensor:
-    """A of each head, (B, num_heads, N, N), computed with V = I; x is (B, N, d)."""
-    query, key, _ = attention.project(x)
-    tokens = x.shape[-2]
-    identity = torch.eye(tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], tokens, tokens)
-    return attention.mix(query, key, identity, None)
 
 
 Term = Callable[[Block, Tensor], Tensor]

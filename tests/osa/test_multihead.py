@@ -65,6 +65,13 @@ def test_outputs_and_matrices_have_torchs_shapes_and_our_values():
     assert torch.equal(turned(one, one, one)[0], whole(one))
 
 
+def test_outputs_and_matrices_have_torchs_types_under_autocast():
+    x = tokens().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, torchs = (layer(x, x, x) for layer in (attention(), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)))
+    assert [each.dtype for each in ours] == [each.dtype for each in torchs] == [torch.bfloat16, torch.bfloat16]
+
+
 def test_masks_of_padding_in_all_of_torchs_forms():
     layer, x = attention().double(), tokens()
     expected = plain(layer)(x, attn_mask=~PADDING)

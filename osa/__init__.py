@@ -1,6 +1,6 @@
 """Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost.
 
-A name is imported when it is first used, so that who reads `osa.MODELS` or `osa.NUMERICS` alone does not wait for torch.
+Names are imported at their first use, so that reading `osa.MODELS` or `osa.NUMERICS` does not wait for torch.
 """
 
 import importlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
-NUMERICS = 2  # raised by an edit that changes the numbers of a training: runs of another one are trained again
+NUMERICS = 2  # raised with every edit that changes the numbers of a training: runs of another value are trained again
 
 __all__ = [
     "MLP",

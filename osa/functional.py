@@ -1,6 +1,6 @@
 """Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
 
-From the top: `orthogonal_attention` with its equations, the same in plain code, the checks of arguments, the fast routes.
+In this order: `orthogonal_attention` with its equations, these equations in code, checks of the arguments, fast routes.
 """
 
 import math
@@ -41,8 +41,8 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL_NORM = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] are multiplied in either order
-CANCELLATION = 16.0  # scale · ‖Q‖_F ‖K‖_F over max(1, ‖S‖_F) up to which S itself is used: √(d/2) for independent entries
+SMALL_NORM = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] may be multiplied in either order: see `_is_small`
+CANCELLATION = 16.0  # S itself is used while scale · ‖Q‖_F ‖K‖_F ≤ 16 max(1, ‖S‖_F); independent entries have √(d/2) for 16
 # eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
@@ -63,13 +63,13 @@ def orthogonal_attention(
 ) -> Tensor:
     """exp(S) V with S = scale · (Q Kᵀ − K Qᵀ) (Eq. 5), where exp(S) is orthogonal.
 
-    S has rank ≤ 2d, and so needs no N×N matrix (Theorem 2.1). With B an orthonormal basis of the column space of
+    S has rank ≤ 2d, so no N×N matrix is needed (Theorem 2.1). With B an orthonormal basis of the column space of
     M = [Q, K] (N×2d),
 
         exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
 
-    "qr_literal" is these equations in code, with B of the reduced QR of M (Section 3): see `_qr_literal`. The other methods
-    are fast routes, with J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM. All of these read
+    "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3): see `_qr_literal`. The
+    other methods are faster. With J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, they all compute
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
@@ -83,52 +83,51 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr" is "qr_literal" in exact arithmetic, with a gradient that does not pass through QR. "exact" needs no basis because
+    "qr" equals "qr_literal" in exact arithmetic, but its gradient does not pass through QR. "exact" needs no basis because
     f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of
-    Eq. 9, which by the same identity enters through G_K = BᵀB alone; the result is orthogonal as far as its K iterations
-    have converged (Theorem 3.1). "polar_express" has the steps of Amsel et al. (2025) instead, and computes in float64.
+    Eq. 9; by the same identity it needs only G_K = BᵀB. Its result is orthogonal as far as the K iterations have converged
+    (Theorem 3.1). "polar_express" replaces the steps by those of Amsel et al. (2025), and computes in float64.
 
-    "cayley" gives another orthogonal matrix of the same S, its Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with
-    exp(S) to second order and turns by less than π. Brantner et al. (2023, *Volume-Preserving Transformers for Learning Time
-    Series Data with Structure*, arXiv 2312.11166) have it in attention, by the N×N matrix itself.
+    "cayley" replaces exp(S) by another orthogonal matrix, the Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with
+    exp(S) to second order and rotates by less than π. Brantner et al. (2023, *Volume-Preserving Transformers for Learning
+    Time Series Data with Structure*, arXiv 2312.11166) use it in attention, and form the N×N matrix.
 
-    A keeps lengths whatever the norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), with eps of the widest input, or of
-    float32, or the result is NaN. "polar_express" does so to 10⁻⁵, or as float32 does, while the singular values of M lie
-    in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by design: it equals its equations to about 30 eps · scale ·
-    ‖M‖₂², or is NaN. "qr_literal" is as exact as torch's matrix exponential.
+    A preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN. Here eps is that
+    of the widest input, at most float32's. "polar_express" preserves lengths to 10⁻⁵, or to the accuracy of float32, if the
+    singular values of M lie in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by design: it agrees with its equations
+    to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
 
-    Where N < 2d S is smaller than G: "qr", and "exact" and "cayley" where the entries of S do not cancel, then use S itself.
+    If N < 2d, S is smaller than G. "qr" then uses S itself, as do "exact" and "cayley" if the entries of S do not cancel.
 
-    The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: for Q ≈ K, for tokens that share a
-    large part, for outliers. Where the error would show, "exact" and "cayley" take M T of the same S (see `balanced`), and
-    where balancing is not enough the basis of "qr" in float64; the iterations go on in float64. Where no value can be read,
-    "exact" and "cayley" take M R⁻¹ (see `_by_cholesky`), and all methods but "qr" compute in float64 on the CPU. A
-    kernel of CUDA chooses by itself: between M T and a basis up to 64 tokens of width 16, and beyond 256 tokens or that
-    width between M T and M R⁻¹. Where this is not enough, and where a method has no digit left, the result is NaN, with a
-    warning; exp(S) of an S whose ‖S‖_F cannot be read and exceeds 69,000 is NaN too, in a kernel from 23,000 on. On CUDA
-    all products of float32 inputs are in full float32 even where the program allows TF32; under torch.compile, and in the
-    backward pass of "qr_literal", its setting holds.
+    The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: if Q ≈ K, if tokens share a large
+    part, or if there are outliers. To avoid this error, "exact" and "cayley" replace M by M T, which has the same S (see
+    `balanced`), and if that does not suffice they use the basis of "qr" in float64; the iterations continue in float64. In a
+    trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `_by_cholesky`), and on the CPU all methods but "qr"
+    compute in float64. CUDA kernels make their own choice: between M T and a basis up to 64 tokens of width 16, and between
+    M T and M R⁻¹ beyond 256 tokens or that width. If no digit is left, the result is NaN, with a warning. exp(S) is also NaN
+    if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32 inputs are in full
+    float32 even if the program allows TF32, except under torch.compile and in the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).
         key: (..., N, d).
         value: (..., N, d_value).
         attn_mask: boolean, True for tokens that take part and False for padding: (..., 1, N), or (..., N, N) with equal
-            rows. The output of unpadded tokens is that without padding, to rounding; a padded token gets its own value.
-            The gradient of "qr_literal" needs more tokens of full rank than padding leaves.
-        dropout_p, is_causal: 0 and False, as no other attention matrix is orthogonal.
+            rows. Padding changes the output of the other tokens only by rounding; the output of a padded token is its own
+            value. The gradient of "qr_literal" is undefined if fewer than min(N, 2d) tokens remain.
+        dropout_p, is_causal: must be 0 and False: with others the attention matrix is not orthogonal.
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
-        enable_gqa: repeat the heads of key and value, dimension −3, to as many as query has.
-        method: one of the table's.
+        enable_gqa: repeat the heads of key and value, dimension −3, to match those of query.
+        method: a method of the table.
         num_iterations: K of Eq. 9, for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7) alone.
-        epsilon: ε of Section 3, which the same two methods add to ‖M‖_F.
+        epsilon: ε of Section 3, which these two methods add to ‖M‖_F.
 
     Returns:
-        (..., N, d_value), of value's type. With bfloat16 or float16 inputs the small matrices are float32.
+        (..., N, d_value), in the type of value. With bfloat16 or float16 inputs the small matrices are float32.
 
     Raises:
-        TypeError: query, key, value or the mask is no tensor, or the scale no real number.
+        TypeError: query, key, value or the mask is not a tensor, or the scale is not a real number.
         ValueError: the shapes, types or devices do not match, the method is unknown, or an argument asks for a matrix that
             is not orthogonal.
 
@@ -180,11 +179,11 @@ def orthogonal_attention_matrix(
 
 
 def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """exp(S) V as Section 3 has it, by the library's own QR and matrix exponential, which autograd differentiates.
+    """exp(S) V as in Section 3, by torch's QR and matrix exponential, which autograd differentiates.
 
-    The gradient passes through QR, whose derivative holds R⁻¹: its error grows with the condition number of M, and where M
-    is rank-deficient it is undefined, NaN or without a correct digit. `matrix_exp` of a single matrix, a batch of one too,
-    is off by up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
+    The derivative of QR contains R⁻¹, so the error of the gradient grows with the condition number of M. If M is
+    rank-deficient, the gradient is undefined: NaN, or without a correct digit. `matrix_exp` of a single matrix, also of a
+    batch of one, has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
     """
     m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
     basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
@@ -194,7 +193,7 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
 
 
-@constant_to_a_trace  # a trace that asks torch directly gets False
+@constant_to_a_trace  # torch.compile would trace the function of torch as False
 def _goes_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
@@ -224,7 +223,7 @@ def _checked_scale(
     except RuntimeError:
         raise ValueError(f"the batch dimensions of query, key and value must broadcast, not {batches}") from None
     if scale is None:
-        return 1 / math.sqrt(query.shape[-1] or 1)  # without columns S is 0 at any scale
+        return 1 / math.sqrt(query.shape[-1] or 1)  # d = 0: S is 0 at any scale
     if not isinstance(scale, (Tensor, Real)) or (isinstance(scale, Tensor) and scale.is_complex()):
         raise TypeError(f"scale must be a real number or a tensor of them, not {scale!r}")
     if not isinstance(scale, Tensor):
@@ -248,9 +247,9 @@ def _checked_scale(
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """Calls a route of `_ROUTES` with tensors of one type and batch, (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
+    """Calls a function of `_ROUTES` with tensors of one type and batch: (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
     with without_autocast(query.device), full_precision(query.device):
-        least = torch.float64 if method == "polar_express" else torch.float32  # the former for `polar_express_gram`
+        least = torch.float64 if method == "polar_express" else torch.float32  # `polar_express_gram` needs float64
         dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
         batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
         scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale, dtype=dtype)
@@ -260,20 +259,20 @@ def plain_attention(
         return _ROUTES[method](*map(as_batch, inputs), *options).view(shape).to(value.dtype)
 
 
-PhiTimes = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y of the f with A = I + S f(S): φ₁, or (I − Z/2)⁻¹ of Cayley
+PhiTimes = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y, where A = I + S f(S): f is φ₁, or (I − Z/2)⁻¹ for Cayley
 
 
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    if query.shape[-2] <= 2 * query.shape[-1]:  # a basis would be a rotation of all tokens
+    if query.shape[-2] <= 2 * query.shape[-1]:  # a basis would only rotate the tokens
         return value + _moved(function, _skew(query, scale * key), value)
     m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Uses the Gram matrices of M, or of the M T of `balanced` if M is unbalanced, or a basis if that does not suffice.
+    """Uses Gram matrices of M, or of M T (see `balanced`) if M is unbalanced, or a basis if balancing does not suffice.
 
-    For N < 2d it uses S itself, which is smaller, unless its rounding would show.
+    For N < 2d it uses S itself, which is smaller, unless the entries of S cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -295,7 +294,7 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
 
 @torch.no_grad()
 def _keeps_digits(skew: Tensor, query: Tensor, key: Tensor, scale: Tensor) -> bool:
-    """True if the rounding of each S, eps · scale · ‖Q‖_F ‖K‖_F, is within CANCELLATION of that of exp(S)."""
+    """True if rounding errors of each S, eps · scale · ‖Q‖_F ‖K‖_F, are at most CANCELLATION times those of exp(S)."""
     q, k, s = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (query, key, skew))
     return bool((scale.abs() * q * k <= CANCELLATION * s.clamp(min=1)).all())
 
@@ -307,9 +306,9 @@ def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -
 def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
     """Replaces M by M R⁻¹, whose columns are nearly orthonormal. Returns NaN, never a wrong number, where precision is lost.
 
-    A V = V + M R⁻¹ f(Z) R J MᵀV with Z = R J MᵀM R⁻¹, times scale, holds for any invertible R, which is therefore constant
-    in derivatives of every order. With R of `gram_factor` Z is nearly skew, whatever the rank of M, and the error at most
-    about eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition: there R is I.
+    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹, for any invertible R: derivatives of every order may
+    treat R as a constant. With R from `gram_factor`, Z is nearly skew at any rank of M, and the error is at most about
+    eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition, so there R is I.
     """
     m = balanced(m)
     if _goes_to_onnx():
@@ -324,12 +323,12 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """float64 on the CPU, where it costs twice the time, else the input's type: for traces, which hide the values."""
+    """float64 on the CPU, where it takes twice the time, else the input's type: for traces, which hide the values."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
 def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """x, or NaN where digits are lost, with a warning. A factor makes the gradients NaN too."""
+    """Replaces x by NaN where digits are lost, and warns. Multiplies by NaN, so that the gradients are NaN too."""
     if not _goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
@@ -373,7 +372,7 @@ _ROUTES: dict[str, Callable[..., Tensor]] = {
     "polar_express": partial(_iterated, polar_express_gram),
 }
 
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # (A − I) V = M · (this), of MᵀM, MᵀV and scale
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # T of MᵀM, MᵀV and scale, with which A V = V + M T
 
 
 @torch.no_grad()
@@ -382,7 +381,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """Computes by Gram matrices alone, from M (b, N, 2d) and V (b, N, d_value). `gram` is MᵀM if known, without gradient."""
+    """Computes A V from M (b, N, 2d), V (b, N, d_value) and Gram matrices. `gram` is MᵀM, without gradient, if known."""
     if is_recorded(m, v, scale):
         return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
     return _by_differentiable_gram(m, v, scale, mixing, gram)
@@ -394,7 +393,7 @@ def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing,
 
 
 class _ByGram(torch.autograd.Function):
-    """`_by_differentiable_gram` with its own backward: autograd for the small matrices, five products for the large ones."""
+    """`_by_differentiable_gram` with a backward pass of five large products; autograd differentiates the small matrices."""
 
     @staticmethod
     def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor) -> Tensor:
@@ -421,24 +420,24 @@ class _ByGram(torch.autograd.Function):
 
 
 def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
-    """Computes by an orthonormal basis of the columns of M, with S = M J Mᵀ; (b, N, 2d) and (b, N, d_value)."""
+    """Computes A V from M (b, N, 2d), with S = M J Mᵀ, and V (b, N, d_value) by an orthonormal basis of M's columns."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(*torch.bmm(basis.mT, m).chunk(2, dim=-1)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
     return torch.baddbmm(v, basis, _moved(function, skew, w))
 
 
 def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
-    """Returns [S] f([S]) W, the change of W, multiplied in the order that rounds less."""
+    """Returns [S] f([S]) W, which A adds to W, multiplied in the more accurate order."""
     return torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
 
 
 def _is_small(skew: Tensor) -> bool:
-    """True if [S] f([S]) W is as accurate as f([S]) [S] W: a large [S] multiplies the rounding of f by its norm."""
+    """True if [S] (f([S]) W) is as accurate as f([S]) ([S] W). A large [S] would multiply the rounding errors of f."""
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL_NORM).all())
 
 
 def _skew(query: Tensor, key: Tensor) -> Tensor:
-    """S = Q Kᵀ − K Qᵀ, or [S] of BᵀQ and BᵀK (Eq. 7), skew to the last bit."""
+    """S = Q Kᵀ − K Qᵀ, or [S] from BᵀQ and BᵀK (Eq. 7), exactly skew-symmetric."""
     half = query @ key.mT
     return half - half.mT
 
@@ -446,14 +445,14 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 class _ByBasis(torch.autograd.Function):
     """`_by_differentiable_basis` with the gradient of A V itself, which does not depend on the choice of basis.
 
-    With U = f([S]) W, W = BᵀV, the forward is V + B [S] U. For a gradient G let H = BᵀG, Ū = f(−[S]) H and A the skew
-    part, twice, of the gradient of [S] with B held fixed. A change of M outside the span of B moves B too; to first order
-    that is (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
+    With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. For a gradient G let H = BᵀG and Ū = f(−[S]) H, and
+    let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B moves B too. This
+    adds, to first order, (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
-    This takes neither QR's backward pass nor an inverse of R, and so holds where M is rank-deficient too. With
-    create_graph=True the gradient and its derivatives come from `_by_cholesky`, the same function, in float64.
+    This needs neither the backward pass of QR nor R⁻¹, and so also holds for a rank-deficient M. With create_graph=True the
+    gradient is that of `_by_cholesky` in float64, the same function, whose higher derivatives exist.
     """
 
     @staticmethod
@@ -489,7 +488,7 @@ class _ByBasis(torch.autograd.Function):
 
 
 def _in_double(function: PhiTimes, m: Tensor, v: Tensor) -> Tensor:
-    """The same function of S = M J Mᵀ in float64, without a branch and with derivatives of every order."""
+    """Computes the same A V in float64, with S = M J Mᵀ, by a function that has derivatives of every order."""
     one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
     return _by_cholesky(function, m.double(), v.double(), one).to(v.dtype)
 
@@ -500,4 +499,4 @@ def _times_j(x: Tensor) -> Tensor:
     return torch.cat([-key, query], dim=-1)
 
 
-from osa import compiled  # noqa: E402, F401  takes the place of `plain_attention`, which it calls, and registers itself
+from osa import compiled  # noqa: E402, F401  registers an operator, which calls `plain_attention`

@@ -1,6 +1,6 @@
-"""The small matrices behind orthogonal attention: bases of span[Q, K] (Section 3) and the function φ₁.
+"""Linear algebra of orthogonal attention: bases of span[Q, K] (Section 3), the function φ₁, Gram matrices, balancing.
 
-Nothing here is N×N, and nothing but the QR basis is larger than 2d_v×2d_v.
+No matrix is N×N; only M = [Q, K] and its basis have N rows, the others are at most 2d_v×2d_v.
 """
 
 import math
@@ -13,7 +13,7 @@ from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_gr
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
 
-POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; the last entry is repeated beyond
+POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; later steps repeat the last entry
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -25,22 +25,22 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
 )
 
 _SERIES_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that they do not cancel
-_MAX_DOUBLINGS = 14  # where ρ cannot be read off the data
+_MAX_DOUBLINGS = 14  # in a trace or on an accelerator, where ρ is not read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
-IMBALANCE = 128.0  # largest `imbalance` whose loss is allowed: A = exp(S) is then orthogonal to 100 eps max(1, ‖S‖₂) or so
+IMBALANCE = 128.0  # largest `imbalance` allowed: A = exp(S) is then orthogonal to about 100 eps max(1, ‖S‖₂)
 
 
 def qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis of the columns of M by the reduced QR decomposition (Section 3).
 
-    The CPU uses Householder's QR, the faster one there. On CUDA Householder's QR processes a batch one matrix at a time and
-    waits for the host, so float32 matrices use `cholesky_qr_basis`.
+    Uses Householder's QR, except for float32 matrices on CUDA: there Householder's QR would process a batch one matrix at a
+    time and wait for the host, and `cholesky_qr_basis` is faster.
 
     Args:
         m: (..., N, 2d_v).
 
     Returns:
-        B: (..., N, min(N, 2d_v)) with BᵀB = I. Its gradient is undefined where M is rank-deficient.
+        B: (..., N, min(N, 2d_v)) with BᵀB = I. Its gradient is undefined if M is rank-deficient.
     """
     if m.device.type == "cuda" and m.dtype == torch.float32 and m.shape[-2] >= m.shape[-1]:
         return cholesky_qr_basis(m)
@@ -48,11 +48,12 @@ def qr_basis(m: Tensor) -> Tensor:
 
 
 def cholesky_qr_basis(m: Tensor) -> Tensor:
-    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, for whole batches, reading no value.
+    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM: batched, and no value is read.
 
-    Householder's Q is the exact Q of M + E, ‖E‖ a few eps ‖M‖ (Higham 2002, Theorem 19.4). An E of this size on the diagonal
-    costs no accuracy, and no null vector of M is one of M + E. A shift of the first decomposition, in float64, makes up for
-    its rounding; the second removes what is left of BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
+    Householder's Q is the exact Q of M + E, where ‖E‖ is a few eps ‖M‖ (Higham 2002, Theorem 19.4). Adding an E of this size
+    on the diagonal therefore costs no accuracy, and M + E maps no null vector of M to 0. All arithmetic is float64. The
+    first decomposition is shifted, so that rounding cannot make it fail; the second removes the remaining BᵀB − I (shifted
+    Cholesky-QR of Fukaya et al. 2020).
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -63,7 +64,7 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps * norm.square()
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for added in (shift, torch.zeros_like(shift)):
-        gram = x.mT @ x + added * identity  # (..., n, n); not in place, which autograd could not take back
+        gram = x.mT @ x + added * identity  # (..., n, n); not in place: autograd needs the terms
         factor = torch.linalg.cholesky_ex(gram).L
         x = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
     return x.to(m.dtype)
@@ -72,11 +73,11 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
 def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
     """G_K = M_KᵀM_K of the Newton–Schulz iterate M_K (Eq. 9), given G₀ = M₀ᵀM₀.
 
-    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), and so G_{k+1} = T_k G_k T_k, of factors that commute. Small singular values
-    do not converge in few steps: this is a property of the method.
+    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), so G_{k+1} = T_k G_k T_k, and all these factors commute. Small singular values
+    need many steps to converge: this is a property of the method.
 
     Args:
-        gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ < √3. Its gradient is the symmetric part of the gradient.
+        gram: G₀, (..., n, n), symmetric, with ‖M₀‖₂ < √3. Its gradient is symmetric.
         num_iterations: K ≥ 1. Appendix D: 6.
     """
     if is_readable(gram):
@@ -86,7 +87,7 @@ def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
 
 def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
     """G_0 to G_K, (b, n, n) each."""
-    grams, add_product = [gram], Tensor.baddbmm_ if is_eager(gram) else Tensor.baddbmm  # the former is unknown to vmap
+    grams, add_product = [gram], Tensor.baddbmm_ if is_eager(gram) else Tensor.baddbmm  # vmap has no baddbmm_
     for _ in range(num_iterations):
         square = torch.bmm(gram, gram)
         difference = torch.sub(gram, square, alpha=2 / 3)
@@ -96,10 +97,10 @@ def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
 
 
 class _NewtonSchulzGram(torch.autograd.Function):
-    """`_newton_schulz_gram` with a backward of two products an iteration.
+    """`_newton_schulz_gram` with a backward pass of two products per iteration.
 
-    G_{k+1} = ¼ (9G − 6G² + G³) with G = G_k. With E the gradient of G_{k+1}, symmetric, the gradient of G_k is therefore
-    ¼ (9E − 6 (EG + GE) + EG² + GEG + G²E) = R + Rᵀ with Y = EG − 4E and R = ¼ (Y + ½Yᵀ) G + 9/8 E.
+    Let G = G_k, so that G_{k+1} = ¼ (9G − 6G² + G³), and let the symmetric E be the gradient of G_{k+1}. The gradient of
+    G_k is then ¼ (9E − 6 (EG + GE) + EG² + GEG + G²E) = R + Rᵀ with Y = EG − 4E and R = ¼ (Y + ½Yᵀ) G + 9/8 E.
     """
 
     @staticmethod
@@ -123,13 +124,13 @@ class _NewtonSchulzGram(torch.autograd.Function):
 
 
 def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
-    """G_K = M_KᵀM_K of the Polar Express iterate M_K, given G₀ = M₀ᵀM₀: `newton_schulz_gram` with other steps.
+    """G_K = M_KᵀM_K of the Polar Express iterate M_K, given G₀ = M₀ᵀM₀: `newton_schulz_gram` with other polynomials.
 
-    T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven take singular values in [10⁻³, 1] to 1 within 10⁻⁶, where
-    Newton–Schulz takes about twenty.
+    T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven steps bring singular values in [10⁻³, 1] to 1 within 10⁻⁶;
+    Newton–Schulz needs about twenty.
 
     Args:
-        gram: (..., n, n), symmetric, of M₀ with ‖M₀‖₂ ≤ 1. float64: float32 does not hold eigenvalues of 10⁻⁶.
+        gram: G₀, (..., n, n), symmetric, with ‖M₀‖₂ ≤ 1. float64: float32 cannot resolve eigenvalues of 10⁻⁶.
         num_iterations: K ≥ 1.
     """
     for k in range(num_iterations):
@@ -141,14 +142,15 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, which singular matrices have too.
+    """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines it for singular Z.
 
-    Evaluates a Taylor polynomial by Horner's rule in Z², on blocks as narrow as Y, of the least degree whose remainder, in
-    value and gradient, is below the rounding for the spectral radius ρ of Z, which is ‖S‖₂ (for Z = scale · J MᵀM too).
+    Evaluates a Taylor polynomial by Horner's rule in Z², with products as narrow as Y. Its degree is the least for which the
+    remainder of value and gradient is below rounding, given the spectral radius ρ of Z. For Z = [S] and for Z = scale · J MᵀM
+    this is ‖S‖₂.
 
-    For ρ > 4, Z is halved s times, to ρ ≤ 1, and its φ₁ doubled as often, φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). Where ρ cannot be read s is fixed, and the result
-    NaN where −tr Z² = Σ|λ|² ≥ 2ρ² does not exclude that ρ is too large for it.
+    If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed, and the
+    result is NaN if ρ may be too large for s: if Σ|λ|² = −tr Z², which is at least 2ρ², is too large.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -159,7 +161,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 
 def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """`phi1_times` of (b, n, n) and (b, n, m) by torch's own operators, and so differentiable as often as one likes."""
+    """`phi1_times` of (b, n, n) and (b, n, m) by torch's operators, with derivatives of every order."""
     radius, doublings = _MAX_RADIUS / 2**_MAX_DOUBLINGS, _MAX_DOUBLINGS
     if is_readable(z) and is_readable(y) and z.numel():
         square = torch.bmm(z.detach(), z.detach())
@@ -170,7 +172,7 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
         radius /= 2**doublings
     else:
         is_lost = square_moduli(z) > 2 * _MAX_RADIUS**2
-        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # no digit that is wrong in silence
+        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # NaN rather than a wrong number
     z = z / 2**doublings
     identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
     phi = _taylor(identity, z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
@@ -183,13 +185,13 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
-    """(I − Z/2)⁻¹ Y, with which the Cayley transform is (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
+    """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
-    Solves by LU. On CUDA, where the LU of a batch waits for the host, it solves by the Cholesky decomposition of WᵀW with
-    W = I − Z/2, in float64, since the condition number of WᵀW is that of W squared.
+    Solves by LU, except on CUDA, where the LU of a batch waits for the host: there by the Cholesky decomposition of WᵀW with
+    W = I − Z/2, in float64 because WᵀW has the squared condition number of W.
 
     Args:
-        z: (..., n, n) with purely imaginary spectrum, for which W is never singular.
+        z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
         y: (..., n, m), the same batch dimensions.
     """
     w = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device) - z / 2
@@ -206,12 +208,12 @@ def solve_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """True if every Z = scale · J MᵀM is near enough to normal for φ₁(Z) to keep its digits: `imbalance` ≤ 128.
+    """True if every Z = scale · J MᵀM is nearly normal, `imbalance` ≤ 128, so that φ₁(Z) is accurate.
 
-    A Gram matrix that overflows is not: it has no digits.
+    False for a Gram matrix that has overflowed.
 
     Args:
-        gram: MᵀM, (b, 2d, 2d), whose values can be read.
+        gram: MᵀM, (b, 2d, 2d). Its values are read.
         scale: (b, 1, 1).
     """
     norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # ‖Z‖_F, (b, 1, 1)
@@ -220,11 +222,11 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
 
 @torch.no_grad()
 def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
-    """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of a Z with imaginary spectrum, (b, n, n), the root taken as 1 to 64: (b, 1, 1).
+    """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of each Z (b, n, n) with imaginary spectrum, the root clamped to [1, 64]: (b, 1, 1).
 
-    The numerator is 0 for a normal Z, and else the square of its departure from normality (Henrici 1962). Times eps it
-    is about the error of φ₁(Z) in exp(S); the denominator, about ‖S‖₂, is what the norm itself costs. Beyond 64 the
-    errors of the part that is not normal grow faster than the norm. `spectrum` is Σ|λ|² if known.
+    The numerator is the squared departure of Z from normality (Henrici 1962), 0 for a normal Z. Times eps, it is about the
+    error of φ₁(Z) in exp(S). The denominator, about ‖S‖₂, is the error that a normal Z has as well. It stops at 64 because
+    beyond, the error of a Z that is not normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -239,9 +241,9 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Upper triangular R, (b, 2d, 2d), with the columns of M R⁻¹ orthonormal, or short where M is nearly rank-deficient.
+    """Upper triangular R, (b, 2d, 2d), such that the columns of M R⁻¹ are nearly orthonormal, or short if M lacks full rank.
 
-    RᵀR = MᵀM + δI by the Cholesky decomposition, and δ a little more than the rounding of MᵀM.
+    R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of MᵀM.
 
     Args:
         gram: MᵀM, (b, 2d, 2d).
@@ -253,14 +255,14 @@ def gram_factor(gram: Tensor) -> Tensor:
 
 
 def balanced(m: Tensor) -> Tensor:
-    """M T of the same S, with T symplectic, T J Tᵀ = J, and columns as short as they can be pair by pair.
+    """M T, which has the same S as M and the shortest possible columns: T is symplectic, T J Tᵀ = J.
 
-    S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over the pairs of columns, and no 2×2 matrix of determinant 1 changes
-    the term of the pair that it multiplies: the shorter column loses its projection on the longer one, then one is
-    multiplied by s and the other by 1/s, which makes them equally long.
+    S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. A 2×2 matrix of determinant 1 that multiplies a
+    pair leaves its term unchanged. So the projection on the longer column is subtracted from the shorter one, and then one
+    column is multiplied by s and the other by 1/s, which makes them equally long.
 
-    T is a constant of the derivatives: the function does not depend on it. The subtraction is in float64, so that Q ≈ K in
-    float32 loses no digits, except on Apple's GPUs (MPS), which do not have it.
+    Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that Q ≈ K in
+    float32 loses no digits, except on Apple's GPUs (MPS), which have no float64.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -273,9 +275,9 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # no digit is left where one is a multiple of the other
+    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # the rest of a column that is a multiple of the other is rounding
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
-    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # next to a column of zeros float32 still holds the other
+    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # next to a column of zeros, the other column must not overflow float32
     return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
 
 
@@ -291,10 +293,10 @@ def as_batch(x: Tensor) -> Tensor:
 
 
 def _spectral_radius(square: Tensor) -> float:
-    """A bound of the spectral radius of Z over the batch from Z², within 1.2 or so for spectra that occur in attention.
+    """An upper bound of the largest spectral radius of Z in the batch, from Z²: about 1.2 times too large in attention.
 
-    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding of the first. A matrix of
-    the batch with a NaN, or too large for its fourth power, has no digit to lose: it counts as `_SERIES_RADIUS`.
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding error of the first. A matrix
+    that holds a NaN, or whose fourth power overflows, is lost anyway: it counts as `_SERIES_RADIUS`.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
@@ -303,7 +305,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """The least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4: the remainder's leading term after one derivative."""
+    """The least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4, the leading term of the remainder's derivative."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2
@@ -312,7 +314,7 @@ def _degree(radius: float, dtype: torch.dtype) -> int:
 
 
 def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tensor]:
-    """Σ_{k ≤ degree} Z^k Y / (k + 1)! for odd degrees, by Horner's rule in Z², given Y, ZY and Z².
+    """Σ_{k ≤ degree} Z^k Y / (k + 1)! for an odd degree, by Horner's rule in Z², from Y, ZY and Z².
 
     Two terms at a time (Paterson & Stockmeyer 1973): P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)), and P_0 is
     the sum.
@@ -329,10 +331,10 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 
 
 class _Phi1Times(torch.autograd.Function):
-    """The Taylor polynomial of φ₁(Z) Y, given Z² without a gradient, with a backward that accumulates in place.
+    """The Taylor polynomial of φ₁(Z) Y, from Z² without a gradient, with a backward pass that accumulates in place.
 
-    With E the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!, the gradients of Y and ZY begin as ΣH_j and ΣH_j / (2j +
-    2), and the gradient of Z² is ΣH_{j−1} P_jᵀ / (2j (2j + 1)).
+    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. Through the polynomial, Y has the gradient ΣH_j, ZY has
+    ΣH_j / (2j + 2), and Z² has ΣH_{j−1} P_jᵀ / (2j (2j + 1)). The chain rule then adds the parts of ZY and Z².
     """
 
     @staticmethod

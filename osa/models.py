@@ -1,6 +1,6 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
 
-An option of `ModelConfig` that picks a part names a key of a dict below; a new part is one more entry.
+An option of `ModelConfig` that chooses a part is a key of a dict below; a new part is a new entry.
 """
 
 import dataclasses
@@ -53,9 +53,9 @@ from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAt
 from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
-# Parts that an option can pick. Each entry takes the whole configuration. An attention's entry returns two functions: one
-# builds the layer of a block from its number, one initialises it. An MLP's entry returns only the initialising function,
-# for an activation with this gain and kappa.
+# Parts that an option chooses. Each entry takes the whole configuration. An attention's entry returns two functions: one
+# builds the layer of a block from the block's number, the other initialises it. An MLP's entry also takes the gain and the
+# kappa of its activation, and returns the function that initialises it.
 
 Initialise = Callable[..., None]
 LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]
@@ -76,7 +76,7 @@ def _softmax_attention(config: ModelConfig) -> LayerAndInit:
 
 
 def _signal_preserving_attention(config: ModelConfig) -> LayerAndInit:
-    assert config.kernel is not None and config.kernel_last is not None  # as it checks itself
+    assert config.kernel is not None and config.kernel_last is not None  # ModelConfig checks this
     options, shortcut = config.given("causal", "cls_index", "repeated"), config.shortcut or 0.0
     matrices = signal_preserving_attention(  # (L, N, N)
         config.kernel, config.num_tokens, config.depth, config.kernel_last, shortcut=shortcut, **options
@@ -134,7 +134,7 @@ MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {
     "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
-ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # shaped for the depth of a network
+ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # takes the depth of the network
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
@@ -151,17 +151,17 @@ HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 
 
 def create_model(name: str, *, generator: Generator | None = None, **changes: Unpack[ModelOptions]) -> VisionTransformer:
-    """A model of `MODELS` with the sizes of Appendix D, initialised.
+    """Builds and initialises a model of `MODELS`, by default with the sizes of Appendix D.
 
     Args:
-        name: "osa_qr", "osa_ns", "vit", "vit_noskip" or "vit_noskip_nonorm", the paper's five (Section 5), or another one of
-            `MODELS`.
-        generator: a generator of the default device, for every draw. Default: torch's global one.
-        changes: options of `ModelConfig` that replace the model's own, e.g. depth=12.
+        name: one of the paper's five (Section 5), "osa_qr", "osa_ns", "vit", "vit_noskip" and "vit_noskip_nonorm", or any
+            other of `MODELS`.
+        generator: a generator of the default device, used for every draw. Default: torch's global one.
+        changes: options of `ModelConfig` that replace those of the model, e.g. depth=12.
 
     Raises:
-        ValueError: there is no such model, or an option has an impossible value.
-        TypeError: there is no such option.
+        ValueError: the model is unknown, or an option has an impossible value.
+        TypeError: an option is unknown.
 
     Example:
         >>> create_model("osa_iso", depth=12)(torch.randn(8, 1, 28, 28)).shape
@@ -174,16 +174,16 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
 def build_vit(
     config: ModelConfig | None = None, *, generator: Generator | None = None, **options: Unpack[ModelOptions]
 ) -> VisionTransformer:
-    """A Vision Transformer of Appendix D, initialised, from a configuration or from its options. It keeps its `config`.
+    """Builds and initialises a Vision Transformer of Appendix D from a configuration, or from options; sets its `config`.
 
     Args:
         config: the configuration.
-        generator: a generator of the default device, for every draw. Default: torch's global one.
+        generator: a generator of the default device, used for every draw. Default: torch's global one.
         options: options of `ModelConfig`, in place of a configuration.
 
     Raises:
         ValueError: an option has an impossible value.
-        TypeError: there is no such option, one without a default is missing, or there are a configuration and options.
+        TypeError: an option is unknown, one without a default is missing, or both a configuration and options are given.
 
     Example:
         >>> build_vit(attention="orthogonal", method="qr", skip=False, norm=False, mlp_init="suo").config.depth
@@ -201,7 +201,7 @@ def build_vit(
     init_mlp_ = MLP_INIT[config.mlp_init](config, *moments)
 
     shared = [option.name for option in dataclasses.fields(Sizes) if option.name != "num_heads"]
-    with torch.device("meta"):  # shapes without values, so that every weight is drawn once, below
+    with torch.device("meta"):  # no values yet: each weight is drawn once, below
         vit = VisionTransformer(
             attention=make_attention,
             activation=activation,
@@ -211,7 +211,7 @@ def build_vit(
     vit.config = config
     _allocate(vit)
 
-    # The order of the draws is part of what a seed means.
+    # The order of the draws must not change: with it, a seed would give other weights.
     truncated_normal_(vit.cls_token, config.embedding_std, generator=generator)
     truncated_normal_(vit.position_embedding, config.embedding_std, generator=generator)
     PATCH_EMBEDDING_INIT[config.patch_embedding](vit.patch_embedding, generator=generator)
@@ -227,9 +227,9 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Moves parameters from the meta device to the default one, as `to_empty` does, but under FakeTensorMode too.
+    """Allocates parameters of the meta device on the default device, like `to_empty`, but also under FakeTensorMode.
 
-    Buffers have their values from the beginning, on the CPU.
+    Buffers already have values, on the CPU, and are moved.
     """
     device = torch.get_default_device()
     for child in module.modules():

@@ -21,12 +21,12 @@ Dtype = torch.dtype | None
 
 
 class SelfAttention(nn.Module):
-    """Query, key, value and output projections of multi-head self-attention; subclasses say how tokens are mixed.
+    """Query, key, value and output projections of multi-head self-attention. Subclasses define `mix`, the attention.
 
-    Every class takes `device` and `dtype` of the weights, as layers of torch do.
+    Every class accepts the `device` and `dtype` of its weights, as torch's layers do.
 
-    Head i owns rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight, so
-    that the sum over heads of A_i X W^V_i W^O_i (Eq. 4) is one product with the concatenated heads.
+    Head i has rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight. The
+    sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product with the concatenated heads.
     """
 
     embed_dim: int
@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head, (B, num_heads, N, d_v), in one matrix product if the three layers are plain.
+        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product if the three layers allow it.
 
         Args:
             x: (B, N, embed_dim).
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """A_i V_i of each head for the first `num_outputs` tokens, (B, num_heads, num_outputs, d_v)."""
+        """A_i V_i of each head, (B, num_heads, num_outputs, d_v): the first `num_outputs` tokens, or all if None."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -84,9 +84,9 @@ class SelfAttention(nn.Module):
                 broadcast over heads.
 
         Raises:
-            TypeError: x or the mask is no tensor.
-            ValueError: x has another shape, is not floating-point or nested, there are inputs for key and value, too, or the
-                mask does not fit.
+            TypeError: x or the mask is not a tensor.
+            ValueError: x has another shape, is nested or is not floating-point, key and value are given too, or the mask
+                does not fit.
         """
         self._check(x, num_outputs, *others)
         mask = attn_mask if attn_mask is None else _for_heads(attn_mask, x)
@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
         return y if x.dim() == 3 else y[0]
 
     def _check(self, x: Tensor, num_outputs: int | None, *others: Tensor) -> None:
-        """Raises TypeError or ValueError as `forward` does."""
+        """Raises the errors of `forward` about its inputs."""
         if others or isinstance(num_outputs, Tensor):
             raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
         if not isinstance(x, Tensor):
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """A of each head, (B, num_heads, N, N), of x's type, computed with V = I; x is (B, N, d)."""
+    """A of each head, (B, num_heads, N, N) for x (B, N, d), in the type of x: the attention of V = I."""
     query, key, _ = attention.project(x)
     num_tokens = x.shape[-2]
     identity = torch.eye(num_tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], num_tokens, num_tokens)
@@ -130,7 +130,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     if is_eager(attn_mask) and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
         lower = torch.ones_like(attn_mask).tril()
         check_condition(
-            (attn_mask != lower).any() & (attn_mask == lower).any(),  # neither the triangle nor what it leaves
+            (attn_mask != lower).any() & (attn_mask == lower).any(),  # neither the triangle nor its complement
             "attn_mask is a triangle, which could be a causal mask, (N, N), or padding, (B, N): write attn_mask[None] or "
             "attn_mask[:, None, None]",
         )
@@ -138,7 +138,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (3d, d) and bias of one layer that computes the same as three, or None if there is none."""
+    """Weight (3d, d) and bias of one linear layer that replaces the three parts, or None if they cannot be joined."""
     if not all(map(_is_plain, parts)):
         return None
     weights = [part.weight for part in parts]
@@ -149,14 +149,14 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """True for torch's own Linear, parametrised or not, without a hook: no subclass, and no other `forward`."""
+    """True for `nn.Linear` itself, parametrised or not, without hooks: not for a subclass or a replaced `forward`."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """True if tensors share shape, type and device, and none is of a subclass, which may not support concatenation."""
+    """True if tensors share shape, type and device. False for subclasses of Tensor, which may not support `torch.cat`."""
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 
@@ -164,18 +164,18 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
 class OrthogonalSelfAttention(SelfAttention):
     """Multi-head orthogonal self-attention (Eq. 3–5): Σ_i exp(S_i) X W^V_i W^O_i, S_i = α_i/√d_v (Q_i K_iᵀ − K_i Q_iᵀ).
 
-    No biases; initialised by Section 4. Permutation equivariant, not causal.
+    It has no biases, starts as in Section 4, is permutation equivariant, and is not causal.
 
     Args:
         embed_dim: d.
         num_heads: h ≥ 2, so that 2 d_v ≤ d for d_v = d/h, which Section 4.2 needs.
-        method, num_iterations, epsilon: as for `osa.functional.orthogonal_attention`; kept as `options` for calls of it and
-            of `orthogonal_attention_matrix`.
+        method, num_iterations, epsilon: as for `osa.functional.orthogonal_attention`. The attribute `options` keeps them, as
+            keywords for it and for `orthogonal_attention_matrix`.
         alpha_init: initial α.
         alpha_per_head: one α for each head, or one for the layer.
 
     Raises:
-        ValueError: h does not divide d, 2 d_v > d, the method is unknown, the iterations are not its own, or a number is
+        ValueError: h does not divide d, 2 d_v > d, the method is unknown or takes no `num_iterations`, or a number is
             impossible.
 
     Example:
@@ -239,7 +239,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """Placeholder weights that keep torch's encoder off its softmax fast path, which rejects any `__torch_function__`."""
+    """Placeholder for weights: its `__torch_function__` keeps torch's encoder from its fast path, which is softmax only."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -249,14 +249,14 @@ class _NoFastPath:
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """`OrthogonalSelfAttention` with the call of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
-    Use it as `self_attn` of `nn.TransformerEncoderLayer` or `self_attention` of torchvision's `VisionTransformer`. It cannot
-    be causal or cross-attention, and masks leave out whole tokens.
+    Use it as `self_attn` of `nn.TransformerEncoderLayer` or `self_attention` of torchvision's `VisionTransformer`. It is
+    neither causal nor cross-attention, and masks must leave out whole tokens.
 
     Args:
         embed_dim: d.
         num_heads: h ≥ 2.
         batch_first: tokens are (B, N, d) if true, else (N, B, d), the default of `nn.MultiheadAttention`.
-        options: as for `OrthogonalSelfAttention`, which has the same state dict.
+        options: options of `OrthogonalSelfAttention`. Both layers have the same state dict.
 
     Raises:
         ValueError: as `OrthogonalSelfAttention`.
@@ -269,7 +269,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """
 
     in_proj_weight = in_proj_bias = _NoFastPath()
-    _qkv_same_embed_dim = True  # the encoder reads this one, too
+    _qkv_same_embed_dim = True  # read by the encoder
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, batch_first: bool = False, **options: Unpack[LayerOptions]
@@ -292,19 +292,19 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, of the query's shape, and on demand the matrices exp(S), as `nn.MultiheadAttention` does.
+        """Returns the output, in the shape of query, and if `need_weights` the matrices exp(S), as `nn.MultiheadAttention`.
 
         Args:
-            query, key, value: one tensor, (B, N, d), (N, B, d) if not `batch_first`, or (N, d).
+            query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).
             key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for tokens that take part.
             need_weights: whether to return the matrices: (B, N, N), or (N, N) for (N, d).
-            attn_mask: padding again, in the form (N, N) or (B·h, N, N) with equal rows, True or −∞ for padding.
+            attn_mask: padding too, (N, N) or (B·h, N, N) with equal rows, True or −∞ for padding.
             average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
-            is_causal: False.
+            is_causal: must be False.
 
         Raises:
-            TypeError: the tokens or a mask are no tensor.
-            ValueError: query, key and value are several tensors, a mask has single entries or other numbers, or the shapes
+            TypeError: the tokens or a mask are not tensors.
+            ValueError: query, key and value are different tensors, a mask has unequal rows or other numbers, or the shapes
                 do not fit.
         """
         if not (query is key is value):
@@ -322,7 +322,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return y.transpose(0, 1) if is_turned else y, weights
 
     def _mask(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-        """Combines both masks of torch into one, True for tokens that take part, (B or 1, h or 1, 1 or N, N)."""
+        """Combines both masks of torch into one, (B or 1, h or 1, 1 or N, N), True for tokens that take part."""
         square = (x.shape[-2], x.shape[-2])
         mask = None
         if key_padding_mask is not None:
@@ -342,7 +342,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
 
 def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """True for entries that a mask of `nn.MultiheadAttention`, of this shape, keeps."""
+    """Checks a mask of `nn.MultiheadAttention`, and returns a boolean one: True for tokens that take part."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -360,7 +360,7 @@ def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
 class SoftmaxSelfAttention(SelfAttention):
     """Multi-head softmax self-attention with biases (Vaswani et al. 2017), on torch's scaled_dot_product_attention.
 
-    Xavier uniform weights and zero biases (Appendix D).
+    It starts with Xavier uniform weights and zero biases (Appendix D).
 
     Args:
         embed_dim: d.
@@ -386,12 +386,12 @@ class SoftmaxSelfAttention(SelfAttention):
 
 
 def first_rows(attn_mask: Tensor | None, num_outputs: int | None) -> Tensor | None:
-    """A mask (..., 1 or N, N) for the queries of the first `num_outputs` tokens."""
+    """The rows of a mask (..., 1 or N, N) for the first `num_outputs` queries."""
     return attn_mask if attn_mask is None else attn_mask[..., :num_outputs, :]
 
 
 class MLP(nn.Module):
-    """Linear, activation, linear, for each token alone (Eq. 2).
+    """Linear layer, activation, linear layer, applied to each token separately (Eq. 2).
 
     Example:
         >>> MLP(64, 256)(torch.randn(2, 50, 64)).shape
@@ -417,16 +417,16 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP (Eq. 1–2), each with an optional pre-norm and an optional skip connection.
+    """Attention, then an MLP (Eq. 1–2), each with an optional pre-norm and an optional skip connection.
 
     Args:
-        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and a mask where the block is given one.
+        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and `attn_mask` if the block is given one.
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
-        norm_eps: its ε.
-        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which keeps q where both terms have it.
-            None: x + f(x).
+        norm_eps: ε of LayerNorm.
+        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which preserves the mean square q if both
+            terms have it. None: x + f(x).
 
     Raises:
         ValueError: the shortcut is not in [0, 1].
@@ -462,7 +462,7 @@ class Block(nn.Module):
         self.skip, self.shortcut = skip, shortcut
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *, attn_mask: Tensor | None = None) -> Tensor:
-        """Maps (B, N, d) or (N, d) to the same shape, or computes only the first `num_outputs` tokens, for less work.
+        """Maps (B, N, d) or (N, d) to the same shape. `num_outputs` computes only the first tokens of the output.
 
         Args:
             attn_mask: boolean, (B, N), True for tokens that take part: see the attention's `forward`.

@@ -1,4 +1,4 @@
-"""The options of models, their words and bounds, and the models by name. Nothing here needs torch, so a schema can read it.
+"""The options of models, their types and bounds, and the models by name. Schemas read them without importing torch.
 
 `ModelConfig` lists every option once. `ModelOptions` repeats them as keywords of `create_model`, for type checkers; a test
 checks that the two agree.
@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D; enough for singular values of 10⁻³
-EPSILON = 1e-7  # Section 3 adds ε > 0 to ‖M‖_F without a value; this one vanishes in float32 next to any ‖M‖_F above 2
+EPSILON = 1e-7  # ε > 0 of Section 3, which gives no value; float32 rounds it away next to any ‖M‖_F above 2
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
@@ -32,7 +32,7 @@ ValueOutInit = Literal["orthogonal", "gaussian"]
 
 # The options
 
-MAX_SIZE = 2**14  # largest size: beyond it the weights fill any memory
+MAX_SIZE = 2**14  # largest size: weights of a larger one fit in no memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
@@ -42,65 +42,65 @@ def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Parts of a model, and the initialisations that fit them. None stands for the attention's own default."""
+    """Parts of a model and their initialisations. None stands for the default of the attention."""
 
     attention: AttentionKind
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
     skip: bool
     norm: bool
     mlp_init: MLPInit
-    """"suo" (Section 4.4), "xavier" (Appendix D), "shaped", which is SUO with a second layer that makes good what the
-    activation takes from the mean square, or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
+    """"suo" (Section 4.4); "xavier" (Appendix D); "shaped", SUO whose second layer restores the mean square that the
+    activation reduces; or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
     method: Method | None = _option(None, attention=("orthogonal",))
-    """This and the next two as for `orthogonal_attention`."""
+    """This option and the next two are those of `orthogonal_attention`."""
     num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
     epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
     alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
-    """α L, instead of `alpha`. With ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), L layers whose W^O is drawn for all h
-    heads together multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v). This stays bounded if α falls as 1/L and the
-    activation keeps ‖X‖₂."""
+    """α L, instead of `alpha`. Let ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), and draw W^O for all h heads together.
+    L such layers multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v), which stays bounded if α falls as 1/L and the
+    activation preserves ‖X‖₂."""
     kernel: KernelKind | None = _option(None, attention=("signal_preserving",))
-    """This and the next, which signal-preserving attention needs, and three more as for `signal_preserving_attention`."""
+    """This option and the next four are those of `signal_preserving_attention`, which needs the first two."""
     kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))
     causal: bool | None = _option(None, attention=("signal_preserving",))
     cls_index: int | None = _option(None, least=0, attention=("signal_preserving",))
     repeated: float | None = _option(None, least=0, below=1, attention=("signal_preserving",))
     query_key_init: QueryKeyInit | None = _option(None, attention=("signal_preserving",))
-    """This and the next as for `init_signal_preserving_attention_`."""
+    """This option and the next are those of `init_signal_preserving_attention_`."""
     value_out_init: ValueOutInit | None = _option(None, attention=("signal_preserving",))
     attention_init: AttentionInit | None = _option(None, attention=("orthogonal", "softmax"))
     """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
     Xavier for softmax, as in the paper."""
     joint_value_output: bool = False
-    """W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix; the others, and those by "ji", are so
-    in any case."""
+    """Draw W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix. The other kinds of attention, and
+    the initialisation "ji", always do."""
     activation: ActivationKind = "gelu"
-    """Activation of the MLPs: "gelu", its approximation "gelu_tanh", or "dks_gelu", which is shaped for the depth and needs
-    5 blocks or more."""
+    """Activation of the MLPs: "gelu", its approximation "gelu_tanh", or "dks_gelu", which is shaped for the depth of the
+    model and needs at least 5 blocks."""
     normalise_tokens: bool = False
     """Divide each token by its root mean square before the first block."""
     normalised_skip: float | None = _option(None, above=0)
-    """L (1 − α²) for skips α x + √(1 − α²) f(x), below L. None: x + f(x)."""
+    """L (1 − α²), less than L, for skips α x + √(1 − α²) f(x). None: x + f(x)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Initialisation:
-    """How the weights start. Options that concern another architecture have no effect."""
+    """How the weights are initialised. Options for another architecture have no effect."""
 
     alpha: float = 0.1
     """Initial α of orthogonal attention."""
     embedding_std: float = _option(0.02, above=0)
     """σ of positions and [cls]."""
     alpha_per_head: bool = True
-    """Whether every head of orthogonal attention has its own α, or a layer one."""
+    """Give every head of orthogonal attention its own α; False: one α for the layer."""
     xavier_fused_qkv: bool = False
     """Draw query, key and value by Xavier as one matrix."""
     suo_transposed: bool = False
-    """SUO of the weights read as [in, out]."""
+    """Compute the factor of SUO as if weights were [in, out]: see `init_suo_mlp_`."""
     patch_embedding: LinearInit = "xavier"
     """"xavier", "torch" (PyTorch's default) or "lecun" (Flax's)."""
     head: HeadInit = "xavier"
-    """One of these or "zeros"."""
+    """As `patch_embedding`, or "zeros"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +111,11 @@ class Sizes:
     in_channels: int = _option(1, least=1, most=MAX_SIZE)
     patch_size: int = _option(4, least=1, most=MAX_SIZE)
     num_classes: int = _option(10, least=0, most=10**6)
-    """0: no head, the model returns the features of [cls]."""
+    """0: the model has no head and returns the features of [cls]."""
     embed_dim: int = _option(64, least=1, most=MAX_SIZE)
     depth: int = _option(6, least=1, most=1000)
     num_heads: int = _option(4, least=1, most=MAX_SIZE)
-    """h, 2 or more for orthogonal attention."""
+    """h, at least 2 for orthogonal attention."""
     mlp_ratio: float = _option(4.0, above=0, most=1000)
     norm_eps: float = _option(NORM_EPS, above=0)
     """ε of LayerNorm."""
@@ -123,10 +123,10 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Sizes, Initialisation, Architecture):
-    """Every option of a model. The defaults are the paper's. Numbers of any type are kept as Python's own.
+    """Every option of a model, with the paper's values as defaults. Numbers are converted to Python's own types.
 
     Raises:
-        ValueError: an option has an impossible value, or belongs to another attention.
+        ValueError: an option has an impossible value, or belongs to another kind of attention.
 
     Example:
         >>> ModelConfig(**MODELS["osa_iso"], depth=72).embed_dim
@@ -136,7 +136,7 @@ class ModelConfig(Sizes, Initialisation, Architecture):
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             value = _checked(option.name, getattr(self, option.name), FIELD_TYPES[option.name], option.metadata)
-            object.__setattr__(self, option.name, value)  # as the instance is frozen
+            object.__setattr__(self, option.name, value)  # the instance is frozen
         check_attention_options(dataclasses.asdict(self))
         if self.embed_dim % self.num_heads:
             raise ValueError(f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}")
@@ -173,7 +173,7 @@ FIELD_TYPES = get_type_hints(ModelConfig)
 
 
 def check_attention_options(options: dict[str, Any]) -> None:
-    """Raises ValueError if an option is given that belongs to another attention."""
+    """Raises ValueError if an option is set that belongs to another kind of attention."""
     for name, value in options.items():
         owners = FIELDS[name].metadata.get("attention") if name in FIELDS else None
         if value is not None and owners and (attention := options["attention"]) not in owners:
@@ -183,7 +183,7 @@ def check_attention_options(options: dict[str, Any]) -> None:
 
 
 def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any:
-    """Returns an option's value, numbers as Python's own types. Raises ValueError if the option cannot have this value."""
+    """Returns the value of an option, as Python's own type if it is a number. Raises ValueError if it is impossible."""
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
@@ -208,15 +208,15 @@ def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any
 
 
 def is_finite(number: Any) -> bool:
-    """True if a float can hold this real number."""
+    """True if this real number fits in a float."""
     try:
         return math.isfinite(number)
-    except OverflowError:  # raised by a whole number, which may be larger
+    except OverflowError:  # a whole number can be too large
         return False
 
 
 class ModelOptions(TypedDict, total=False):
-    """Any of the options of `ModelConfig`."""
+    """Options of `ModelConfig`, all of them optional."""
 
     attention: AttentionKind
     skip: bool
@@ -257,7 +257,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 class MethodOptions(TypedDict):
-    """A method and its own options, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
+    """A method and its options, as keywords of `orthogonal_attention` and `orthogonal_attention_matrix`."""
 
     method: Method
     num_iterations: int | None
@@ -265,7 +265,7 @@ class MethodOptions(TypedDict):
 
 
 def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
-    """Raises ValueError where the method is unknown, or does not iterate and is given a number of iterations."""
+    """Raises ValueError if the method is unknown, takes no `num_iterations`, or a number is impossible."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     if num_iterations is not None and method not in ITERATIONS:
@@ -281,7 +281,7 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
 
 _OSA: ModelOptions = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT: ModelOptions = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
-# He et al. 2023 (H.1): q = 1 from the tokens on, an activation that keeps it, V and O orthogonal
+# He et al. 2023 (H.1): tokens with q = 1, an activation that preserves q, orthogonal W^V and W^O
 _SHAPED: ModelOptions = {
     "skip": False,
     "norm": False,
@@ -301,12 +301,12 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: the function of osa_qr without a basis, and with the gradient through QR
+    # Not in the paper: the function of osa_qr computed without a basis, and with its gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of its exponential
     "osa_cayley": _OSA | {"method": "cayley"},
-    # For depth: OSA with the best α L of a grid (paper_outputs/studies/rates), and softmax in the same frame
+    # For depth: OSA with the best α L of a grid (paper_outputs/studies/rates), and softmax in the same model
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
@@ -320,7 +320,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of an MLP drawn from one frame, which 72 blocks need at this width
+# Draw both layers of an MLP from one frame, as 72 blocks of this width need
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -328,30 +328,30 @@ MODELS |= {
     "uspa_iso": MODELS["uspa"] | _ISO,
     "vskipinit_iso": MODELS["vskipinit"] | _ISO,
 }
-# Attention or initialisation? Softmax that starts by Section 4 alone, and OSA that starts by Xavier
+# Attention or initialisation? Softmax initialised by Section 4, and OSA initialised by Xavier
 MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# Initialisation of Ji et al. 2025, who keep LayerNorm
+# Initialisation of Ji et al. 2025, with their LayerNorm and without
 _JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
 
 def check_model(name: str) -> None:
-    """Raises ValueError if there is no such model in `MODELS`."""
+    """Raises ValueError if `MODELS` has no model of this name."""
     if name not in MODELS:
         raise ValueError(f"model {name!r} is unknown; {did_you_mean(name, MODELS)}")
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Name in `MODELS` of a configuration, ignoring sizes and start: the most specific match, or None."""
+    """The name in `MODELS` of a configuration, whatever its sizes and initialisation: the most specific match, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names as a question, or all of them to choose from."""
+    """Ends an error message: asks for the most similar known name, or lists all known names."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"

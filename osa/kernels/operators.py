@@ -71,7 +71,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     forms = operator.backend.forms(*tensors) if operator else ()
     for form in forms:
         rows = padded(query.shape[-2]) if form == "short" else TRIED_TOKENS
-        if not _is_right(form, method, query.device, dtypes, *map(known, (rows, query.shape[-1], value.shape[-1]))):
+        if not _is_verified(form, method, query.device, dtypes, *map(known, (rows, query.shape[-1], value.shape[-1]))):
             return False
     return bool(forms)
 
@@ -82,7 +82,7 @@ def fits_phi1(z: Tensor, y: Tensor) -> bool:
         return False
     if z.shape[-1] > short.MAX_PHI1_ROWS:
         return False
-    return _is_right("phi1", "", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
+    return _is_verified("phi1", "", z.device, (z.dtype,), 0, known(z.shape[-1]), known(y.shape[-1]))
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
@@ -286,17 +286,17 @@ def _is_whole(x: Tensor, *but: TransformType) -> bool:
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
-_TRIED: dict[tuple, bool] = {}  # verdicts of `_agrees` by its arguments
+_VERDICTS: dict[tuple, bool] = {}  # verdicts of `_agrees` by its arguments
 
 
 @constant_to_a_trace
-def _is_right(*kernel) -> bool:
+def _is_verified(*kernel) -> bool:
     """True if a kernel agrees with the plain route: `_agrees` tries it once, and never while a graph is recorded."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and so is what follows
-    if kernel not in _TRIED and not torch.cuda.is_current_stream_capturing():
-        _TRIED[kernel] = _agrees(*kernel)
-    return _TRIED.get(kernel, False)
+    if kernel not in _VERDICTS and not torch.cuda.is_current_stream_capturing():
+        _VERDICTS[kernel] = _agrees(*kernel)
+    return _VERDICTS.get(kernel, False)
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
@@ -371,12 +371,12 @@ def _agrees(
                 ((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()).item()
                 for a, b in [(actual, expected), *zip(*grads, strict=True)]
             ]
-            most = max(TOLERANCE[x] for x in dtypes)
+            tolerance = max(TOLERANCE[x] for x in dtypes)
             if form == "phi1":
-                most = PHI1_TOLERANCE
+                tolerance = PHI1_TOLERANCE
             elif is_hopper:
-                most = HOPPER_TOLERANCE
-            reason = None if max(errors) < most else f"its error is {max(errors):.1e}"
+                tolerance = HOPPER_TOLERANCE
+            reason = None if max(errors) < tolerance else f"its error is {max(errors):.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if reason is not None:

@@ -23,7 +23,7 @@ from tests.osa.test_launch import traffic
 
 INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="the interpreter stands in for the device")
 HALF = torch.bfloat16
-FUSED, STEPS, THREE = 1.0, 0.0, -1.0  # a head's form in its `state`
+FUSED, STEPS, SPLIT_STEPS = fused.FUSED.value, fused.STEPS.value, fused.SPLIT_STEPS.value
 pytestmark = pytest.mark.slow
 
 
@@ -42,8 +42,8 @@ def interpreted(monkeypatch):
 def in_parts(monkeypatch):
     """As if heads were few: parts of 64 rows, and of what is left. Yields the names of what is launched."""
     launched, start = [], launch.launch
-    monkeypatch.setattr(backend, "LEAST_ROWS", 1)
-    monkeypatch.setattr(backend, "LEAST_PARTS", 2)
+    monkeypatch.setattr(backend, "MIN_ROWS", 1)
+    monkeypatch.setattr(backend, "MIN_PARTS", 2)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(launch, "launch", lambda kernel, *others: (launched.append(name_of(kernel)), start(kernel, *others)))
     return launched
@@ -65,14 +65,14 @@ def inputs_of(tokens, width, norm, *, mean=0.0, decay=0.0, heads=1, seed=0):
 
 
 def state(query, key, value, scale):
-    """1 of a head of M as it is in one step, 0 of one that is balanced and takes steps, −1 where it takes three products."""
+    """The state of each head after the forward pass: FUSED, STEPS or SPLIT_STEPS."""
     scale = scale.expand(*query.shape[:2], 1, 1)
     return operators.HOPPER["exact"](query, key, value, scale, 0, linalg.EPSILON)[1].flatten().tolist()
 
 
 def allowed(form, norm):
     """The rounding of inputs, output and gradients to bfloat16, and by one product of each step once more, times ‖S‖₂."""
-    return 3e-3 if form == THREE else 5e-3 if form == FUSED else 3e-3 + 2**-8 * norm
+    return 3e-3 if form == SPLIT_STEPS else 5e-3 if form == FUSED else 3e-3 + 2**-8 * norm
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def allowed(form, norm):
         (197, 64, 6.0, {}, STEPS),
         (130, 40, 10.0, {"decay": 1.0}, STEPS),
         (7, 64, 6.0, {}, STEPS),
-        (67, 64, 1.0, {"mean": 20.0}, THREE),  # columns so nearly alike that gradients cancel
-        (67, 16, 40.0, {}, THREE),
+        (67, 64, 1.0, {"mean": 20.0}, SPLIT_STEPS),  # columns so nearly alike that gradients cancel
+        (67, 16, 40.0, {}, SPLIT_STEPS),
     ],
 )
 def test_output_and_gradients_match_the_reference(tokens, width, norm, more, form):
@@ -107,7 +107,7 @@ def test_output_and_gradients_match_the_reference(tokens, width, norm, more, for
         (131, 48, 0.3, {"mean": 1.0}, FUSED),
         (131, 8, 0.1, {}, FUSED),
         (131, 64, 6.0, {}, STEPS),  # left to a program a head
-        (67, 16, 40.0, {}, THREE),
+        (67, 16, 40.0, {}, SPLIT_STEPS),
     ],
 )
 def test_output_and_gradients_of_parts_match_the_reference(in_parts, tokens, width, norm, more, form):
@@ -157,7 +157,7 @@ def test_query_that_is_nearly_key_times_a_symmetric_matrix_takes_three_products(
     query, key, value = query.to(HALF), key.to(HALF), random(67, 16, 16, (1, 1))[2].to(HALF)
     scale = 2 / torch.linalg.matrix_norm(reference.skew(query.double(), key.double(), 1.0), 2)
     scale = scale.float().view(1, 1, 1, 1)
-    assert state(query, key, value, scale) == [THREE]
+    assert state(query, key, value, scale) == [SPLIT_STEPS]
     assert max(errors("exact", query, key, value, scale)[:4]) < 3e-3
 
 
@@ -167,7 +167,7 @@ def test_the_output_over_all_norms(norm, mean):
     """An error of at most 2⁻⁹ ‖S‖₂ by one product, and of 10⁻⁵ ‖S‖₂ by three, on top of the rounding."""
     query, key, value, scale = inputs_of(66, 64, norm, mean=mean)
     expected = reference.orthogonal_attention(*(x.double().cpu() for x in (query, key, value)), scale.double().cpu())
-    most = 2e-3 + (1e-5 if state(query, key, value, scale) == [THREE] else 2**-9) * norm
+    most = 2e-3 + (1e-5 if state(query, key, value, scale) == [SPLIT_STEPS] else 2**-9) * norm
     assert relative_error(attend(query, key, value, scale, "exact").cpu(), expected) < most
 
 
@@ -220,7 +220,9 @@ def test_what_has_no_digit_is_nan_and_leaves_the_others_alone():
 
 
 @INTERPRETED
-@pytest.mark.parametrize("norm, more, form", [(0.3, {}, FUSED), (3.0, {"mean": 6.0}, STEPS), (0.3, {"mean": 30.0}, THREE)])
+@pytest.mark.parametrize(
+    "norm, more, form", [(0.3, {}, FUSED), (3.0, {"mean": 6.0}, STEPS), (0.3, {"mean": 30.0}, SPLIT_STEPS)]
+)
 def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, norm, more, form):
     """One program takes two heads in turn. Without barriers kernels race."""
     inputs = [x.requires_grad_() for x in inputs_of(9, 8, norm, heads=2, **more)]
@@ -321,7 +323,7 @@ def test_heads_have_parts_where_they_leave_a_device_idle(monkeypatch):
     assert {shape: backend.partition(*shape, DEVICE).get("parts", 1) for shape in shapes} == shapes
     monkeypatch.setattr(launch, "capability", lambda device: 9)
     forms = []
-    monkeypatch.setattr(operators, "_is_right", lambda form, *others: forms.append(form) or True)
+    monkeypatch.setattr(operators, "_is_verified", lambda form, *others: forms.append(form) or True)
     for count in (2, 99):
         assert operators.fits(*torch.empty(3, 1, count, 4096, 64, dtype=HALF), 1.0, "exact")
     assert forms == ["fused", "parts", "fused"]

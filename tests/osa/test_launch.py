@@ -213,7 +213,7 @@ def test_derivatives_of_derivatives_and_forward_ones_are_the_plain_routes(as_on_
 @pytest.fixture
 def untried(monkeypatch):
     """State of a GPU on which no kernel was used yet, and no graph is recorded."""
-    monkeypatch.setattr(operators, "_TRIED", {})
+    monkeypatch.setattr(operators, "_VERDICTS", {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -227,13 +227,13 @@ KERNEL = "short", "exact", DEVICE, (torch.float32,) * 3, 16, 2, 3
 def test_a_kernel_is_tried_once_wherever_it_is_first_used(form, rows):
     kernel = form, *KERNEL[1:4], rows, *KERNEL[5:]
     with torch.inference_mode(), FakeTensorMode():  # on true tensors all the same
-        assert traffic(lambda: operators._is_right(*kernel)).names == [] and operators._is_right(*kernel)
+        assert traffic(lambda: operators._is_verified(*kernel)).names == [] and operators._is_verified(*kernel)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("untried", "as_on_cuda")
 def test_a_kernel_may_be_tried_in_a_transform():
-    assert torch.func.vmap(lambda x: x + operators._is_right(*KERNEL))(torch.zeros(2)).all()
+    assert torch.func.vmap(lambda x: x + operators._is_verified(*KERNEL))(torch.zeros(2)).all()
 
 
 ALL_AT_ONCE = """
@@ -311,9 +311,9 @@ def test_a_kernel_that_fails_is_left_with_one_warning(monkeypatch, error):
 
     monkeypatch.setattr(operators, "attend", fails)
     with pytest.warns(UserWarning, match="its error is" if error is None else type(error).__name__) as warned:
-        assert not operators._is_right(*KERNEL)
+        assert not operators._is_verified(*KERNEL)
     assert len(warned) == 1 and "and more" not in str(warned[0].message)
-    assert not operators._is_right(*KERNEL)
+    assert not operators._is_verified(*KERNEL)
 
 
 @pytest.mark.parametrize("capability", [8, 9, 10, 12])

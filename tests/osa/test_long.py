@@ -36,7 +36,7 @@ def long(monkeypatch):
     if DEVICE.type == "cuda":
         yield
         return
-    monkeypatch.setattr(backend, "LEAST_ROWS", 64)
+    monkeypatch.setattr(backend, "MIN_ROWS", 64)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 6)
     for name in TILES:
         tile = getattr(backend, name)
@@ -218,7 +218,7 @@ def test_launches_and_bytes(monkeypatch):
     Ideal is to read and write every tensor once. Torch's own launches between Gram matrices are small next to these.
     """
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132 // 2)
-    monkeypatch.setattr(backend, "LEAST_ROWS", 256)
+    monkeypatch.setattr(backend, "MIN_ROWS", 256)
     for name in TILES:
         monkeypatch.setattr(backend, name, lambda *x: {"TILE": (1024, 64, 64, 64), "num_warps": 8})
     inputs = [x.to(HALF).requires_grad_() for x in random(65536 // 2, 64, 64, (1, 1))]

@@ -15,8 +15,8 @@ from osa.kernels.launch import Inputs, ratio_up
 
 METHODS = ("exact",)
 
-MOST_ENTRIES = 2**31  # entries from a head's first row to the last, which 32 bits count
-LEAST_ROWS, LEAST_PARTS = 256, 4  # fewer rows in a part, or parts of a head, save less time than three more launches take
+MAX_ENTRIES = 2**31  # entries from a head's first row to the last, which 32 bits count
+MIN_ROWS, MIN_PARTS = 256, 4  # fewer rows in a part, or parts of a head, save less time than three more launches take
 WARPS = {"num_warps": 4, "maxnreg": 255}
 # two programs share a multiprocessor, by the compiler's figures for sm_90: paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
@@ -26,7 +26,7 @@ GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
 # shared memory, by the compiler's figures: 110 kB for one product a term, 156 for three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
-BY_ONE, BY_THREE = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
+ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Hopper:
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
         """A program for each head is "fused". Few heads may also need "parts", and with the heads that vmap adds do not."""
         tensors, width = (query, key, value), query.shape[-1]
-        fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MOST_ENTRIES
+        fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
         if not fits or not launch.has_wgmma(query.device):
             return ()
@@ -50,12 +50,12 @@ class Hopper:
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
         """Saves a state for each head: 1, 0 or −1 for the kernel that computed it, NaN where no digit is left."""
-        (query, key, value), scale = _alike(*inputs[:3]), inputs[3].contiguous()
+        (query, key, value), scale = _with_equal_strides(*inputs[:3]), inputs[3].contiguous()
         tensors = query, key, value, output, scale, saved
         strides = [query.stride(), output.stride()]
         count, sizes = saved.numel(), _sizes(output)
         if rows := partition(count, output.shape[2], output.device):
-            sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.PART_SUMS.value, sizes | rows)
+            sums = _sums_over_parts(parts.gram_kernel, (query, key, value), strides[:1], parts.PART_SUMS.value, sizes | rows)
             mixed = query.new_empty(count, 2 * fused.ENTRIES.value)
             launch.launch(parts.mix_kernel, count, (sums, scale, saved, mixed), [], MIX)
             tensors_of_parts, programs = (query, key, value, output, saved, mixed), count * rows["parts"]
@@ -67,14 +67,16 @@ class Hopper:
     def backward(
         self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
     ) -> None:
-        query, key, value = _alike(*inputs[:3])
-        scale, (grad,) = inputs[3].contiguous(), _alike(grad)
+        query, key, value = _with_equal_strides(*inputs[:3])
+        scale, (grad,) = inputs[3].contiguous(), _with_equal_strides(grad)
         tensors = query, key, value, grad, *grads[:3], scale, grads[3], saved
         strides = [query.stride(), grad.stride(), grads[0].stride()]
         count, sizes = saved.numel(), _sizes(grad)
         if rows := partition(count, grad.shape[2], grad.device):
-            sums = _sums(parts.gram_kernel, (query, key, value), strides[:1], parts.PART_SUMS.value, sizes | rows)
-            products = _sums(parts.products_kernel, (query, key, grad), strides[:2], fused.ENTRIES.value, sizes | rows)
+            sums = _sums_over_parts(parts.gram_kernel, (query, key, value), strides[:1], parts.PART_SUMS.value, sizes | rows)
+            products = _sums_over_parts(
+                parts.products_kernel, (query, key, grad), strides[:2], fused.ENTRIES.value, sizes | rows
+            )
             scratch = query.new_empty(count, parts.HEAD_SCRATCH.value)
             launch.launch(parts.mix_backward_kernel, count, (sums, products, scale, grads[3], saved, scratch), [], MIX)
             tensors_of_parts, programs = (query, key, value, grad, *grads[:3], saved, scratch), count * rows["parts"]
@@ -97,14 +99,14 @@ def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     Returns:
         The number of each head's "parts", and the "rows" of a part; nothing where one program takes a head.
     """
-    parts = min(launch.multiprocessors(device) // max(count, 1), tokens // LEAST_ROWS)
-    if parts < LEAST_PARTS:
+    parts = min(launch.multiprocessors(device) // max(count, 1), tokens // MIN_ROWS)
+    if parts < MIN_PARTS:
         return {}
     rows = ratio_up(ratio_up(tokens, parts), APPLY["ROWS"]) * APPLY["ROWS"]
     return {"parts": ratio_up(tokens, rows), "rows": rows} if rows < tokens else {}
 
 
-def _sums(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, sizes: dict) -> Tensor:
+def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, sizes: dict) -> Tensor:
     """Launches a kernel for each part, and adds up its sums over the parts of each head."""
     count = tensors[0].shape[:2].numel()
     found = torch.empty(count, sizes["parts"], entries, device=tensors[0].device)
@@ -114,7 +116,7 @@ def _sums(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, size
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
     """Launches a kernel for the heads that need one product a term, then for those that need three."""
-    for options, share in ((BY_ONE, 2), (BY_THREE, 1)):
+    for options, share in ((ONE_PRODUCT, 2), (THREE_PRODUCTS, 1)):
         size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
         launch.launch(kernel, programs, (*tensors, scratch), strides, sizes | options | {"SCRATCH": size})
@@ -130,11 +132,11 @@ def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torc
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 
 
-def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _with_equal_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors if they have the same strides, adjacent columns and rows at multiples of 16 bytes; else copies."""
 
     def is_aligned(x: Tensor) -> bool:
-        is_near = x.shape[-2] * x.stride(-2) < MOST_ENTRIES
+        is_near = x.shape[-2] * x.stride(-2) < MAX_ENTRIES
         return x.stride(-1) == 1 and is_near and x.data_ptr() % 16 == 0 and all(each % 8 == 0 for each in x.stride()[:-1])
 
     if all(is_aligned(x) and x.stride() == tensors[0].stride() for x in tensors):

@@ -21,7 +21,9 @@ ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
 MAX_TERMS = tl.constexpr(11)  # terms, which suffice up to about the norm of one step in stepped.py
 MAX_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
 SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
-EPS = tl.constexpr(2.0**-6)  # share of the output below which a term ends the sum: a quarter of the output's rounding
+TERM_TOLERANCE = tl.constexpr(2.0**-6)  # term over output below which the sum ends: a quarter of the output's rounding
+# a head's `state` names its kernel: this file's, or stepped.py's with one product a term or three. NaN: no digit is left
+FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
 
 @triton.jit
@@ -125,7 +127,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     b_gram *= c
     b_total = c * times_jt(b_vm)
     norm = tl.sqrt(tl.sum(b_gram * b_gram))
-    factor = EPS / tl.maximum(norm, 1e-9)
+    factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     factor, least, size, degree = factor * factor, tl.full([], 0.0, tl.float32), tl.full([], 1.0, tl.float32), 0
     fits = norm <= MAX_NORM
     if not STORE:
@@ -177,7 +179,7 @@ def forward_kernel(
     p_q, p_k, p_v, c = query + o_input, key + o_input, value + o_input, load_scale(scale, i_head)
     b_gram, b_vm = gram_and_sums(p_q, p_k, p_v, strides[2], tokens, WIDTH, GRAM_ROWS, GRAM_STAGES)
     b_total, _, _, suffices = sum_terms(b_gram, b_vm, c, state, False)
-    tl.store(state + i_head, tl.where(suffices, 1.0, 0.0))
+    tl.store(state + i_head, tl.where(suffices, FUSED, STEPS))
     if suffices:
         b_high, b_low = high_low(b_total)
         p_out = output + o_head(i_head, heads, out_strides)
@@ -202,8 +204,8 @@ def adjoint(b_f, b_t, b_z, degree, c, p_terms):
     b_product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
     for i_term in tl.range(0, degree, num_stages=2):
         b_product = tl.dot(tl.trans(tl.load(p_factors + i_term * ENTRIES)), tl.load(p_terms + i_term * ENTRIES), b_product)
-    b_half = b_product.to(tl.bfloat16)
-    return grad_c, b_a2, (b_half.to(tl.float32) + tl.trans(b_half).to(tl.float32)).to(tl.bfloat16)
+    b_grad_gram = b_product.to(tl.bfloat16)
+    return grad_c, b_a2, (b_grad_gram.to(tl.float32) + tl.trans(b_grad_gram).to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
@@ -245,7 +247,7 @@ def backward_kernel(
     """
     p_terms = p_panel(scratch + tl.program_id(0).to(tl.int64) * SCRATCH)
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
-        if tl.load(state + i_head) == 1.0:
+        if tl.load(state + i_head) == FUSED:
             o_input, o_grad = o_head(i_head, heads, strides), o_head(i_head, heads, grad_strides)
             p_q, p_k, p_v, p_e = query + o_input, key + o_input, value + o_input, grad + o_head(i_head, heads, e_strides)
             c = load_scale(scale, i_head)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from osa.kernels.hopper import fused
-from osa.kernels.hopper.fused import COLUMNS, ENTRIES, SCRATCH, load_scale, o_head, p_panel
+from osa.kernels.hopper.fused import COLUMNS, ENTRIES, FUSED, SCRATCH, STEPS, load_scale, o_head, p_panel
 from osa.kernels.tiles import high_low
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
@@ -68,7 +68,7 @@ def mix_kernel(sums, scale, state, mixed):
     p_sums, p_mixed = sums + i_head.to(tl.int64) * PART_SUMS, p_panel(mixed + i_head.to(tl.int64) * 2 * ENTRIES)
     b_gram, b_vm = tl.load(p_sums + o_gram()), tl.load(p_panel(p_sums + COLUMNS * COLUMNS))
     b_total, _, _, suffices = fused.sum_terms(b_gram, b_vm, load_scale(scale, i_head), p_mixed, False)
-    tl.store(state + i_head, tl.where(suffices, 1.0, 0.0))
+    tl.store(state + i_head, tl.where(suffices, FUSED, STEPS))
     b_high, b_low = high_low(b_total)
     tl.store(p_mixed, b_high)
     tl.store(p_mixed + ENTRIES, b_low)
@@ -80,7 +80,7 @@ def apply_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_head, start, count = part_of(tokens, parts, rows)
-    if tl.load(state + i_head) == 1.0:
+    if tl.load(state + i_head) == FUSED:
         o_input = o_head(i_head, heads, strides) + start * strides[2]
         p_out = output + o_head(i_head, heads, out_strides) + start * out_strides[2]
         p_mixed = p_panel(mixed + i_head.to(tl.int64) * 2 * ENTRIES)
@@ -92,7 +92,7 @@ def apply_kernel(
 @triton.jit
 def mix_backward_kernel(sums, products, scale, grad_scale, state, scratch):
     i_head = tl.program_id(0)
-    if tl.load(state + i_head) == 1.0:
+    if tl.load(state + i_head) == FUSED:
         p_sums, p_terms = sums + i_head.to(tl.int64) * PART_SUMS, p_panel(scratch + i_head.to(tl.int64) * HEAD_SCRATCH)
         c, b_gram, b_vm = load_scale(scale, i_head), tl.load(p_sums + o_gram()), tl.load(p_panel(p_sums + COLUMNS * COLUMNS))
         b_total, b_z, degree, _ = fused.sum_terms(b_gram, b_vm, c, p_terms, True)
@@ -113,7 +113,7 @@ def apply_backward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     i_head, start, count = part_of(tokens, parts, rows)
-    if tl.load(state + i_head) == 1.0:
+    if tl.load(state + i_head) == FUSED:
         o_input = o_head(i_head, heads, strides) + start * strides[2]
         o_grad = o_head(i_head, heads, grad_strides) + start * grad_strides[2]
         p_e = grad + o_head(i_head, heads, e_strides) + start * e_strides[2]

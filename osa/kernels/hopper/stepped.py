@@ -20,7 +20,19 @@ of `balance`, q, k and v stand for halves or blocks of matrices in their order, 
 import triton
 import triton.language as tl
 
-from osa.kernels.hopper.fused import COLUMNS, ENTRIES, D, load_m, load_rows, load_scale, o_head, p_rows, row_mask
+from osa.kernels.hopper.fused import (
+    COLUMNS,
+    ENTRIES,
+    SPLIT_STEPS,
+    STEPS,
+    D,
+    load_m,
+    load_rows,
+    load_scale,
+    o_head,
+    p_rows,
+    row_mask,
+)
 from osa.kernels.tiles import high_low
 
 RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
@@ -31,9 +43,9 @@ MAX_TERMS = tl.constexpr(18)  # terms of a step
 MAX_NONNORMALITY = tl.constexpr(16.0)
 # ‖G‖_F before balancing over ‖G‖_F after it, up to which one product suffices: more alike, columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
-EPS, EPS_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # share of the output below which a term ends the sum
+TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as in fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # imbalance, as in `osa.linalg.imbalance`, above which split operands have no digit
-LEAST_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which rounding of G hides what balancing leaves
+MIN_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which rounding of G hides what balancing leaves
 
 # offsets in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k
 # and s_k of a step in bfloat16, in two parts if SPLIT, and otherwise the Y_j of all steps
@@ -129,11 +141,11 @@ def balance(b_qq, b_qk, b_kk):
     """
     is_diagonal = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]
     b_q2, b_k2 = tl.sum(tl.where(is_diagonal, b_qq, 0.0), 0), tl.sum(tl.where(is_diagonal, b_kk, 0.0), 0)
-    b_both = tl.sum(tl.where(is_diagonal, b_qk, 0.0), 0)
-    b_ratio = b_both / tl.maximum(tl.maximum(b_q2, b_k2), 1e-37)
+    b_inner = tl.sum(tl.where(is_diagonal, b_qk, 0.0), 0)
+    b_ratio = b_inner / tl.maximum(tl.maximum(b_q2, b_k2), 1e-37)
     b_shear_q, b_shear_k = tl.where(b_k2 >= b_q2, b_ratio, 0.0), tl.where(b_k2 >= b_q2, 0.0, b_ratio)
-    b_q2 = tl.maximum(b_q2 - b_shear_q * b_both, LEAST_SHARE * b_q2) + 1e-37
-    b_k2 = tl.maximum(b_k2 - b_shear_k * b_both, LEAST_SHARE * b_k2) + 1e-37
+    b_q2 = tl.maximum(b_q2 - b_shear_q * b_inner, MIN_SHARE * b_q2) + 1e-37
+    b_k2 = tl.maximum(b_k2 - b_shear_k * b_inner, MIN_SHARE * b_k2) + 1e-37
     return b_shear_q, b_shear_k, tl.exp2(tl.floor(0.25 * (tl.log2(b_k2) - tl.log2(b_q2)) + 0.5))
 
 
@@ -165,7 +177,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
     """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and if SPLIT whether no digit is left."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
-    before = gram_norm(b_qq, b_qk, b_kk)
+    norm_before = gram_norm(b_qq, b_qk, b_kk)
     b_shear_q, b_shear_k, b_sigma = balance(b_qq, b_qk, b_kk)
     b_kq_r, b_kk_r = times_r(tl.trans(b_qk), b_kk, b_shear_q, b_shear_k, b_sigma)
     b_qq_r, b_qk_r = times_r(b_qq, b_qk, b_shear_q, b_shear_k, b_sigma)
@@ -173,7 +185,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
     b_qk = b_sigma[:, None] * (b_qk_r - b_shear_q[:, None] * b_kk_r)
     b_kk = (b_kk_r - b_shear_k[:, None] * b_qk_r) / b_sigma[:, None]
     norm = gram_norm(b_qq, b_qk, b_kk)
-    is_lost = before < 0
+    is_lost = norm_before < 0
     if SPLIT:
         spectrum = 2 * c * c * (tl.sum(b_qq * b_kk) - tl.sum(b_qk * tl.trans(b_qk)))
         is_lost = c * c * norm * norm > MAX_IMBALANCE * tl.maximum(spectrum, 1.0)
@@ -187,7 +199,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
     store_parts(p_z + o_left() + D, -c * b_qq, COLUMNS * COLUMNS, SPLIT)
     store_parts(p_z + o_left() + D * COLUMNS, c * b_kk, COLUMNS * COLUMNS, SPLIT)
     store_parts(p_z + o_transposed + D * COLUMNS + D, -c * b_qk, COLUMNS * COLUMNS, SPLIT)
-    return tl.abs(c) * norm, before > MAX_CANCELLATION * norm, is_lost
+    return tl.abs(c) * norm, norm_before > MAX_CANCELLATION * norm, is_lost
 
 
 @triton.jit
@@ -205,8 +217,9 @@ def times_rt(p_scratch, p_x):
     """X Rᵀ of a stored X."""
     o_columns, o_partners = tl.arange(0, COLUMNS), (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_sigma, p_shear = p_scratch + O_BALANCE, p_scratch + O_BALANCE + COLUMNS
-    b_taken = tl.load(p_shear + o_partners) * tl.load(p_sigma + o_partners)
-    return tl.load(p_sigma + o_columns)[None, :] * tl.load(p_x + o_panel()) - b_taken[None, :] * tl.load(p_x + o_swapped())
+    b_shear_sigma = tl.load(p_shear + o_partners) * tl.load(p_sigma + o_partners)
+    b_sigma = tl.load(p_sigma + o_columns)
+    return b_sigma[None, :] * tl.load(p_x + o_panel()) - b_shear_sigma[None, :] * tl.load(p_x + o_swapped())
 
 
 @triton.jit
@@ -232,21 +245,21 @@ def step_count(radius):
 
 
 @triton.jit
-def least_term(b_y, norm, share, SPLIT: tl.constexpr):
+def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
     """The ‖term‖_F² below which a term no longer matters.
 
     A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂), where ‖M‖₂² is
     replaced by ‖G‖_F.
     """
-    factor = EPS / tl.maximum(norm, 1e-9)
+    factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     if SPLIT:
-        factor = EPS_SPLIT / tl.maximum(norm, 1e-9)
-    factor *= share
+        factor = TERM_TOLERANCE_SPLIT / tl.maximum(norm, 1e-9)
+    factor *= fraction
     return factor * factor * tl.sum(b_y * b_y)
 
 
 @triton.jit
-def taylor(b_total, b_term, b_z, b_z_low, share, least, p_terms, STORE: tl.constexpr, SPLIT: tl.constexpr):
+def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.constexpr, SPLIT: tl.constexpr):
     """Adds the terms t_k = (Z/n)ᵏ t_0 / (k + 1)! to `b_total`, given t_0, until one no longer matters.
 
     STORE stores all terms but the last. Returns the total, the number of terms after t_0, and whether they suffice.
@@ -260,7 +273,7 @@ def taylor(b_total, b_term, b_z, b_z_low, share, least, p_terms, STORE: tl.const
                 degree += 1
                 if STORE:
                     store_term(p_terms, i_term, b_term, SPLIT)
-                b_term = times_zt(b_term, b_z, b_z_low, SPLIT) * (share / (i_term + 2))
+                b_term = times_zt(b_term, b_z, b_z_low, SPLIT) * (fraction / (i_term + 2))
                 b_total += b_term
     return b_total, degree, size <= least  # False where anything is NaN
 
@@ -280,7 +293,7 @@ def stepped_forward_kernel(
     """Computes the output of heads with state 0, or with state −1 if SPLIT, and updates their state."""
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
-        if tl.load(state + i_head) == (-1.0 if SPLIT else 0.0):
+        if tl.load(state + i_head) == (SPLIT_STEPS if SPLIT else STEPS):
             o_input, o_output = o_head(i_head, heads, strides), o_head(i_head, heads, out_strides)
             p_q, p_k, p_v, p_out = query + o_input, key + o_input, value + o_input, output + o_output
             c = load_scale(scale, i_head)
@@ -293,24 +306,24 @@ def stepped_forward_kernel(
             radius = growth(b_y, b_z, norm)
             if SPLIT:
                 fits = (radius <= MAX_STEPS_SPLIT * RADIUS) & (is_lost == 0)  # False for NaN
-                tl.store(state + i_head, tl.where(is_lost, float("nan"), -1.0))
+                tl.store(state + i_head, tl.where(is_lost, float("nan"), SPLIT_STEPS))
             else:
                 is_normal = norm <= MAX_NONNORMALITY * tl.maximum(radius, 1.0)
                 fits = (radius <= MAX_STEPS * RADIUS) & is_normal & (cancels == 0)
             steps = tl.where(fits, step_count(tl.where(fits, radius, 1.0)), 1 if SPLIT else 0)
-            share = tl.where(fits, 1.0 / tl.maximum(steps, 1), 0.0)
-            least, suffices = least_term(b_y, norm, share, SPLIT), fits
+            fraction = tl.where(fits, 1.0 / tl.maximum(steps, 1), 0.0)
+            least, suffices = least_term(b_y, norm, fraction, SPLIT), fits
             b_total = tl.zeros((D, COLUMNS), tl.float32)
             for i_step in range(steps):
-                b_start = share * tl.load(p_scratch + o_panel())
+                b_start = fraction * tl.load(p_scratch + o_panel())
                 if i_step > 0:
-                    b_start += share * times_zt(b_total, b_z, b_z_low, SPLIT)
-                b_total, _, is_enough = taylor(b_total, b_start, b_z, b_z_low, share, least, p_scratch, False, SPLIT)
+                    b_start += fraction * times_zt(b_total, b_z, b_z_low, SPLIT)
+                b_total, _, is_enough = taylor(b_total, b_start, b_z, b_z_low, fraction, least, p_scratch, False, SPLIT)
                 suffices = suffices & is_enough
             if SPLIT:
                 b_total = tl.where(fits, b_total, float("nan"))
             else:
-                tl.store(state + i_head, tl.where(suffices, 0.0, -1.0))
+                tl.store(state + i_head, tl.where(suffices, STEPS, SPLIT_STEPS))
             if suffices | SPLIT:
                 overwrite(p_scratch, b_total)
                 b_high, b_low = high_low(tl.trans(times_rt(p_scratch, p_scratch)))
@@ -351,11 +364,11 @@ def stepped_backward_kernel(
     p_factors, p_starts = p_terms + (MAX_TERMS + 1) * ENTRIES, p_terms + 2 * (MAX_TERMS + 1) * ENTRIES
     o_low: tl.constexpr = 2 * (MAX_TERMS + 1) * ENTRIES
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
-        known = tl.load(state + i_head)
-        is_own = known == 0.0
+        head_state = tl.load(state + i_head)
+        is_ours = head_state == STEPS
         if SPLIT:
-            is_own = (known >= 0.0) == 0
-        if is_own:
+            is_ours = (head_state >= STEPS) == 0  # SPLIT_STEPS or NaN
+        if is_ours:
             o_input, o_grad = o_head(i_head, heads, strides), o_head(i_head, heads, grad_strides)
             p_q, p_k, p_v = query + o_input, key + o_input, value + o_input
             p_e = grad + o_head(i_head, heads, e_strides)
@@ -378,22 +391,22 @@ def stepped_backward_kernel(
             b_z, b_z_low = load_z(p_scratch, SPLIT)
             radius = tl.maximum(growth(b_y, b_z, norm), growth(tl.load(p_scratch + O_F + o_swapped()), b_z, norm))
             if SPLIT:
-                fits = (radius <= MAX_STEPS_SPLIT * RADIUS) & (is_lost == 0) & (known == -1.0)
+                fits = (radius <= MAX_STEPS_SPLIT * RADIUS) & (is_lost == 0) & (head_state == SPLIT_STEPS)
                 steps = step_count(tl.where(fits, radius, 1.0))
-                share, c = tl.where(fits, 1.0 / steps, 0.0), tl.where(fits, c, float("nan"))
+                fraction, c = tl.where(fits, 1.0 / steps, 0.0), tl.where(fits, c, float("nan"))
             else:
                 steps = tl.minimum(step_count(radius), MAX_STEPS)
-                share = 1.0 / steps
-            least = least_term(b_y, norm, share, SPLIT)
+                fraction = 1.0 / steps
+            least = least_term(b_y, norm, fraction, SPLIT)
             b_total, degree = tl.zeros((D, COLUMNS), tl.float32), 0
             for i_step in range(steps):
-                b_start = share * tl.load(p_scratch + o_panel())
+                b_start = fraction * tl.load(p_scratch + o_panel())
                 if i_step > 0:
-                    b_start += share * times_zt(b_total, b_z, b_z_low, SPLIT)
+                    b_start += fraction * times_zt(b_total, b_z, b_z_low, SPLIT)
                     tl.debug_barrier()  # waits: this step's terms take the place of the last one's
                     if not SPLIT:
                         tl.store(p_starts + i_step * ENTRIES + o_panel(), b_start.to(tl.bfloat16))
-                b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, share, least, p_terms, True, SPLIT)
+                b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, fraction, least, p_terms, True, SPLIT)
             b_last = tl.load(p_scratch + o_panel()) + times_zt(b_total, b_z, b_z_low, SPLIT)  # e^Z Y
             grad_c = tl.sum(tl.load(p_scratch + O_F + o_panel()) * b_last) / c
             tl.store(grad_scale + i_head, grad_c.to(grad_scale.dtype.element_ty))
@@ -402,39 +415,39 @@ def stepped_backward_kernel(
             b_tq, b_tq_low = high_low(tl.load(p_scratch + O_A + o_left()))
             b_tk, b_tk_low = high_low(tl.load(p_scratch + O_A + D + o_left()))
             if SPLIT:
-                overwrite(p_scratch, share * b_last)
-            b_signs = tl.where(tl.arange(0, COLUMNS) < D, -c * share, c * share)[None, :]
+                overwrite(p_scratch, fraction * b_last)
+            b_signs = tl.where(tl.arange(0, COLUMNS) < D, -c * fraction, c * fraction)[None, :]
             for i_turn in range(steps):
                 i_step = steps - 1 - i_turn
                 b_direct = b_signs * tl.load(p_scratch + O_F + o_swapped())
                 if SPLIT:
                     b_start = tl.load(p_scratch + o_panel())
                     b_back, _, _ = taylor(
-                        tl.zeros((D, COLUMNS), tl.float32), b_start, b_z, b_z_low, -share, least, p_terms, False, True
+                        tl.zeros((D, COLUMNS), tl.float32), b_start, b_z, b_z_low, -fraction, least, p_terms, False, True
                     )
-                    b_start -= share * times_zt(b_back, b_z, b_z_low, True)
+                    b_start -= fraction * times_zt(b_back, b_z, b_z_low, True)
                     overwrite(p_scratch, b_start)
                     b_total = tl.zeros((D, COLUMNS), tl.float32)
-                    b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, share, least, p_terms, True, True)
+                    b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, fraction, least, p_terms, True, True)
                 elif i_turn > 0:
-                    b_start = share * tl.load(p_scratch + o_panel())
+                    b_start = fraction * tl.load(p_scratch + o_panel())
                     if i_step > 0:
                         b_start = tl.load(p_starts + i_step * ENTRIES + o_panel()).to(tl.float32)
                     b_total = tl.zeros((D, COLUMNS), tl.float32)
-                    b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, share, least, p_terms, True, False)
+                    b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, fraction, least, p_terms, True, False)
                 pairs = degree
                 if i_turn > 0:
                     b_later = tl.load(p_scratch + O_A + o_panel())
                     store_term(p_terms, degree, b_total, SPLIT)
                     store_term(p_factors, degree, b_later, SPLIT)
                     pairs = degree + 1
-                    b_direct -= share * times_zt(b_later, b_z, b_z_low, SPLIT)
+                    b_direct -= fraction * times_zt(b_later, b_z, b_z_low, SPLIT)
                 b_grad = b_direct
                 for i_back in range(degree):
                     i_term = degree - 1 - i_back
                     b_factor = b_grad * (1.0 / (i_term + 2))
                     store_term(p_factors, i_term, b_factor, SPLIT)
-                    b_grad = b_direct - share * times_zt(b_factor, b_z, b_z_low, SPLIT)
+                    b_grad = b_direct - fraction * times_zt(b_factor, b_z, b_z_low, SPLIT)
                 if i_turn > 0:
                     b_grad += tl.load(p_scratch + O_A + o_panel())
                 overwrite(p_scratch + O_A, b_grad)

@@ -19,9 +19,9 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 
 METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
 MAX_WIDTH = 128  # columns of query, key and value
-LEAST_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
-LEAST_SHARE = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
-LEAST_LEFT = 2.0**-5  # share of a column's square norm that balancing leaves, below which float32 has lost five bits of it
+MIN_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
+MIN_SHARE = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
+MIN_SHARE_LEFT = 2.0**-5  # share of a column's square norm left by balancing below which float32 has lost five bits
 MAX_ROUNDING = 8.0  # rounding of G over (Σ|λ|²)^½ up to which errors stay below 100 eps ‖S‖₂: at 16 they grow with ‖S‖₂²
 MATRICES = 128  # matrices at a time, whose gradients keep the steps to T: 2 MB each at a width of 64
 Mixing = Callable[..., Tensor]  # gives T of G, X and c, and for "exact" of R and R⁻¹
@@ -49,7 +49,7 @@ class Long:
             again = _gram_and_products(inputs, sums, shear, is_lost)
             gram = torch.where(is_lost, again[0], _sheared(_sheared(gram, shear).mT, shear))
             products = torch.where(is_lost, again[1], _sheared(products, shear))
-            sigma = _lengths(gram)
+            sigma = _sigma(gram)
             gram, products = sigma * gram * sigma.mT, sigma * products
             *r_and_inverse, is_lost = _r_and_inverse(gram, c)
         else:
@@ -186,13 +186,13 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     ratio = q_k / longer.clamp(min=1e-37)
     of_query = ratio * (k_k >= q_q)
     shear = torch.cat([of_query, ratio - of_query], -1)
-    return shear[..., None], (shorter - ratio * q_k < LEAST_LEFT * shorter).any(-1)[:, None, None]
+    return shear[..., None], (shorter - ratio * q_k < MIN_SHARE_LEFT * shorter).any(-1)[:, None, None]
 
 
-def _lengths(gram: Tensor) -> Tensor:
+def _sigma(gram: Tensor) -> Tensor:
     """σ, s and 1/s for the two columns of a pair, powers of two that make them about equally long, (matrices, 2d, 1)."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
-    least = LEAST_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio where one is a multiple of the other
+    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio where one is a multiple of the other
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
     exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]
@@ -229,7 +229,7 @@ def _launch(
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
     """The number of parts of a sequence, and the rows of each."""
     batch, heads, tokens, _ = query.shape
-    parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, LEAST_ROWS))
+    parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, MIN_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
     return ratio_up(tokens, rows), rows
 

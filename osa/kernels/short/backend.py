@@ -15,7 +15,7 @@ from osa.kernels.tiles import BLOCK, MAX_ROWS
 METHODS = ("exact", "newton_schulz", "qr")
 MAX_TOKENS, MAX_WIDTH = 256, 16  # the small matrices of such a query and key fit the registers of one program
 MAX_PHI1_ROWS = MAX_ROWS.value
-ENTRIES = 64  # entries of a basis in each thread, which Gram–Schmidt holds in registers
+ENTRIES_PER_THREAD = 64  # entries of a basis in each thread, which Gram–Schmidt holds in registers
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp for a matrix, in half the time of four on an H100
 
 
@@ -62,7 +62,7 @@ class Short:
         """
         names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": self.method}
         constants, rows = names | {"ITERATIONS": num_iterations} | WARP, launch.padded(query.shape[-2])
-        warps = rows * MAX_ROWS.value // (32 * ENTRIES)
+        warps = rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD)
         if (self.method, kernel) == ("qr", "forward"):
             constants["num_warps"] = max(constants["num_warps"], warps)
         elif self.method != "exact" or warps > constants["num_warps"]:

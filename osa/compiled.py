@@ -1,20 +1,18 @@
 """Orthogonal attention on the CPU under torch.compile: one operator, which chooses its route by values.
 
-A trace has no values. Without them the routes of osa/functional.py take a fixed number of doublings where one series would
+A trace has no values. Without them the routes of osa/routes.py take a fixed number of doublings where one series would
 do: a compiled step of osa_exact, with 128 images on one core, takes 2.8 s by these routes, and 0.30 s by the operator, as it
 does eagerly.
 """
 
 import itertools
-import warnings
 import weakref
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from osa import functional
 from osa.linalg import Scale
+from osa.routes import plain_attention
 from osa.runtime import KERNELS, autograd_in_an_operator, constant_to_a_trace, in_own_types, is_transformed
 
 GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of autograd's graph, for the backward pass
@@ -52,7 +50,7 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     """Returns the heads and a number. `GRAPHS` keeps the heads' graph under this number until its tensor is freed."""
     options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:
-        return functional.plain_attention(query, key, value, scale, *options).contiguous(), number
+        return plain_attention(query, key, value, scale, *options).contiguous(), number
     if method == "qr":
         key = key.clone()  # like the next two kept by autograd, though the compiled program may write to their memory again
     inputs, output = _recorded(query, key, value.clone(), scale.clone(), *options)
@@ -76,7 +74,7 @@ def _gradients(query, key, value, scale, number, grad, *options):
 def _recorded(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *options) -> tuple[list[Tensor], Tensor]:
     with autograd_in_an_operator(), torch.enable_grad():
         query, key, value, scale = (x.detach().requires_grad_() for x in (query, key, value, scale))
-        return [query, key, value, scale], functional.plain_attention(query, key, value, scale, *options)
+        return [query, key, value, scale], plain_attention(query, key, value, scale, *options)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -103,9 +101,3 @@ def _(query, key, value, scale, *others):
 
 _operator.register_autograd(_backward, setup_context=_save)
 KERNELS.setdefault("attend", []).append((fits, attend))
-
-if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
-    try:
-        from osa import kernels  # noqa: F401
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        warnings.warn(f"osa.kernels is not used: {type(error).__name__}: {error}", stacklevel=2)

@@ -1,50 +1,29 @@
 """Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
 
-In this order: `orthogonal_attention` with its equations, these equations in code, checks of the arguments, fast routes.
+`orthogonal_attention` has the equations, and says what each method guarantees. The methods are in `osa.routes`.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial, reduce
+import warnings
+from functools import reduce
+from importlib.util import find_spec
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from osa.linalg import (
-    IMBALANCE,
-    Scale,
-    apply_j,
-    as_batch,
-    balanced,
-    gram_factor,
-    imbalance,
-    is_balanced,
-    newton_schulz_gram,
-    phi1_times,
-    polar_express_gram,
-    qr_basis,
-    resolvent_times,
-    square_moduli,
-)
+from osa import compiled  # noqa: F401  registers its operator
+from osa.linalg import Scale
 from osa.masking import check_dropout_and_causal, check_tensors, repeat_heads, without_padding
-from osa.options import EPSILON, ITERATIONS, Method, check_method
-from osa.runtime import (
-    constant_to_a_trace,
-    full_precision,
-    in_own_types,
-    is_readable,
-    is_recorded,
-    kernel,
-    recorded_grad,
-    warn_where_lost,
-    without_autocast,
-)
+from osa.options import EPSILON, Method, check_method
+from osa.routes import plain_attention
+from osa.runtime import goes_to_onnx, kernel
 
-SMALL_NORM = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] may be multiplied in either order: see `_is_small`
-CANCELLATION = 16.0  # S itself is used while scale · ‖Q‖_F ‖K‖_F ≤ 16 max(1, ‖S‖_F); independent entries have √(d/2) for 16
-# eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
-FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
+if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
+    try:
+        from osa import kernels  # noqa: F401
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        warnings.warn(f"osa.kernels is not used: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def orthogonal_attention(
@@ -68,7 +47,7 @@ def orthogonal_attention(
 
         exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
 
-    "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3): see `_qr_literal`. The
+    "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3): see `osa.routes`. The
     other methods are faster. With J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, they all compute
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
@@ -102,7 +81,7 @@ def orthogonal_attention(
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: if Q ≈ K, if tokens share a large
     part, or if there are outliers. To avoid this error, "exact" and "cayley" replace M by M T, which has the same S (see
     `balanced`), and if that does not suffice they use the basis of "qr" in float64; the iterations continue in float64. In a
-    trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `_by_cholesky`), and on the CPU all methods but "qr"
+    trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `osa.routes`), and on the CPU all methods but "qr"
     compute in float64. CUDA kernels make their own choice: between M T and a basis up to 64 tokens of width 16, and between
     M T and M R⁻¹ beyond 256 tokens or that width. If no digit is left, the result is NaN, with a warning. exp(S) is also NaN
     if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32 inputs are in full
@@ -178,26 +157,6 @@ def orthogonal_attention_matrix(
     return plain_attention(query, key, identity.expand(*batch, *identity.shape), scale, method, num_iterations, epsilon)
 
 
-def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """exp(S) V as in Section 3, by torch's QR and matrix exponential, which autograd differentiates.
-
-    The derivative of QR contains R⁻¹, so the error of the gradient grows with the condition number of M. If M is
-    rank-deficient, the gradient is undefined: NaN, or without a correct digit. `matrix_exp` of a single matrix, also of a
-    batch of one, has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
-    """
-    m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
-    basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
-    query, key = (basis.mT @ m).chunk(2, dim=-1)  # BᵀQ and BᵀK, (..., r, d): Eq. 7 without the N×N matrix S
-    small = scale * (query @ key.mT - key @ query.mT)  # [S] = BᵀSB, (..., r, r)
-    identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
-    return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
-
-
-@constant_to_a_trace  # torch.compile would trace the function of torch as False
-def _goes_to_onnx() -> bool:
-    return torch.onnx.is_in_onnx_export()
-
-
 def _checked_scale(
     query: Tensor,
     key: Tensor,
@@ -209,9 +168,9 @@ def _checked_scale(
 ) -> Scale:
     """Checks the arguments and returns the scale."""
     check_method(method, num_iterations, epsilon)
-    if method in ("qr", "qr_literal") and _goes_to_onnx():
+    if method in ("qr", "qr_literal") and goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
-    if method == "cayley" and _goes_to_onnx():
+    if method == "cayley" and goes_to_onnx():
         raise ValueError('ONNX has no linear solver, which "cayley" needs: train and export with method="exact"')
     if query.shape[-2:] != key.shape[-2:]:
         raise ValueError(f"query and key must agree in (N, d), not {tuple(query.shape[-2:])} and {tuple(key.shape[-2:])}")
@@ -242,261 +201,3 @@ def _checked_scale(
                 f"scale must broadcast against {(*batch, 1, 1)} with two last dimensions of 1, not {tuple(scale.shape)}"
             )
     return scale
-
-
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
-) -> Tensor:
-    """Calls a function of `_ROUTES` with tensors of one type and batch: (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
-    with without_autocast(query.device), full_precision(query.device):
-        least = torch.float64 if method == "polar_express" else torch.float32  # `polar_express_gram` needs float64
-        dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
-        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
-        scale = scale.to(dtype) if isinstance(scale, Tensor) else query.new_full((), scale, dtype=dtype)
-        shape = *batch, *value.shape[-2:]
-        inputs = *(x.to(dtype).expand(*batch, *x.shape[-2:]) for x in (query, key, value)), scale.expand(*batch, 1, 1)
-        options = (num_iterations or ITERATIONS[method], epsilon) if method in ITERATIONS else ()
-        return _ROUTES[method](*map(as_batch, inputs), *options).view(shape).to(value.dtype)
-
-
-PhiTimes = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y, where A = I + S f(S): f is φ₁, or (I − Z/2)⁻¹ for Cayley
-
-
-def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    if query.shape[-2] <= 2 * query.shape[-1]:  # a basis would only rotate the tokens
-        return value + _moved(function, _skew(query, scale * key), value)
-    m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
-    return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
-
-
-def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Uses Gram matrices of M, or of M T (see `balanced`) if M is unbalanced, or a basis if balancing does not suffice.
-
-    For N < 2d it uses S itself, which is smaller, unless the entries of S cancel.
-    """
-    m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
-    if not is_readable(m):
-        wide = _safe_dtype(m)
-        limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
-        return _by_cholesky(function, m.to(wide), value.to(wide), scale.to(wide), limit)
-    if m.shape[-2] < m.shape[-1]:
-        skew = _skew(query, scale * key)
-        if _keeps_digits(skew, query, key, scale):
-            return value + _moved(function, skew, value)
-    gram = _gram(m)
-    if not is_balanced(gram, scale):
-        m = balanced(m)
-        gram = _gram(m)
-        if not is_balanced(gram, scale):
-            return _by_basis(function, *(x.double() for x in (query, key, value, scale)))
-    return _by_gram(m, value, scale, partial(_mixing, function), gram)
-
-
-@torch.no_grad()
-def _keeps_digits(skew: Tensor, query: Tensor, key: Tensor, scale: Tensor) -> bool:
-    """True if rounding errors of each S, eps · scale · ‖Q‖_F ‖K‖_F, are at most CANCELLATION times those of exp(S)."""
-    q, k, s = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (query, key, skew))
-    return bool((scale.abs() * q * k <= CANCELLATION * s.clamp(min=1)).all())
-
-
-def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
-    return scale * function(apply_j(scale * gram), apply_j(products))
-
-
-def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
-    """Replaces M by M R⁻¹, whose columns are nearly orthonormal. Returns NaN, never a wrong number, where precision is lost.
-
-    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹, for any invertible R: derivatives of every order may
-    treat R as a constant. With R from `gram_factor`, Z is nearly skew at any rank of M, and the error is at most about
-    eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition, so there R is I.
-    """
-    m = balanced(m)
-    if _goes_to_onnx():
-        is_lost = imbalance(apply_j(scale * _gram(m))) > limit
-        return _by_differentiable_gram(m, value, _nan_where(is_lost, scale), partial(_mixing, function))
-    r = gram_factor(_gram(m.detach()))
-    basis = torch.linalg.solve_triangular(r, m, upper=True, left=False)
-    z, y = (torch.bmm(r, scale * apply_j(torch.bmm(m.mT, x))) for x in (basis, value))
-    if limit < math.inf:
-        y = _nan_where(2 * _square_size(m, scale) > limit * square_moduli(z).clamp(min=1).sqrt(), y)
-    return torch.baddbmm(value, basis, function(z, y))
-
-
-def _safe_dtype(m: Tensor) -> torch.dtype:
-    """float64 on the CPU, where it takes twice the time, else the input's type: for traces, which hide the values."""
-    return torch.float64 if m.device.type == "cpu" else m.dtype
-
-
-def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """Replaces x by NaN where digits are lost, and warns. Multiplies by NaN, so that the gradients are NaN too."""
-    if not _goes_to_onnx():
-        is_lost = warn_where_lost(is_lost)
-    return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
-
-
-def _iterated(
-    iterate: Callable[[Tensor, int], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: Tensor,
-    num_iterations: int,
-    epsilon: float,
-) -> Tensor:
-    def mixing(gram: Tensor, products: Tensor, scale: Tensor) -> Tensor:
-        square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-        square_norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny)  # the root's derivative at M = 0 is infinite
-        inverse_norm = 1 / (square_norm.sqrt() + epsilon)  # 1 / (‖M‖_F + ε)
-        projector = iterate(inverse_norm.square() * gram, num_iterations)  # G_K
-        z = torch.bmm(projector, apply_j(scale * gram))
-        return scale * phi1_times(z, torch.bmm(projector, apply_j(torch.bmm(projector, products))))
-
-    m = torch.cat([query, key], dim=-1)
-    if not is_readable(m) or (_square_size(m, scale) * torch.finfo(m.dtype).eps > FLOAT64_ABOVE).any():
-        m, value, scale = (x.to(_safe_dtype(m)) for x in (m, value, scale))
-        scale = _nan_where(_square_size(m, scale) * torch.finfo(m.dtype).eps > NO_DIGIT_ABOVE, scale)
-    return _by_gram(m, value, scale, mixing)
-
-
-def _square_size(m: Tensor, scale: Tensor) -> Tensor:
-    """scale · ‖M‖_F², (b, 1, 1), without a gradient."""
-    return scale.detach().abs() * torch.linalg.vector_norm(m.detach(), dim=(-2, -1), keepdim=True).square()
-
-
-_ROUTES: dict[str, Callable[..., Tensor]] = {
-    "qr_literal": _qr_literal,
-    "qr": partial(_by_basis, phi1_times),
-    "exact": partial(_by_any_gram, phi1_times),
-    "cayley": partial(_by_any_gram, resolvent_times),
-    "newton_schulz": partial(_iterated, newton_schulz_gram),
-    "polar_express": partial(_iterated, polar_express_gram),
-}
-
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # T of MᵀM, MᵀV and scale, with which A V = V + M T
-
-
-@torch.no_grad()
-def _gram(m: Tensor) -> Tensor:
-    return torch.bmm(m.mT, m)
-
-
-def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """Computes A V from M (b, N, 2d), V (b, N, d_value) and Gram matrices. `gram` is MᵀM, without gradient, if known."""
-    if is_recorded(m, v, scale):
-        return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
-    return _by_differentiable_gram(m, v, scale, mixing, gram)
-
-
-def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    gram = torch.bmm(m.mT, m) if gram is None else gram
-    return torch.baddbmm(v, m, mixing(gram, torch.bmm(m.mT, v), scale))
-
-
-class _ByGram(torch.autograd.Function):
-    """`_by_differentiable_gram` with a backward pass of five large products; autograd differentiates the small matrices."""
-
-    @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor) -> Tensor:
-        with torch.enable_grad():
-            small = [x.detach().requires_grad_() for x in (gram, torch.bmm(m.mT, v), scale)]
-            mixed = mixing(*small)
-        ctx.save_for_backward(m, v, scale)
-        ctx.mixing, ctx.small, ctx.mixed = mixing, small, mixed
-        return torch.baddbmm(v, m, mixed.detach())
-
-    @staticmethod
-    @in_own_types
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        m, v, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            grads = recorded_grad(partial(_by_differentiable_gram, mixing=ctx.mixing), (m, v, scale), grad)
-            return *grads, None, None
-        with full_precision(m.device):
-            grad_mixed = torch.bmm(m.mT, grad)
-            grad_gram, grad_products, grad_scale = torch.autograd.grad(ctx.mixed, ctx.small, grad_mixed, retain_graph=True)
-            grad_m = torch.bmm(grad, ctx.mixed.detach().mT)  # (b, N, 2d)
-            grad_m.baddbmm_(v, grad_products.mT).baddbmm_(m, grad_gram + grad_gram.mT)
-            return grad_m, torch.baddbmm(grad, m, grad_products), grad_scale, None, None
-
-
-def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
-    """Computes A V from M (b, N, 2d), with S = M J Mᵀ, and V (b, N, d_value) by an orthonormal basis of M's columns."""
-    basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
-    skew, w = _skew(*torch.bmm(basis.mT, m).chunk(2, dim=-1)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
-    return torch.baddbmm(v, basis, _moved(function, skew, w))
-
-
-def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
-    """Returns [S] f([S]) W, which A adds to W, multiplied in the more accurate order."""
-    return torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
-
-
-def _is_small(skew: Tensor) -> bool:
-    """True if [S] (f([S]) W) is as accurate as f([S]) ([S] W). A large [S] would multiply the rounding errors of f."""
-    return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL_NORM).all())
-
-
-def _skew(query: Tensor, key: Tensor) -> Tensor:
-    """S = Q Kᵀ − K Qᵀ, or [S] from BᵀQ and BᵀK (Eq. 7), exactly skew-symmetric."""
-    half = query @ key.mT
-    return half - half.mT
-
-
-class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with the gradient of A V itself, which does not depend on the choice of basis.
-
-    With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. For a gradient G let H = BᵀG and Ū = f(−[S]) H, and
-    let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B moves B too. This
-    adds, to first order, (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
-
-        grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
-
-    This needs neither the backward pass of QR nor R⁻¹, and so also holds for a rank-deficient M. With create_graph=True the
-    gradient is that of `_by_cholesky` in float64, the same function, whose higher derivatives exist.
-    """
-
-    @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
-        basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
-        coordinates = torch.bmm(basis.mT, m)  # C, (b, r, 2d)
-        with torch.enable_grad():
-            small = [x.requires_grad_() for x in (_skew(*coordinates.chunk(2, dim=-1)), torch.bmm(basis.mT, v))]
-            u = function(*small)
-        ctx.save_for_backward(m, v, basis, coordinates)
-        ctx.function, ctx.small, ctx.u = function, small, u
-        skew, w, u = (x.detach() for x in (*small, u))
-        moved = torch.bmm(skew, u) if _is_small(skew) else function(skew, torch.bmm(skew, w))
-        return torch.baddbmm(v, basis, moved)
-
-    @staticmethod
-    @in_own_types
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        m, v, basis, coordinates = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return *recorded_grad(partial(_in_double, ctx.function), (m, v), grad), None
-        with full_precision(m.device):
-            h = torch.bmm(basis.mT, grad)  # (b, r, d_value)
-            grad_skew, u_bar = torch.autograd.grad(ctx.u, ctx.small, h, retain_graph=True)
-            skew, w, u = (x.detach() for x in (*ctx.small, ctx.u))
-            outer = torch.bmm(h, u.mT)
-            bar = torch.baddbmm(outer, skew, grad_skew, alpha=-1)  # gradient of [S] with B fixed, (b, r, r)
-            inside = outer.baddbmm_(w, u_bar.mT, alpha=-1) - (bar - bar.mT)  # H Uᵀ − W Ūᵀ − A
-            c_j = _times_j(coordinates)  # (b, r, 2d)
-            grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
-            grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)
-            return grad_m, torch.baddbmm(grad, basis, torch.bmm(skew, u_bar), alpha=-1), None
-
-
-def _in_double(function: PhiTimes, m: Tensor, v: Tensor) -> Tensor:
-    """Computes the same A V in float64, with S = M J Mᵀ, by a function that has derivatives of every order."""
-    one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
-    return _by_cholesky(function, m.double(), v.double(), one).to(v.dtype)
-
-
-def _times_j(x: Tensor) -> Tensor:
-    """X J."""
-    query, key = x.chunk(2, dim=-1)
-    return torch.cat([-key, query], dim=-1)
-
-
-from osa import compiled  # noqa: E402, F401  registers an operator, which calls `plain_attention`

@@ -53,6 +53,12 @@ def is_transformed() -> bool:
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
+@constant_to_a_trace  # torch.compile would trace the function of torch as False
+def goes_to_onnx() -> bool:
+    """True while torch exports a program to ONNX."""
+    return torch.onnx.is_in_onnx_export()
+
+
 def known(size: int) -> int:
     """Returns the size as a plain number, in a trace too (a range's length is never symbolic). Each size is traced again."""
     return len(range(size))

@@ -18,7 +18,7 @@ from osa.options import NORM_EPS
 from osa.runtime import uncompiled
 
 if TYPE_CHECKING:
-    from osa.models import ModelConfig
+    from osa.options import ModelConfig
 
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # outputs of blocks: patches, or patches and [cls]
 

@@ -14,13 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
-from osa import functional, linalg, runtime
+from osa import linalg, runtime
 from osa.compiled import INPUTS
 from osa.kernels.hopper import backend as hopper
 from osa.kernels.launch import Inputs, padded
 from osa.kernels.long import backend as long
 from osa.kernels.short import backend as short
 from osa.linalg import Scale
+from osa.options import ITERATIONS
+from osa.routes import plain_attention
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,7 +99,7 @@ def attend(
     if not isinstance(scale, Tensor):
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
     batch, inputs = _as_heads(query, key, value, scale)
-    options = functional.ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
+    options = ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
     operator = _find(method, *inputs[:3])
     assert operator is not None  # as they fit
     output, _ = operator(*inputs, *options)
@@ -172,7 +174,7 @@ class _Gradients(torch.autograd.Function):
             return torch.func.vjp(plain, query, key, value, scale)[1](grad)
 
         def plain(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-            return functional.plain_attention(query, key, value, scale, *ctx.options)
+            return plain_attention(query, key, value, scale, *ctx.options)
 
         *tensors, grad = torch.func.vjp(gradients, *ctx.saved_tensors)[1](grads)
         return None, *tensors, None, grad, None, None
@@ -312,7 +314,7 @@ def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> 
             short.phi1_backward(z, y, y, z, y)
         else:
             _, tensors = _as_heads(*meta)
-            num_iterations = functional.ITERATIONS.get(options["method"], 0)
+            num_iterations = ITERATIONS.get(options["method"], 0)
             operator = _find(options["method"], *tensors[:3])
             assert operator is not None
             operator.compile_both(*tensors, num_iterations, options["epsilon"])
@@ -358,7 +360,7 @@ def _agrees(
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
-            function, plain = (functools.partial(each, **options) for each in (attend, functional.plain_attention))
+            function, plain = (functools.partial(each, **options) for each in (attend, plain_attention))
         grad = grad.to(dtypes[-1])
         exact = [x.double().requires_grad_() for x in inputs]
         try:

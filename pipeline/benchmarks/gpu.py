@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import osa  # noqa: E402
-from osa import functional, linalg, runtime  # noqa: E402
+from osa import linalg, routes, runtime  # noqa: E402
 
 TOTAL_SECONDS = 570
 SHARES = {"machine": 25, "forms": 130, "attention": 130, "split": 40, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
@@ -105,7 +105,7 @@ def form(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
         first = time.perf_counter() - start
         again = outputs_and_gradients(call, inputs, grad)
         few = [x.detach()[:1, :2].cpu().double().requires_grad_() for x in inputs]
-        plain = partial(functional.plain_attention, scale=scale, method=method, num_iterations=None, epsilon=linalg.EPSILON)
+        plain = partial(routes.plain_attention, scale=scale, method=method, num_iterations=None, epsilon=linalg.EPSILON)
         expected = outputs_and_gradients(plain, few, grad[:1, :2].cpu().double())
         errors = [((x[:1, :2].cpu().double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
         yield (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import osa
-from osa import compiled, functional
+from osa import compiled
 from osa.constrained.orthogonal import MAPS
 from osa.functional import orthogonal_attention
 from osa.linalg import newton_schulz_gram, phi1_times
@@ -72,8 +72,8 @@ def test_every_backward_pass_of_the_package_is_compared():
 
 def test_a_compiled_model_runs_attention_once_a_step_and_keeps_nothing(monkeypatch):
     """A compiled step does the work of an eager one. Autograd's tensors go with the graph; a lost graph is made again."""
-    calls, plain = [], functional.plain_attention
-    monkeypatch.setattr(functional, "plain_attention", lambda *arguments: calls.append(1) or plain(*arguments))
+    calls, plain = [], compiled.plain_attention
+    monkeypatch.setattr(compiled, "plain_attention", lambda *arguments: calls.append(1) or plain(*arguments))
     torch.compiler.reset()
     model = osa.create_model("osa_exact", image_size=8, embed_dim=16, num_heads=2, depth=2).double()
     traced, images = torch.compile(model, backend="aot_eager", fullgraph=True), torch.rand(3, 1, 8, 8).double()

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from osa import functional, reference
+from osa import reference, routes
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.linalg import POLAR_EXPRESS
 from tests.osa.helpers import (
@@ -75,7 +75,7 @@ def test_output_and_gradients_match_the_reference(method, tokens, width, dtype):
 @pytest.mark.parametrize("method", ["qr", "exact", "cayley"])
 def test_few_tokens_take_s_itself(method, monkeypatch):
     """For N < 2d nothing is larger than the inputs or S: no basis, and no matrix of 2d rows."""
-    monkeypatch.setattr(functional, "qr_basis", lambda m: pytest.fail("a basis is made"))
+    monkeypatch.setattr(routes, "qr_basis", lambda m: pytest.fail("a basis is made"))
     inputs = [*draw(7, 12), head_scales()]
     with Results() as results:
         orthogonal_attention(*inputs[:3], scale=inputs[3], method=method)
@@ -91,7 +91,7 @@ def test_few_tokens_with_a_shared_mean_lose_nothing(method, mean, monkeypatch):
     norm = torch.linalg.matrix_norm(reference.skew(query.double(), key.double(), 1.0), 2)
     inputs = query, key, value, (2 / norm).float()[..., None, None]
     found = errors_against_reference([x.clone() for x in inputs], method)
-    monkeypatch.setattr(functional, "_keeps_digits", lambda *x: False)
+    monkeypatch.setattr(routes, "_keeps_digits", lambda *x: False)
     before = errors_against_reference([x.clone() for x in inputs], method)
     assert all(new < 2 * old + 2e-7 for new, old in zip(found, before, strict=True)), (found, before)
 
@@ -228,8 +228,8 @@ def test_where_no_value_can_be_read_the_result_is_right_or_nan(method, name, mu,
     inputs = cancelling(name, mu, 53, torch.float32)
     each = lambda *inputs, method: torch.func.vmap(partial(attend, method=method))(*inputs)  # noqa: E731
     assert max(errors_against_reference(inputs, method, each)) < 5e-6 + 5e-15 * mu**2
-    monkeypatch.setattr(functional, "is_readable", lambda x: False)
-    monkeypatch.setattr(functional, "_safe_dtype", lambda m: m.dtype)
+    monkeypatch.setattr(routes, "is_readable", lambda x: False)
+    monkeypatch.setattr(routes, "_safe_dtype", lambda m: m.dtype)
     is_lost = name == "Q ≈ K W" and mu >= 1e2
     with pytest.warns(UserWarning, match='method="qr"') if is_lost else contextlib.nullcontext():
         errors = errors_against_reference(inputs, method)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from osa import functional, linalg, reference, runtime
+from osa import linalg, reference, runtime
 from tests.osa.helpers import DEGENERATE, orthogonality_error, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 
 from osa.kernels import launch, operators
 from osa.kernels.short.backend import Short
+from osa.options import ITERATIONS
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_orthogonality import KINDS, ROUNDINGS, of_norm
 
@@ -62,7 +63,7 @@ def errors(method, query, key, value, scale, num_iterations=None):
     """
     inputs = [x.detach().requires_grad_() for x in (query, key, value, scale)]
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
-    options = {"num_iterations": num_iterations} if num_iterations and method in functional.ITERATIONS else {}
+    options = {"num_iterations": num_iterations} if num_iterations and method in ITERATIONS else {}
     actual, expected = attend(*inputs, method, **options), REFERENCE[method](*exact, **options)
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0), dtype=expected.dtype)
     gradients = torch.autograd.grad(actual, inputs, cotangent.to(actual))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import osa
-from osa import functional, runtime
+from osa import functional, routes, runtime
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import relative_error
 
@@ -132,7 +132,8 @@ def test_a_compiled_program_warns_of_digits_that_are_lost(monkeypatch):
 
 @pytest.fixture
 def no_plain_route(monkeypatch):
-    monkeypatch.setattr(functional, "plain_attention", lambda *arguments: pytest.fail("the plain route is taken"))
+    for module in (functional, operators):
+        monkeypatch.setattr(module, "plain_attention", lambda *arguments: pytest.fail("the plain route is taken"))
 
 
 def total(query, key, value, scale, method):
@@ -194,7 +195,7 @@ def test_derivatives_of_derivatives_and_forward_ones_are_the_plain_routes(as_on_
         return torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs)
 
     def plain(*inputs):
-        return functional.plain_attention(*inputs, 0.2, method, None, 1e-7)
+        return routes.plain_attention(*inputs, 0.2, method, None, 1e-7)
 
     fused = partial(orthogonal_attention, scale=0.2, method=method)
     for actual, expected in zip(second(fused), second(plain), strict=True):

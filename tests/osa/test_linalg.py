@@ -63,7 +63,7 @@ def test_forward_and_backward_ask_for_full_precision(monkeypatch, method):
         assert inside, "a product outside"
         return bmm(*arguments, **options)
 
-    monkeypatch.setattr("osa.functional.full_precision", spy)
+    monkeypatch.setattr("osa.routes.full_precision", spy)
     monkeypatch.setattr(torch, "bmm", product)
     orthogonal_attention(*draw(11, 3, dtype=torch.float32), method=method).sum().backward()
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from osa import functional, linalg, reference
+from osa import linalg, reference, routes
 from osa.constrained.orthogonal import exponential, retract
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import orthogonality_error
@@ -105,9 +105,9 @@ def in_a_graph(query, key, scale, method):
 def without_values(query, key, scale, method):
     """Runs in the inputs' own type and reads no value, as on CUDA without a kernel."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (functional, linalg):
+        for module in (routes, linalg):
             patch.setattr(module, "is_readable", lambda x: False)
-        patch.setattr(functional, "_safe_dtype", lambda m: m.dtype)
+        patch.setattr(routes, "_safe_dtype", lambda m: m.dtype)
         return matrix(query, key, scale, method)
 
 

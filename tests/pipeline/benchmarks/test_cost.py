@@ -92,8 +92,8 @@ def test_all_linear_algebra_of_the_library_has_a_count():
 @pytest.fixture
 def routes_of_cuda(monkeypatch):
     """The routes that CUDA takes, here on the CPU."""
-    monkeypatch.setattr("osa.functional.qr_basis", cholesky_qr_basis)
-    for module in ("functional", "linalg"):
+    monkeypatch.setattr("osa.routes.qr_basis", cholesky_qr_basis)
+    for module in ("routes", "linalg"):
         monkeypatch.setattr(f"osa.{module}.is_readable", lambda x: False)
 
 

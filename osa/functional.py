@@ -19,7 +19,7 @@ from osa.options import EPSILON, Method, check_method
 from osa.routes import plain_attention
 from osa.runtime import goes_to_onnx, kernel
 
-if torch.cuda.device_count() and find_spec("triton"):  # the import takes a second, and the CPU has no use for it
+if torch.cuda.device_count() and find_spec("triton"):  # without a GPU, do not spend a second on the import
     try:
         from osa import kernels  # noqa: F401
     except (ImportError, AttributeError, OSError, RuntimeError) as error:

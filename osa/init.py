@@ -1,4 +1,4 @@
-"""Initialisation: the Stiefel manifold (Algorithm 1), orthogonal attention (Section 4) and the ViT baseline (Appendix D)."""
+"""Initialisation of attention, MLPs and linear layers: Algorithm 1, Section 4, Appendix D and later work."""
 
 import math
 from typing import Protocol, get_args
@@ -9,12 +9,12 @@ from torch import Generator, Tensor, nn
 from osa.options import QueryKeyInit, ValueOutInit
 
 TRUNCATED_STD = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
-QUERY_KEY, VALUE_OUT = get_args(QueryKeyInit), get_args(ValueOutInit)  # options of signal-preserving attention
-SMALL_SCALE = 0.1  # times W^Q and W^K: attention's logits are then some hundredths
+QUERY_KEY, VALUE_OUT = get_args(QueryKeyInit), get_args(ValueOutInit)  # initialisations of signal-preserving attention
+SMALL_SCALE = 0.1  # factor of W^Q and W^K that gives attention logits of some hundredths
 
 
 class Attention(Protocol):
-    """Parts of an attention layer that are initialised: four linear layers (d, d), which num_heads heads share."""
+    """What initialisation needs of an attention layer: four linear layers (d, d), which num_heads heads share."""
 
     embed_dim: int
     num_heads: int
@@ -25,29 +25,29 @@ class Attention(Protocol):
 
 
 class ScaledAttention(Attention, Protocol):
-    """Attention with a number for each head that multiplies its values, and one that multiplies its attention."""
+    """Attention in which each head has a factor of its values, `shortcut`, and one of its attention, `residual`."""
 
     shortcut: nn.Parameter
     residual: nn.Parameter
 
 
 class TwoLayers(Protocol):
-    """Parts of an MLP that are initialised: its linear layers (H, d) and (d, H)."""
+    """What initialisation needs of an MLP: its linear layers (H, d) and (d, H)."""
 
     fc1: nn.Linear
     fc2: nn.Linear
 
 
 def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """A draw from the uniform distribution on the Stiefel manifold {W ∈ ℝ^{n×m}: WᵀW = I} (Algorithm 1).
+    """Draws W uniformly from the Stiefel manifold {W ∈ ℝ^{n×m}: WᵀW = I} (Algorithm 1).
 
-    Takes the reduced QR decomposition of a Gaussian matrix and moves the signs of R's diagonal into Q: without this
-    correction the draw would depend on the sign convention of the QR routine (Mezzadri 2006).
+    W is Q of the reduced QR decomposition of a Gaussian matrix, times the signs of R's diagonal. Without these signs the
+    draw would depend on the sign convention of the QR routine (Mezzadri 2006).
 
     Args:
         n, m: the shape, n ≥ m ≥ 1.
         generator: a generator of the default device. Default: torch's global one.
-        dtype: type of the result. Default: torch's default. The arithmetic is float64.
+        dtype: type of the result. Default: torch's default. All arithmetic is float64.
 
     Raises:
         ValueError: n < m or m < 1.
@@ -59,7 +59,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # shapes alone: torch draws no values, and is slow at it
+    if torch.get_default_device().type == "meta":  # no values are drawn, and torch would be slow at that
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -68,10 +68,10 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
 
 @torch.no_grad()
 def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = None) -> Tensor:
-    """Fills W, laid out [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, Q uniformly semi-orthogonal.
+    """Fills W, [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, where Q is uniformly semi-orthogonal (SUO).
 
-    With zero biases the mean square of a vector's entries is kept by y = W x: exactly for out ≥ in, on average for
-    out < in (Martens et al. 2021, SUO; Section 4.4). Code that reads the weight as [in, out] scales the wrong layers.
+    y = W x preserves the mean square of the entries: exactly if out ≥ in, on average if out < in (Martens et al. 2021;
+    Section 4.4). Code that takes the weight for [in, out] scales the wrong layers.
 
     Returns:
         The weight.
@@ -95,20 +95,20 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 def init_orthogonal_attention_(
     attention: Attention, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
 ) -> None:
-    """Section 4: per head, W^V = U and W^O = Vᵀ from independent draws of U_{d×d_v}, [W^Q, W^K] from one draw of U_{d×2d_v},
-    and α small. Softmax attention has no α; its biases start at zero.
+    """Section 4: per head W^V = U and W^O = Vᵀ with U and V drawn independently from U_{d×d_v}, [W^Q, W^K] drawn from
+    U_{d×2d_v}, and a small α. For softmax attention there is no α, and biases are zero.
 
     Args:
-        attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, of two heads or more.
-        alpha: of orthogonal attention alone.
-        joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. A head's blocks are
-            uniform on the Stiefel manifold as before, but Σ_i W^V_i W^O_i is orthogonal: with per-head draws it is not, and
-            a deep stack whose attention is near the identity multiplies such matrices.
+        attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
+        alpha: α; for orthogonal attention only.
+        joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
+            remain uniform on the Stiefel manifold, and Σ_i W^V_i W^O_i becomes orthogonal, unlike with one draw per head.
+            This matters for depth: layers whose attention is near the identity multiply these sums.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
     for i in range(num_heads):
-        rows = slice(i * d_v, (i + 1) * d_v)  # nn.Linear keeps Wᵀ: head i of W^Q, W^K, W^V is a block of rows
+        rows = slice(i * d_v, (i + 1) * d_v)  # nn.Linear stores Wᵀ: head i of W^Q, W^K, W^V is a block of rows
         query_key = stiefel_uniform(d, 2 * d_v, generator=generator)
         attention.query.weight[rows] = query_key[:, :d_v].mT
         attention.key.weight[rows] = query_key[:, d_v:].mT
@@ -133,8 +133,8 @@ def init_softmax_attention_(
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
-        alpha: of orthogonal attention alone.
-        fused_qkv: draw query, key and value as one [3d, d] matrix, whose bound is smaller by √2.
+        alpha: α; for orthogonal attention only.
+        fused_qkv: draw query, key and value as one [3d, d] matrix, which divides the bound by √2.
         joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # √(6 / (d + 3d)) over √(6 / (d + d))
@@ -156,26 +156,27 @@ def init_ji_attention_(
     alpha: float = 0.1,
     generator: Generator | None = None,
 ) -> None:
-    """Orthogonal values, attention that leans on the token itself, and zero biases (Ji et al. 2025, arXiv:2510.00345).
+    """Orthogonal values, attention mostly to the token itself, and zero biases (Ji et al. 2025, arXiv:2510.00345).
 
         W^V = c U,        W^O = c V,        W^Q_i W^K_iᵀ ≈ a Z_i + b I,
 
-    U and V Haar on O(d), the entries of Z_i independent N(0, 1/d), and in the place of a Z_i + b I the nearest matrix of
-    rank d_v: from the singular value decomposition P Σ Rᵀ, W^Q_i = P Σ^½ and W^K_i = R Σ^½, cut to d_v columns.
+    where U and V are Haar on O(d), and Z_i has independent entries N(0, 1/d). The product W^Q_i W^K_iᵀ is the best
+    approximation of a Z_i + b I of rank d_v: with its singular value decomposition P Σ Rᵀ, W^Q_i and W^K_i are the first d_v
+    columns of P Σ^½ and R Σ^½.
 
-    The paper, as read in summaries and in a reproduction of it, has a = 2, b = 0.6 and c = 3 for ViT-B, and orthogonal MLPs
-    (`init_suo_mlp_`). Our reading: U and V hold all heads, and Z_i is drawn for each. Without LayerNorm c = 1 keeps the
-    tokens' size.
+    Summaries of the paper and a reproduction of it give a = 2, b = 0.6 and c = 3 for ViT-B, with orthogonal MLPs
+    (`init_suo_mlp_`). In our reading U and V span all heads, and each head has its own Z_i. Without LayerNorm, c = 1
+    preserves the norm of tokens.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
         identity, noise, scale: b, a and c.
-        alpha: of orthogonal attention alone.
+        alpha: α; for orthogonal attention only.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
     for i in range(num_heads):
-        rows = slice(i * d_v, (i + 1) * d_v)  # nn.Linear keeps Wᵀ
+        rows = slice(i * d_v, (i + 1) * d_v)  # nn.Linear stores Wᵀ
         product = noise / math.sqrt(d) * torch.randn(d, d, generator=generator, dtype=torch.float64)
         left, values, right = torch.linalg.svd(product + identity * torch.eye(d, dtype=torch.float64))
         roots = values[:d_v, None].sqrt()
@@ -195,15 +196,15 @@ def init_signal_preserving_attention_(
     value_out: ValueOutInit = "orthogonal",
     generator: Generator | None = None,
 ) -> None:
-    """Query-key products that begin at zero, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
+    """Weights whose query-key products are zero or small, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
     Args:
-        query_key: "zero_query" as in the paper, or "zero_key": one of W^Q and W^K is zero and the other an orthogonal draw;
-            or "small": both are orthogonal draws times 0.1.
-        value_out: W^V and W^O are each one "orthogonal" draw, or "gaussian", N(0, 1/d) (their Figure 9).
+        query_key: "zero_query", as in the paper, or "zero_key": this matrix is zero and the other an orthogonal draw; or
+            "small": both are orthogonal draws times 0.1.
+        value_out: draws W^V and W^O, "orthogonal", or "gaussian" from N(0, 1/d) (their Figure 9).
 
     Raises:
-        ValueError: query_key or value_out is none of these.
+        ValueError: query_key or value_out is unknown.
     """
     if query_key not in QUERY_KEY or value_out not in VALUE_OUT:
         raise ValueError(f"choose query_key of {', '.join(QUERY_KEY)} and value_out of {', '.join(VALUE_OUT)}")
@@ -236,7 +237,7 @@ def _zero_biases_and_alpha(attention: Attention, alpha: float) -> None:
     for linear in (attention.query, attention.key, attention.value, attention.out):
         if linear.bias is not None:
             nn.init.zeros_(linear.bias)
-    alphas = getattr(attention, "alpha", None)  # only orthogonal attention has any
+    alphas = getattr(attention, "alpha", None)  # None for softmax attention
     if alphas is not None:
         alphas.fill_(alpha)
 
@@ -253,8 +254,8 @@ def init_suo_mlp_(
     """SUO weights and zero biases for an MLP (Section 4.4).
 
     Args:
-        transposed: scale by max(1, √(in/out)) instead, as a reading of the weight as [in, out] would.
-        gain: factor of the second layer, which restores the mean square that the activation reduces.
+        transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
+        gain: factor of the second layer that restores the mean square, which the activation reduces.
 
     Example:
         >>> block = osa.create_model("vit", depth=1).blocks[0]
@@ -271,30 +272,30 @@ def init_suo_mlp_(
 
 @torch.no_grad()
 def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
-    """Both layers of an MLP from one orthogonal frame, with zero biases, so that a nearly linear MLP is nearly a rotation.
+    """Both layers of an MLP from one orthogonal frame, with zero biases: a nearly linear MLP is then nearly a rotation.
 
-    For fc1 [H, d] and fc2 [d, H], U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
+    For fc1 [H, d] and fc2 [d, H], with U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
 
         W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E φ² − κ₁²) d/H),
 
     where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
 
-    This g keeps the mean square of tokens on average, for any φ: if |x|² = d, the entries of z = s U x are nearly N(0, 1),
-    and φ(z) = κ₁ z + r with r ⟂ z. Uᵀ gives back all of κ₁ z and, as U is uniform but for z, the share d/H of |r|². Angles
-    are kept where φ is nearly linear, at any width. U and U Rᵀ are each uniform on their Stiefel manifold, as in
-    `init_suo_mlp_`; only their dependence is new, and ours.
+    This g preserves the mean square of tokens on average, for any φ. If |x|² = d, the entries of z = s U x are nearly
+    N(0, 1), and φ(z) = κ₁ z + r with r ⟂ z. Uᵀ recovers all of κ₁ z, and of |r|² the share d/H, because U is uniform given
+    z. If φ is nearly linear, angles are preserved too, at any width. U and U Rᵀ are each uniform on their Stiefel manifold,
+    as in `init_suo_mlp_`; that they depend on each other is our addition.
 
-    What still fluctuates is κ₁ as a mean over H entries: log |x|² with a variance of order (1 − κ₁²)/H in an MLP, and so of
-    1/H over L of them that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. Independent draws have 2 (1 − d/H) L/d, which is
-    the fluctuation of Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
+    One fluctuation remains: κ₁ is a mean over H entries. It gives log |x|² a variance of order (1 − κ₁²)/H per MLP, and of
+    1/H over L MLPs that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. With independent draws the variance is
+    2 (1 − d/H) L/d, the fluctuation of Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
 
     Args:
-        mlp: with linear layers fc1 and fc2.
+        mlp: an MLP with linear layers fc1 and fc2.
         gain: 1/√E φ(z)².
         kappa: κ = E φ(z) z/√E φ(z)², so that g = gain/√(κ² + (1 − κ²) d/H).
 
     Raises:
-        ValueError: H < d, so that no frame fits.
+        ValueError: H < d, for which no frame exists.
 
     Example:
         >>> mlp = osa.MLP(64, 256)
@@ -331,29 +332,29 @@ def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> 
 
 
 def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """PyTorch's default of `nn.Linear`, U(−1/√in, 1/√in) for weight and bias, from an explicit generator."""
+    """PyTorch's default for `nn.Linear`, weight and bias from U(−1/√in, 1/√in), drawn from the given generator."""
     bound = 1 / math.sqrt(linear.in_features)
     nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
     nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
 
 
 def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """A normal weight that is truncated at two of its standard deviations and has the variance 1/in, and a zero bias.
+    """A weight of variance 1/in from a normal distribution truncated at 2σ, and a zero bias.
 
-    Flax's default of convolutions and dense layers, `lecun_normal`, which corrects σ for the truncation.
+    This is `lecun_normal`, Flax's default for convolutions and dense layers, which corrects σ for the truncation.
     """
     truncated_normal_(linear.weight, 1 / (TRUNCATED_STD * math.sqrt(linear.in_features)), generator=generator)
     nn.init.zeros_(linear.bias)
 
 
 def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Zero weight and bias, which take no draw from the generator."""
+    """Zero weight and bias; nothing is drawn from the generator."""
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
 
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # has no values to draw, and torch would import its compiler to say so
+    if tensor.is_meta:  # no values to draw, and torch would import its compiler here
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

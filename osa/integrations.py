@@ -1,4 +1,4 @@
-"""Orthogonal attention inside models of timm and of Hugging Face's transformers; importing this needs neither."""
+"""Orthogonal attention in models of timm and of Hugging Face's transformers. Importing this module needs neither."""
 
 import copyreg
 import functools
@@ -15,7 +15,7 @@ from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.masking import repeat_heads
 from osa.options import EPSILON, Method, MethodOptions, check_method, is_finite
 
-CONFIG_KEY = "orthogonal_attention"  # key of a transformers configuration, for the settings of the attention
+CONFIG_KEY = "orthogonal_attention"  # key for the settings of the attention in a configuration of transformers
 
 
 def timm_attention(
@@ -23,15 +23,15 @@ def timm_attention(
 ) -> type[nn.Module]:
     """A class for the argument `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) for the softmax.
 
-    It has timm's weights, biases and norms under timm's names, so that a checkpoint of timm lacks `alpha` alone, one number
-    for each head. Dropout of attention and causal masks are refused; a boolean mask of padding is fine.
+    Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number for each head. Boolean
+    masks of padding are accepted; dropout of attention and causal masks are refused.
 
     Args:
         method, num_iterations, epsilon: as for `orthogonal_attention`.
         alpha_init: initial α, which multiplies timm's scale 1/√d_v.
 
     Returns:
-        The same class for the same arguments, as which pickle keeps it.
+        The class, the same for the same arguments. Pickle stores it as this call.
 
     Raises:
         ImportError: timm is not installed.
@@ -45,7 +45,7 @@ def timm_attention(
 
 
 class _PickledByCall(type):
-    """Type of the classes that a call makes. Pickle writes the call, as models of timm keep their attention's class."""
+    """Metaclass of the classes that `_timm_class` returns. Pickle stores each as a call of it with these arguments."""
 
     arguments: tuple[Method, int | None, float, float]
 
@@ -75,7 +75,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
             return self.proj_drop(self.proj(y))
 
         def dropout_p(self) -> float:
-            """Dropout that `attn_drop` asks for, which would act on the attention matrix."""
+            """The probability of dropout on the attention matrix, by `attn_drop`."""
             if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
                 raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
             return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
@@ -87,7 +87,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _reduce(made: "_PickledByCall") -> Any:
-    """The call that pickle writes for a class of `_timm_class`; pickle finds derived classes by name."""
+    """What pickle stores: for a class of `_timm_class` the call that returns it, for a subclass its name."""
     return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 
@@ -102,15 +102,15 @@ def register_with_transformers(
     epsilon: float = EPSILON,
     alpha: float = 1.0,
 ) -> None:
-    """Names an orthogonal attention for models of transformers that encode, such as ViT and BERT; `set_attention` takes it.
+    """Registers an orthogonal attention for encoders of transformers, such as ViT and BERT; `set_attention` applies it.
 
-    With it goes the function that makes masks, without which transformers would hand padding over as no mask at all. A model
-    that was saved with this attention asks for the same registration when it is loaded, and is refused without it or with
-    other settings. Causal models and dropout of attention are refused at the first call.
+    It also registers a function for masks: without one, transformers would pass no mask for padding. A model saved with this
+    attention needs the same registration before it is loaded, and is refused without it or with other settings. The first
+    call of a causal model, or of one with dropout of attention, raises ValueError.
 
-    Every configuration of transformers gets the attribute `orthogonal_attention`, None at first, and its `to_dict` writes
-    `attn_implementation`, too, where that is set: transformers reads it from a file and forgets it, so that a model that is
-    loaded and saved would be softmax's. A model that is given another attention later is saved with that one.
+    Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention`. Then
+    `to_dict` also writes `attn_implementation`, which transformers reads from a file but does not save again: a model loaded
+    and saved would use softmax. A model that is later given another attention is saved with that one.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -119,7 +119,7 @@ def register_with_transformers(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: the method is unknown, α is not a finite number, or the name is another attention's or no word.
+        ValueError: the method is unknown, α is not finite, or the name is not a word or belongs to another attention.
 
     Example:
         >>> register_with_transformers("osa")  # doctest: +SKIP
@@ -135,26 +135,26 @@ def register_with_transformers(
         raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
-    configurations: Any = PreTrainedConfig  # whose type declares no such attribute
+    configurations: Any = PreTrainedConfig  # Any, as its type does not declare the attribute
     if not hasattr(configurations, CONFIG_KEY):
         configurations.orthogonal_attention = None
         configurations.to_dict = _with_attention(configurations.to_dict)
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
-    """Gives a model of transformers the attention registered as `name`, and writes it into its configuration.
+    """Gives a model of transformers the attention registered as `name`, and writes its settings into the configuration.
 
-    Without it a model refuses its first call: where `attn_implementation=name` alone chose the attention, nothing would be
-    saved of it. What is loaded has the attention where it was set.
+    A model whose attention was chosen by `attn_implementation=name` alone refuses its first call, because the choice would
+    not be saved. A loaded model has the attention in the parts in which it was set.
 
     Args:
-        model: the whole model, as it is saved.
+        model: the whole model that will be saved.
         name: a name registered by `register_with_transformers`.
-        parts: keys of the configurations of the parts that get the attention, such as ("vision_config",) for CLIP, whose
-            text model is causal; none for all parts.
+        parts: keys of the parts' configurations, such as ("vision_config",) for CLIP, whose text model is causal. Empty: all
+            parts.
 
     Raises:
-        ValueError: the name is not registered, or a part is not one of the model's.
+        ValueError: the name is not registered, or the model has no such part.
 
     Example:
         >>> set_attention(CLIPModel(CLIPConfig()), parts=("vision_config",))  # doctest: +SKIP
@@ -175,23 +175,23 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     settings = {**options, "alpha": alpha}
     for part in parts or known:
         _mark(known[part], settings)
-    config.orthogonal_attention = settings  # the whole last: it tells of its parts
+    config.orthogonal_attention = settings  # after its parts
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """The configurations of a model's parts that there are, by their keys."""
+    """The configurations of a model's parts, by their keys, without those that are None."""
     return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
 
 
 def _mark(config: Any, settings: dict[str, Any]) -> None:
-    """Writes the settings into a part's configuration, and into those of its own parts before."""
+    """Writes the settings into the configurations of a part's own parts, and then into its own."""
     for part in _parts(config).values():
         _mark(part, settings)
     config.orthogonal_attention = settings
 
 
 def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """`to_dict` of the configurations of transformers, with the attention that the model has by now."""
+    """Wraps `to_dict` of transformers' configurations: the result has the attention that the model has now."""
 
     @functools.wraps(to_dict)
     def wrapped(config: Any) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
 
 
 def _implementation(config: Any) -> str | dict[str, Any]:
-    """The attention of a configuration and of its parts that have settings, as transformers takes `attn_implementation`."""
+    """`attn_implementation` as transformers takes it: the attention's name, or a dictionary if parts have settings."""
     parts = {key: _implementation(part) for key, part in _parts(config).items() if part.orthogonal_attention is not None}
     own = config._attn_implementation
     return {"": own} | parts if parts else own
@@ -218,7 +218,7 @@ def _is_ours(registered: Any) -> TypeGuard[functools.partial]:
 
 
 def _is_another(name: str | None) -> bool:
-    """Tells whether transformers knows an attention of this name that is not ours."""
+    """True if transformers has an attention of this name that this module has not registered."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     return not _is_ours(AttentionInterface().get(name)) and name in (*AttentionInterface(), *AttentionMaskInterface())
@@ -239,7 +239,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in the form that transformers calls: the heads (B, N, h, d_v), and on demand matrices (B, h, N, N)."""
+    """Attention with the signature of transformers: returns the heads (B, N, h, d_v), and on request A (B, h, N, N)."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
@@ -256,7 +256,7 @@ def _attend(
 
 
 def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
-    """Refuses to be an attention that the model's configuration does not tell of."""
+    """Raises ValueError if the model's configuration does not record this attention with these settings."""
     saved = config.orthogonal_attention
     if saved is None:
         raise ValueError(
@@ -272,7 +272,7 @@ def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
 
 
 def _plain(method: Method, num_iterations: int | None, epsilon: float) -> MethodOptions:
-    """The checked options of a method, with numbers of Python's own, which JSON and pickle write as numbers."""
+    """Checks the options of a method, and converts numbers to Python's own types, which JSON can write."""
     check_method(method, num_iterations, epsilon)
     iterations = None if num_iterations is None else int(num_iterations)
     return {"method": method, "num_iterations": iterations, "epsilon": float(epsilon)}

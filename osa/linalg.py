@@ -145,8 +145,8 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines it for singular Z.
 
     Evaluates a Taylor polynomial by Horner's rule in Z², with products as narrow as Y. Its degree is the least for which the
-    remainder of value and gradient is below rounding, given the spectral radius ρ of Z. For Z = [S] and for
-    Z = scale · J MᵀM this is ‖S‖₂.
+    remainder of value and gradient is below rounding, given the spectral radius ρ of Z: ‖S‖₂ for Z = [S] and for Z =
+    scale · J MᵀM.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
     e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed, and the

@@ -9,7 +9,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(*tensors: Tensor) -> None:
-    """Raises TypeError or ValueError where query, key or value is no tensor that one can calculate with."""
+    """Raises TypeError or ValueError unless query, key and value are dense floating-point tensors on one device."""
     for x in tensors:
         if not isinstance(x, Tensor):
             raise TypeError(f"query, key and value must be tensors, not {type(x).__name__}: torch.as_tensor makes them")
@@ -40,16 +40,16 @@ def check_dropout_and_causal(dropout_p: float, is_causal: bool) -> None:
 
 
 def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sets query and key to zero for masked-out tokens, so that these tokens and the others do not affect each other.
+    """Sets query and key of padding to zero, so that padding and the other tokens do not affect each other.
 
     Args:
         query, key: (..., N, d).
-        mask: boolean, True for tokens that take part, (..., 1, N), or (..., N, N) with equal rows. Where values cannot be
-            read, under torch.compile and in function transforms, unequal rows are an error on the device.
+        mask: boolean, True for tokens that take part, (..., 1, N), or (..., N, N) with equal rows. Under torch.compile and
+            in function transforms, where values cannot be read, unequal rows raise an error on the device.
 
     Raises:
-        TypeError: the mask is no tensor.
-        ValueError: the mask is of another kind.
+        TypeError: the mask is not a tensor.
+        ValueError: the mask has another type, device or shape, or unequal rows.
     """
     num_tokens = query.shape[-2]
     if not isinstance(mask, Tensor):
@@ -61,7 +61,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
     if mask.device != query.device:
         raise ValueError(f"attn_mask must be on the device of the query, {query.device}, not {mask.device}")
     rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 0)
-    if columns != num_tokens or (rows != num_tokens and rows != 1):  # `in` is not traced where sizes are symbols
+    if columns != num_tokens or (rows != num_tokens and rows != 1):  # `in` would not trace symbolic sizes
         raise ValueError(
             f"attn_mask must be (..., 1, {num_tokens}) or (..., {num_tokens}, {num_tokens}), not {tuple(mask.shape)}"
         )
@@ -81,7 +81,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def check_condition(condition: Tensor, message: str) -> None:
-    """Raises ValueError if a condition, (), is false. If its value cannot be read, the device raises an error later."""
+    """Raises ValueError if the condition, (), is false. If its value cannot be read, the device raises an error later."""
     if not is_eager(condition) or is_captured(condition):
         assert_later(condition, message)
     elif has_values(condition) and not condition.is_meta and not condition:
@@ -89,7 +89,7 @@ def check_condition(condition: Tensor, message: str) -> None:
 
 
 def repeat_heads(query: Tensor, other: Tensor) -> Tensor:
-    """Repeats each of the h' heads of keys or values (..., h', N, d) for h/h' consecutive query heads, as `enable_gqa` does.
+    """Repeats each of the h' heads of key or value (..., h', N, d) for h/h' consecutive heads of query, as `enable_gqa`.
 
     Raises:
         ValueError: h' does not divide h.

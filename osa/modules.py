@@ -425,8 +425,8 @@ class Block(nn.Module):
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
         norm_eps: ε of LayerNorm.
-        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which preserves the mean square q
-            if both terms have it. None: x + f(x).
+        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which preserves the mean square that
+            x and f(x) share. None: x + f(x).
 
     Raises:
         ValueError: the shortcut is not in [0, 1].

@@ -1,6 +1,6 @@
-"""Models as folders: `model.safetensors` has the weights, `config.json` the options that build the model around them.
+"""Saves and loads models as folders: `model.safetensors` holds the weights, `config.json` the options of the model.
 
-The Hugging Face Hub has models in the same form. A model card, README.md, describes each.
+The Hugging Face Hub uses the same files, and README.md as the model card.
 """
 
 import dataclasses
@@ -46,25 +46,25 @@ Which data it was trained on, with what result and for which use, is for its aut
 
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
-TRANSIENT = ("training", "grad_checkpointing")  # attributes of modules that are no part of the function
-LFS_POINTER = b"version https://git-lfs"  # first bytes of a file that stands for one of Git LFS
+TRANSIENT = ("training", "grad_checkpointing")  # attributes of modules that do not change what the model computes
+LFS_POINTER = b"version https://git-lfs"  # first bytes of the pointer that stands for a file in Git LFS
 JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
 SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Writes a model of `create_model` or `build_vit` to a folder, with a model card unless a README.md is there.
+    """Saves a model of `create_model` or `build_vit` in a folder, with a model card unless the folder has a README.md.
 
-    A parametrised weight is written as the weight it makes. Hooks are no part of a model.
+    A parametrised weight is saved as the value that it computes. Hooks are not saved.
 
     Args:
-        model: the model, or what torch.compile, a data-parallel wrapper or an average of weights holds it in.
-        folder: the folder, created if missing.
+        model: the model, or a wrapper of it: torch.compile, data parallel, or an average of weights.
+        folder: the folder; it is created if it does not exist.
 
     Raises:
-        TypeError: it is no model, but its state dict, say.
-        ValueError: no configuration builds the model: it was built in another way, or has been changed since. Or its weights
-            are sharded or of several types, or the folder is no folder.
+        TypeError: `model` is not a model but, for example, its state dict.
+        ValueError: the model is not what its configuration builds, as it was built or changed in another way; its weights are
+            sharded or of several types; or the path is not a folder.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -99,7 +99,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
 
 
 def _check_whole(model: nn.Module) -> None:
-    """Raises ValueError where the processes of a training have a part of the weights each."""
+    """Raises ValueError if the weights are sharded over processes."""
     by_fsdp = any(type(module).__module__.startswith("torch.distributed.fsdp") for module in model.modules())
     if by_fsdp or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError(
@@ -109,7 +109,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> None:
-    """Raises ValueError where weights have several types, or one that layers do not calculate in."""
+    """Raises ValueError if the weights have several types, or a type in which layers do not compute."""
     types = {tensor.dtype for tensor in state.values()}
     if len(types) > 1 or not types <= set(DTYPES):
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
@@ -119,7 +119,7 @@ def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> Non
 
 
 def _check_unchanged(model: VisionTransformer) -> None:
-    """Raises ValueError where a module is not as the model's config builds it, or where layers share a parameter."""
+    """Raises ValueError if a module differs from what the model's config builds, or if layers share a parameter."""
     with torch.device("meta"):
         built = dict(build_vit(model.config).named_modules())
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -142,25 +142,26 @@ def _check_unchanged(model: VisionTransformer) -> None:
 
 
 def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
-    """Type and settings of a module, without tensors and parts."""
+    """The type and the settings of a module, without its tensors and submodules."""
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in TRANSIENT}
     kind = parametrize.type_before_parametrizations(module)
-    if kind.__module__.startswith("torch.distributed."):  # a class that torch.distributed's replicate derives
+    if kind.__module__.startswith("torch.distributed."):  # a class that `replicate` derives
         kind = kind.__bases__[-1]
     return kind, settings
 
 
 def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTransformer:
-    """The model that `save_pretrained` wrote to a folder, in evaluation mode, on the CPU and in the type of its weights.
+    """Loads a model that `save_pretrained` has saved: in evaluation mode, on the CPU, and in the type of its weights.
 
     Args:
-        path: the folder; or a file of weights alone, of the model that `create_model` builds by `name`.
-        name: the name in `MODELS` that the model must have, whatever its size and start. A folder has the name itself.
+        path: the folder; or a file of weights for the model that `create_model(name)` builds.
+        name: name in `MODELS`. A file of weights needs it; the model of a folder must match it, whatever its sizes and
+            initialisation.
 
     Raises:
-        FileNotFoundError: there is no such model.
-        ValueError: the configuration is of another model, weights and configuration disagree, a file has no name, or what
-            lies there is no whole model: a pointer of Git LFS, a shard, weights of several types.
+        FileNotFoundError: the path does not exist.
+        ValueError: the folder has another model, weights and configuration disagree, `name` is missing, or the file is not a
+            whole model: a pointer of Git LFS, a shard, or weights of several types.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -193,10 +194,10 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
 
 
 def _local(path: str | Path) -> Path:
-    """A path, with the home folder for ~. Raises ValueError for an address."""
+    """Returns the path with ~ expanded. Raises ValueError for a URL."""
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
         raise ValueError(f"{path} is an address: download the folder, and give its path")
-    return Path(os.path.expanduser(path))  # leaves a home that nobody has as it is
+    return Path(os.path.expanduser(path))  # unlike Path.expanduser, leaves ~ of an unknown user as it is
 
 
 def _check_link(path: Path) -> None:
@@ -205,7 +206,7 @@ def _check_link(path: Path) -> None:
 
 
 def _check_file(file: Path) -> None:
-    """Raises FileNotFoundError or ValueError where a file has no content of its own."""
+    """Raises FileNotFoundError or ValueError unless the path is a file with content, not a pointer of Git LFS."""
     _check_link(file)
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(file.parent)}")
@@ -217,7 +218,7 @@ def _check_file(file: Path) -> None:
 
 
 def _from_name(file: Path, name: str | None) -> VisionTransformer:
-    """The model of a file of weights, without them."""
+    """Builds the model for a file of weights, without loading them."""
     _check_file(file)
     if SHARD.search(file.name):
         raise ValueError(f"{file} has a part of a model's weights: {JOIN}")
@@ -228,7 +229,7 @@ def _from_name(file: Path, name: str | None) -> VisionTransformer:
 
 
 def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
-    """The model of a folder, without its weights."""
+    """Builds the model of a folder from its configuration, without loading the weights."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}{_remedy(folder)}")
     for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
@@ -236,13 +237,13 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG_FILE
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        options = {option: value for option, value in options.items() if value is not None}  # as by default
+        options = {option: value for option, value in options.items() if value is not None}  # None is the default
         names = [each for each in (name, options.pop("model", None)) if each is not None]
         with torch.device("meta"):
             model = build_vit(**options)
         for each in names:
             check_model(each)
-    except (ValueError, TypeError, RuntimeError) as error:  # the last by brackets too deep, or by sizes that no memory has
+    except (ValueError, TypeError, RuntimeError) as error:  # the last: nested too deep, or too large for memory
         raise ValueError(f"{path} is no configuration of a model: {error}") from None
     for each in names:
         for option, value in MODELS[each].items():
@@ -252,11 +253,11 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
 
 
 def _remedy(folder: Path) -> str:
-    """Suggests what a wrong path may have been meant to be."""
+    """Ends the error message about a missing path: suggests what the user may have meant."""
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
     if not folder.exists():
-        if folder.is_absolute() or len(folder.parts) != 2:  # owner/name is a model of the Hub
+        if folder.is_absolute() or len(folder.parts) != 2:  # owner/name may be a model of the Hub
             return ""
         return f"; if it is on the Hub, give what huggingface_hub.snapshot_download({str(folder)!r}) returns"
     files = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -266,7 +267,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _card(model: VisionTransformer, config: ModelConfig) -> str:
-    """Model card in the form of the Hugging Face Hub, from weights and configuration."""
+    """The text of a model card in the format of the Hugging Face Hub, from weights and configuration."""
     name = model_name(config)
     attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
     count = sum(parameter.numel() for parameter in model.parameters())

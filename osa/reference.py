@@ -1,10 +1,10 @@
-"""Orthogonal self-attention as the paper writes it: dense, float64, slow. The yardstick of the tests.
+"""Orthogonal self-attention as the paper writes it: dense, in float64, and slow. Tests compare everything else with it.
 
-Read it next to the paper. Every function casts its tensors to float64, or to the `dtype` that it is given, builds the N×N
-matrices that the rest of the package avoids, and is differentiable, so that autograd through it is the yardstick of the
-gradients as well. Nothing here is shared with the modules it checks.
+Read it next to the paper. Every function casts its tensors to float64, or to `dtype`, and builds the N×N matrices that the
+rest of the package avoids. It is differentiable, so that tests compare gradients too. It shares no code with the modules
+that it checks.
 
-Symbols: N tokens, d the width of the model, d_v = d/h that of a head; query and key are Q and K, (..., N, d_v);
+Symbols: N tokens, d the width of the model, d_v = d/h the width of a head; query and key are Q and K, (..., N, d_v);
 `scale` is α/√d_v, a float or a tensor that broadcasts against the batch dimensions, e.g. (h, 1, 1).
 """
 
@@ -27,7 +27,7 @@ def orthogonal_attention_matrix(query: Tensor, key: Tensor, scale: float | Tenso
 
 
 def orthogonal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | Tensor) -> Tensor:
-    """exp(S) V, (..., N, d_value): Eq. 5 without its weights."""
+    """exp(S) V, (..., N, d_value): Eq. 5 without the projections."""
     return orthogonal_attention_matrix(query, key, scale) @ value.double()
 
 
@@ -39,17 +39,17 @@ def cayley_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | T
 
 
 def qr_basis(m: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """B of the reduced QR decomposition M = BR, M = [Q, K], (..., N, min(N, 2d_v)): Section 3."""
+    """B, (..., N, min(N, 2d_v)), of the reduced QR decomposition M = BR, M = [Q, K]: Section 3."""
     return torch.linalg.qr(m.to(dtype)).Q
 
 
 def newton_schulz_basis(
     m: Tensor, *, num_iterations: int = 6, epsilon: float = 1e-7, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """B = M_K of the Newton–Schulz iteration, M = [Q, K], (..., N, 2d_v): Eq. 9, in N×2d_v space as it is written there.
+    """B = M_K, (..., N, 2d_v), of the Newton–Schulz iteration, M = [Q, K]: Eq. 9 as written, on N×2d_v matrices.
 
     M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k).
-    Appendix D has K = 6, which leaves the small singular values of M short of 1: B is then not orthonormal.
+    With K = 6 (Appendix D) the small singular values of M remain below 1, and B is not orthonormal.
     """
     m = m.to(dtype)
     basis = m / (torch.linalg.matrix_norm(m, keepdim=True) + epsilon)
@@ -86,10 +86,10 @@ def multi_head_orthogonal_attention(
     alphas: Tensor,
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = orthogonal_attention,
 ) -> Tensor:
-    """M-OSA(X) = Σᵢ Aᵢ(X) X Wᵢ^V Wᵢ^O, (..., N, d): Eq. 3 to 5, a loop over the heads i.
+    """M-OSA(X) = Σᵢ Aᵢ(X) X Wᵢ^V Wᵢ^O, (..., N, d): Eq. 3 to 5, as a loop over the heads i.
 
     x is (..., N, d). The weights of the heads are stacked: W^Q, W^K and W^V (h, d, d_v), W^O (h, d_v, d), α (h,). They
-    multiply from the right, as in the paper: they are blocks of the transposes of `torch.nn.Linear.weight`.
+    multiply from the right, as in the paper, so they are blocks of transposed `torch.nn.Linear.weight`.
     """
     x = x.double()
     heads = zip(query_weights, key_weights, value_weights, out_weights, alphas, strict=True)
@@ -102,5 +102,5 @@ def multi_head_orthogonal_attention(
 
 
 def _exponential(s: Tensor) -> Tensor:
-    """torch's `matrix_exp` of a batch: of a single small matrix it is off by up to 3.3e-10 (PyTorch issue 196592)."""
+    """exp(S) by `matrix_exp` of a batch, as the error for a single small matrix reaches 3.3e-10 (PyTorch issue 196592)."""
     return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

@@ -1,7 +1,7 @@
-"""Torch at run time: traces and transforms, autocast and TF32, warnings from a device, and which kernel takes a call.
+"""Torch at run time: traces and transforms, autocast and TF32, warnings from a device, and the registry of kernels.
 
-No other file uses names that torch does not document: a new version of torch can break this file alone. The scheduled tests
-run it with the oldest and the newest version.
+Undocumented names of torch occur in this file alone, so that a new version of torch can break no other. Scheduled tests run
+with the oldest and the newest version.
 """
 
 import warnings
@@ -23,14 +23,14 @@ KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 
 def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
-    """The first kernel in `KERNELS` that computes this function and takes these arguments."""
+    """Returns the first kernel in `KERNELS` that computes the named function and accepts the arguments, or None."""
     return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
 
 
 def is_eager(x: Tensor, *but: TransformType) -> bool:
-    """True if operations on x run now and once, in no trace, function transform or forward-mode derivative.
+    """True if operations on x run immediately: outside traces, function transforms and forward-mode derivatives.
 
-    `but` names function transforms that are allowed. A transform counts even if it does not wrap x itself.
+    `but` lists function transforms that are allowed. Any other transform counts, even if it does not wrap x.
     """
     return not (
         torch.compiler.is_compiling()
@@ -42,62 +42,62 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """`torch.compiler.assume_constant_result`, which takes seconds to import."""
+    """Does what `torch.compiler.assume_constant_result` does, without the import of seconds that it causes."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 @constant_to_a_trace
 def is_transformed() -> bool:
-    """True in a function transform or a forward-mode derivative, also in code that a compiler traces."""
+    """True inside a function transform or a forward-mode derivative, even in code that a compiler traces."""
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
-@constant_to_a_trace  # torch.compile would trace the function of torch as False
+@constant_to_a_trace  # torch.compile would take torch's function for False
 def goes_to_onnx() -> bool:
     """True while torch exports a program to ONNX."""
     return torch.onnx.is_in_onnx_export()
 
 
 def known(size: int) -> int:
-    """Returns the size as a plain number, in a trace too (a range's length is never symbolic). Each size is traced again."""
+    """Returns the size as an int even in a trace, which is then repeated for each size: the length of a range is an int."""
     return len(range(size))
 
 
 def has_values(x: Tensor) -> bool:
-    """False for a fake tensor, which has only a shape, a type and a device."""
+    """False for a fake tensor, which has a shape, a type and a device, but no values."""
     return not is_fake(x)
 
 
 def is_captured(x: Tensor) -> bool:
-    """True while a CUDA graph records the operations on x, to run them later."""
+    """True while a CUDA graph records the operations on x and runs none."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def is_recorded(*inputs: Tensor) -> bool:
-    """True if autograd records the operations on the inputs, and no trace or function transform does."""
+    """True if autograd records operations on the inputs, outside traces and function transforms."""
     return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def is_readable(x: Tensor) -> bool:
-    """True if x has values, and reading one does not wait for an accelerator."""
+    """True if x has values that can be read without waiting for an accelerator."""
     return x.device.type == "cpu" and is_eager(x) and has_values(x)
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises on the device if the condition, (), is false, without waiting for its value. Traces keep the check."""
+    """Raises on the device if the condition, (), is false. It does not wait for the value, and traces keep the check."""
     torch._assert_async(condition, message)
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Uses real tensors and no function transform, even inside a trace or a transform."""
+    """Runs code on real tensors, outside the trace or function transform in progress."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
 
 
 def autograd_in_an_operator() -> AbstractContextManager:
-    """Switches autograd on inside an operator, which runs below autograd."""
+    """Switches autograd on inside an operator of torch.library, where it is off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
@@ -106,13 +106,13 @@ def autograd_in_an_operator() -> AbstractContextManager:
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Switches autocast off for the device, so that operators run in the types of their inputs."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the former only knows shapes
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # "meta" has no autocast
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Wraps a backward pass in `without_autocast`, because its operators need operands of one type."""
+    """Decorates a backward pass: it runs `without_autocast`, because its operators need operands of one type."""
 
     @wraps(backward)
     def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:
@@ -123,7 +123,7 @@ def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Keeps products of float32 matrices in float32 on CUDA: TF32, of 10 bits, would leave A orthogonal to 10⁻³ only."""
+    """Computes products of float32 matrices on CUDA in full: with TF32, of 10 bits, A would be orthogonal to 10⁻³ only."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return _ieee_products()
@@ -131,10 +131,10 @@ def full_precision(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def _ieee_products() -> Iterator[None]:
-    """Switches TF32 off by both of torch's settings. Reading the older one raises if the newer one was changed alone."""
+    """Switches TF32 off in both of torch's settings. Reading the older one raises if only the newer one was changed."""
     matmul = torch.backends.cuda.matmul
     before, legacy = matmul.fp32_precision, None
-    with suppress(RuntimeError):  # the program has changed the newer one alone
+    with suppress(RuntimeError):  # only the newer one was changed
         legacy = torch.get_float32_matmul_precision()
     if legacy is None:
         matmul.fp32_precision = "ieee"
@@ -149,8 +149,8 @@ def _ieee_products() -> Iterator[None]:
 
 
 def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of function(*inputs) by autograd, for a backward pass that is itself to be differentiated."""
-    views = [x.view_as(x) for x in inputs]  # an input may depend on another: their gradients stay apart
+    """The gradient of function(*inputs) by autograd, for a backward pass that is differentiated in turn."""
+    views = [x.view_as(x) for x in inputs]  # views keep the gradients of inputs apart that depend on one another
     needed = [x for x in views if x.requires_grad]
     grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
     return tuple(next(grads) if x.requires_grad else None for x in views)
@@ -176,12 +176,12 @@ def warn_of_loss(is_lost: Tensor) -> None:
         warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
 
 
-_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # answers of CUDA, on their way
+_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # results of checks on CUDA that have not been read
 
 
 @torch.library.custom_op("osa::warn_where_lost", mutates_args=())
 def warn_where_lost(is_lost: Tensor) -> Tensor:
-    """`warn_of_loss` as an operator, which traces and function transforms keep."""
+    """`warn_of_loss` as an operator, so that traces and function transforms keep it."""
     warn_of_loss(is_lost)
     return is_lost.clone()
 
@@ -191,11 +191,11 @@ warn_where_lost.register_vmap(lambda _, in_dims, is_lost: (warn_where_lost(is_lo
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a call of the module does more than its `forward`."""
+    """True if a call of the module runs hooks besides `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(map(bool, hooks))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Returns the model that torch.compile wraps, or the model itself."""
+    """Returns the model inside a wrapper of torch.compile, or the model itself."""
     return dict(model.named_children()).get("_orig_mod", model)

@@ -1,4 +1,4 @@
-"""Orthogonal attention of packed sequences: tokens of sequences of different lengths, one after the other."""
+"""Orthogonal attention of packed sequences: one tensor holds sequences of different lengths, one after the other."""
 
 import itertools
 
@@ -23,25 +23,24 @@ def orthogonal_attention_varlen(
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as FlashAttention has them.
+    """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as in FlashAttention.
 
-    The sequences are padded with zeros to the longest of them. Zero rows add nothing to MᵀM and MᵀV, so each
-    sequence gets the same output as alone, up to rounding. This takes the memory of B times the longest
-    sequence, in place of the total: sort very unequal ones into packs of similar length. The lengths are read, for which a
-    GPU is waited for, and torch.compile breaks its graph.
+    Zeros pad the sequences to the length of the longest. Zero rows add nothing to MᵀM and MᵀV, so each sequence gets the
+    same output as alone, up to rounding. The memory is that of B times the longest sequence: pack sequences of similar
+    length together. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
 
     Args:
         query, key: (total, heads, d).
         value: (total, heads, d_value).
-        cu_seqlens: offsets 0, n₁, n₁ + n₂, …, total of the B sequences, (B + 1,), of whole numbers, on any device.
-        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`; a scale of each head is
-            (heads, 1, 1). The gradient of "qr_literal" needs sequences of one length.
+        cu_seqlens: offsets 0, n₁, n₁ + n₂, …, total of the B sequences, (B + 1,), whole numbers, on any device.
+        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`. One scale per head is
+            (heads, 1, 1). The gradient of "qr_literal" needs sequences of equal length.
 
     Returns:
         (total, heads, d_value).
 
     Raises:
-        TypeError, ValueError: as for `orthogonal_attention`; or the offsets do not fit.
+        TypeError, ValueError: as for `orthogonal_attention`, or the offsets do not fit.
 
     Example:
         >>> packed = torch.randn(30, 4, 16)  # 10 and 20 tokens of four heads
@@ -72,10 +71,10 @@ def _padded(x: Tensor, is_token: Tensor) -> Tensor:
 
 
 def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
-    """The length of each sequence.
+    """The length of each sequence, from the offsets.
 
     Raises:
-        TypeError: the offsets are no tensor.
+        TypeError: the offsets are not a tensor.
         ValueError: the offsets do not fit the number of tokens.
     """
     if not isinstance(cu_seqlens, Tensor):
@@ -91,7 +90,7 @@ def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
 
 
 def _brief(offsets: list[int]) -> str:
-    """The numbers that tell what is wrong, however many there are."""
+    """The offsets for an error message; of many, the first four and the last three."""
     if len(offsets) <= 8:
         return ", ".join(map(str, offsets))
     return ", ".join([*map(str, offsets[:4]), "…", *map(str, offsets[-3:])])

@@ -1,4 +1,4 @@
-"""The Vision Transformer of Appendix D. Every model of the paper is this class with other parts injected."""
+"""The Vision Transformer of Appendix D. Every model of the paper is this class with its own attention and options."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -20,23 +20,23 @@ from osa.runtime import uncompiled
 if TYPE_CHECKING:
     from osa.options import ModelConfig
 
-Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # outputs of blocks: patches, or patches and [cls]
+Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # of each block the patches, or the patches and [cls]
 
 
 class VisionTransformer(nn.Module):
-    """A ViT that classifies by its [cls] token (Dosovitskiy 2020): patches, learnable 1-D positions, blocks, a linear head.
+    """A ViT that classifies by its [cls] token (Dosovitskiy 2020): patches, learned 1-D positions, blocks, linear head.
 
     Args:
         image_size: height and width of the image.
-        patch_size: p, which divides image_size; N = (image_size/p)² + 1 tokens.
-        num_classes: number of logits; 0: no head, and features of [cls] leave the model.
+        patch_size: p, a divisor of image_size; there are N = (image_size/p)² + 1 tokens.
+        num_classes: number of logits; 0: the model has no head and returns the features of [cls].
         embed_dim: d.
-        depth: number of blocks, 1 or more.
-        mlp_ratio: hidden width of the MLPs over d.
-        attention: makes the attention module of a block from its number, 0 to depth − 1.
-        skip, norm, norm_eps, shortcut: see `Block`; with norm there is a final LayerNorm too.
+        depth: number of blocks, at least 1.
+        mlp_ratio: hidden width of the MLPs divided by d.
+        attention: returns the attention module of block i, 0 to depth − 1.
+        skip, norm, norm_eps, shortcut: see `Block`; `norm` also adds a final LayerNorm.
         activation: activation of the MLPs.
-        normalise_tokens: divide each token by its root mean square before the first block, once and without a parameter.
+        normalise_tokens: divide each token by its root mean square before the first block, without parameters.
         in_channels: channels of the image.
         embedding_std: σ of positions and [cls].
 
@@ -50,7 +50,7 @@ class VisionTransformer(nn.Module):
         torch.Size([8, 10])
     """
 
-    config: "ModelConfig"  # models of `build_vit` alone have one
+    config: "ModelConfig"  # set by `build_vit`
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class VisionTransformer(nn.Module):
             xavier_linear_(self.head)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The input of the first block: [cls] and the embedded patches, plus positions; normalised if the model does so.
+        """The input of the first block: [cls] and embedded patches plus positions, normalised if `normalise_tokens`.
 
         Args:
             images: (B, C, H, W).
@@ -107,8 +107,8 @@ class VisionTransformer(nn.Module):
             (B, N, d).
 
         Raises:
-            TypeError: the images are no tensor.
-            ValueError: the images are of another size, or not floating-point.
+            TypeError: the images are not a tensor.
+            ValueError: the images have another size, or are not floating-point.
         """
         if not isinstance(images, Tensor):
             raise TypeError(f"images must be a tensor, not {type(images).__name__}: torch.as_tensor makes one")
@@ -125,10 +125,10 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) → (B, num_classes)."""
-        return self.forward_head(self._features(images, num_outputs=1))  # only [cls] leaves the last block
+        return self.forward_head(self._features(images, num_outputs=1))  # the head needs [cls] alone
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Tokens after the last block and its norm, (B, C, H, W) → (B, N, d)."""
+        """Tokens after the last block and the final norm, (B, C, H, W) → (B, N, d)."""
         return self._features(images, num_outputs=None)
 
     def forward_intermediates(
@@ -142,23 +142,23 @@ class VisionTransformer(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> Intermediates | tuple[Tensor, Intermediates] | dict[str, Tensor | Intermediates]:
-        """Tokens after single blocks, in the form of timm's models, with the output of `forward_features`.
+        """Tokens after chosen blocks, and the output of `forward_features`, with the interface of timm's models.
 
         Args:
             images: (B, C, H, W).
-            indices: the numbers of the blocks, negative ones from the end; or how many of the last. None: all.
-            return_prefix_tokens: give a pair for each block, its patches and its [cls], (B, 1, d).
-            norm: apply the final norm to each.
-            stop_early: run no block after the last index; the features are then the output of that block.
-            output_fmt: form of the patches, "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
-            intermediates_only: give no features.
-            output_dict: give a dictionary, "image_features", "image_intermediates" and "image_intermediates_prefix".
+            indices: numbers of blocks, negative ones counted from the end; or the number of last blocks. None: all.
+            return_prefix_tokens: return a pair for each block, its patches and its [cls], (B, 1, d).
+            norm: apply the final norm to each output.
+            stop_early: stop after the last chosen block; its output then gives the features.
+            output_fmt: shape of the patches: "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
+            intermediates_only: return no features.
+            output_dict: return a dictionary: "image_features", "image_intermediates", "image_intermediates_prefix".
 
         Returns:
-            The features (B, N, d), and a list of the blocks' outputs in the order of the blocks.
+            The features (B, N, d), and a list of the outputs in the order of the blocks.
 
         Raises:
-            ValueError: there is no such block or format.
+            ValueError: a block or the format does not exist.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f'output_fmt must be "NCHW" or "NLC", not {output_fmt!r}')
@@ -186,7 +186,7 @@ class VisionTransformer(nn.Module):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def _block_numbers(self, indices: int | Sequence[int] | None) -> set[int]:
-        """Numbers of the blocks whose output `forward_intermediates` returns."""
+        """The numbers, 0 to depth − 1, of the blocks that `indices` of `forward_intermediates` selects."""
         depth = len(self.blocks)
         if indices is None:
             indices = depth
@@ -196,12 +196,12 @@ class VisionTransformer(nn.Module):
         return {number % depth for number in numbers}
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits from the first token, [cls], of (B, N, d); with `pre_logits` this token as it is, (B, d)."""
+        """Logits (B, num_classes) from [cls], the first token of x (B, N, d); with `pre_logits` the token itself, (B, d)."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a new one with Xavier weights, of the same device and type; 0 removes it."""
-        token = self.cls_token  # no adapter replaces it
+        """Replaces the head by a new one with Xavier weights, on the same device and of the same type; 0 removes it."""
+        token = self.cls_token  # adapters replace layers, but not this parameter
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)
@@ -210,11 +210,11 @@ class VisionTransformer(nn.Module):
             self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Switches checkpointing: training keeps each block's input for the backward pass, and computes the rest again."""
+        """Switches checkpointing: training stores only the blocks' inputs, and recomputes the rest in the backward pass."""
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
-        """The first `num_outputs` tokens after the last block and its norm, (B, num_outputs, d)."""
+        """The first `num_outputs` tokens, or all, after the last block and the final norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
             x = self._run_block(block, x, num_outputs if i == len(self.blocks) else None)
@@ -227,7 +227,7 @@ class VisionTransformer(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that torch.compile, a data-parallel wrapper or an average of weights holds, or the model itself."""
+    """The model inside torch.compile, a data-parallel wrapper or an average of weights, or the model itself."""
     inner = uncompiled(model)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
         inner = model.get_submodule("module")
@@ -235,10 +235,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The blocks of a model, or of the model that a wrapper holds.
+    """The blocks of a model, which may be inside a wrapper.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the model has no `blocks`.
     """
     blocks = getattr(unwrapped(model), "blocks", None)
     if not isinstance(blocks, nn.ModuleList):

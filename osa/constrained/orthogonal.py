@@ -1,9 +1,8 @@
-"""Weights that are orthogonal by construction, or that stay so: maps onto rotations, a parametrisation, a retraction.
+"""Weights that are orthogonal by construction, or stay orthogonal: maps onto rotations, a parametrisation, a retraction.
 
-Each map of `MAPS` takes X (..., n, n), of which the part below the diagonal counts, to a rotation Q(X) ∈ SO(n), or with a
-base B (..., n, n) to Q(X) B. All have Q(0) = I and the derivative dQ(0)[X] = A with A = tril(X, −1) − tril(X, −1)ᵀ, so that
-one learning rate means one step in all of them. A new map is one function and one name there. Of the maps torch.func
-transforms the exponential alone.
+Each map of `MAPS` takes the part of X (..., n, n) below the diagonal to a rotation Q(X) ∈ SO(n), or to Q(X) B if a base B
+(..., n, n) is given. All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a learning rate means the
+same step in each. A new map is a function and an entry of `MAPS`. Only the exponential works under torch.func.
 """
 
 import itertools
@@ -22,11 +21,11 @@ from osa.linalg import as_batch, phi1_times, resolvent_times
 from osa.runtime import full_precision, in_own_types, without_autocast
 from osa.vit import blocks_of
 
-ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 leaves some 1e-6
+ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 gives about 1e-6
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Computes a map of bfloat16 and float16 in float32, on CUDA not in TF32, and rounds once."""
+    """Decorates a map: computes bfloat16 and float16 in float32, on CUDA without TF32, and rounds the result."""
 
     @wraps(rotation)
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
@@ -40,14 +39,14 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_in_float32
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """The product of rotations by −X_ji in the planes (i, j), i < j, in the order of i and then j. Onto SO(n).
+    """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
 
-    Planes with one i + j have no index in common, and planes that share an index come in the same order by i + j as by i and
-    j. So 2n − 3 steps of up to n/2 rotations at once make the same product, of 3n²(n − 1) operations. The backward pass
-    undoes them step by step and needs memory of n² alone; it has no derivative itself.
+    Planes with the same i + j share no index, and planes that share an index are in the same order by i + j as by i and then
+    j. So 2n − 3 steps, each of up to n/2 simultaneous rotations, give the same product in 3n²(n − 1) operations. The
+    backward pass undoes the steps one by one, in memory of n². It has no derivative.
 
-    A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) turns vectors as a rotation of the plane (i, j) does: a
-    layer of rotors is this map too.
+    A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) rotates vectors in the plane (i, j), so a layer of rotors
+    is this map too.
 
     Example:
         >>> gram_error(givens(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
@@ -62,8 +61,8 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 class _Givens(torch.autograd.Function):
     """`givens` of the angles (b, n(n − 1)/2), on the rows of Wᵀ.
 
-    Step t = i + j takes rows p, q = i, j to cos θ p − sin θ q and sin θ p + cos θ q. In reverse order the rows that it can
-    touch, max(0, t − n + 1) to min(t, n − 1), have p and q exchanged.
+    Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. It touches rows max(0, t − n + 1) to
+    min(t, n − 1) only; reversing these rows exchanges p and q.
     """
 
     @staticmethod
@@ -79,7 +78,7 @@ class _Givens(torch.autograd.Function):
             exchanged = block.flip(1)
             block.mul_(cos[:, t, touched]).addcmul_(sin[:, t, touched], exchanged)
         ctx.save_for_backward(rows, cos, sin, i, j)
-        return rows.clone().mT  # no alias of what the loop wrote to: see `_Householder`
+        return rows.clone().mT  # a copy, not the buffer that the loop wrote to: see `_Householder`
 
     @staticmethod
     @in_own_types
@@ -99,7 +98,7 @@ class _Givens(torch.autograd.Function):
 
 @_in_float32
 def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """exp(A) = I + A φ₁(A), by matrix products alone. Onto SO(n).
+    """exp(A) = I + A φ₁(A), by matrix products alone. Reaches all of SO(n).
 
     Example:
         >>> q = exponential(torch.randn(8, 8, dtype=torch.float64))
@@ -113,7 +112,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 @_in_float32
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I: all of SO(n) without the eigenvalue −1.
+    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. Reaches every rotation without the eigenvalue −1.
 
     `osa.linalg.resolvent_times` computes the inverse. The map has no second derivative.
 
@@ -125,7 +124,7 @@ def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Cayley(torch.autograd.Function):
-    """`cayley` as 2RB − B with R = (I − A/2)⁻¹, whose differential is R dA RB: products alone and no solve."""
+    """`cayley` as 2RB − B with R = (I − A/2)⁻¹. Its differential R dA RB needs only matrix products."""
 
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
@@ -148,10 +147,10 @@ class _Cayley(torch.autograd.Function):
 
 @_in_float32
 def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2: almost all of SO(n).
+    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Reaches almost all of SO(n).
 
-    det = (−1)ⁿ (−1)ⁿ = 1. The product of all reflections at once is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain
-    et al. 2006). Fewer than n − 1 reflections do not reach all of SO(n). The map has no second derivative.
+    The determinant is (−1)ⁿ (−1)ⁿ = 1. The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV)
+    (Joffrain et al. 2006). Fewer than n − 1 reflections would not suffice. The map has no second derivative.
 
     Example:
         >>> gram_error(householder(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
@@ -161,7 +160,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Householder(torch.autograd.Function):
-    """V T⁻¹ VᵀB − B. With M = T⁻¹VᵀB and N = V T⁻¹, its differential in V is dV M + N dVᵀB − N dT M."""
+    """`householder` as V T⁻¹ VᵀB − B. With M = T⁻¹VᵀB and N = V T⁻¹, its differential in V is dV M + N dVᵀB − N dT M."""
 
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
@@ -170,7 +169,7 @@ class _Householder(torch.autograd.Function):
         triangle = _upper(v.mT @ v)
         right = torch.linalg.solve_triangular(triangle, v.mT @ base, upper=True)  # M
         ctx.save_for_backward(v, triangle, right, base)
-        return v @ right - base  # out of place: torch.compile loses the gradient of an output that is written to
+        return v @ right - base  # not in place: torch.compile would lose the gradient of an output written to
 
     @staticmethod
     @in_own_types
@@ -203,14 +202,14 @@ MAPS: dict[Map, Callable[..., Tensor]] = {
 class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
-    X = 0 at first, so that the weight has the bits it had. The n(n − 1)/2 numbers of X below the diagonal are the parameter,
-    and det B is kept. Weight decay on X draws the weight towards B; it stays orthogonal.
+    The n(n − 1)/2 numbers of X below the diagonal are the parameter. X starts at 0, which leaves the weight unchanged to the
+    bit, and the sign of det B never changes. Weight decay on X pulls the weight towards B; it stays orthogonal.
 
     Args:
         name: one of `MAPS`.
 
     Raises:
-        ValueError: there is no such map.
+        ValueError: the map is unknown.
     """
 
     base: Tensor
@@ -228,7 +227,7 @@ class Orthogonal(nn.Module):
         return MAPS[self.name](full.unflatten(-1, (n, n)), self.base)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Takes an orthonormal weight, (..., n, n), as the base, and returns its X, which is 0.
+        """Stores an orthonormal weight, (..., n, n), as the base, and returns X = 0.
 
         Raises:
             ValueError: the weight is not square, or not orthonormal.
@@ -243,7 +242,7 @@ class Orthogonal(nn.Module):
 
 
 def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
-    """Parametrises the orthonormal weight of a linear layer by the named map: see `Orthogonal`.
+    """Parametrises the orthonormal weight of a linear layer by a map of `MAPS`, and returns the layer: see `Orthogonal`.
 
     Example:
         >>> layer = nn.Linear(16, 16)
@@ -256,8 +255,9 @@ def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
 
 
 def gram_error(weight: Tensor) -> float:
-    """Returns the largest ‖WᵀW − I‖_F over the batch, or ‖WWᵀ − I‖_F where W is wide, in float64: for one matrix the square
-    root of `osa.constrained.penalties.gram_penalty`.
+    """The largest ‖WᵀW − I‖_F in the batch, or ‖WWᵀ − I‖_F if W is wide, in float64.
+
+    For one matrix it is the square root of `osa.constrained.penalties.gram_penalty`.
 
     Example:
         >>> gram_error(torch.eye(16))
@@ -269,10 +269,10 @@ def gram_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """Returns whether the columns of W, or the rows of a wide W, are orthonormal: `gram_error` is at most `ORTHONORMAL`
-    or the rounding error of W's type, whichever is larger.
+    """True if the columns of W, or the rows of a wide W, are orthonormal.
 
-    A weight with a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
+    `gram_error` may reach `ORTHONORMAL`, or the rounding error of W's type if this is larger. A weight with a NaN is not
+    orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
     return weight.is_meta or gram_error(weight) <= max(ORTHONORMAL, rounding)
@@ -280,7 +280,7 @@ def is_orthonormal(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def orthonormal_(weight: Tensor) -> Tensor:
-    """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ; keeps an orthonormal W.
+    """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ, unless W is orthonormal already.
 
     Example:
         >>> is_orthonormal(orthonormal_(torch.randn(16, 64)))
@@ -294,15 +294,15 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Takes a step U from an orthonormal W along the Stiefel manifold: the geodesic of the canonical metric that begins with
-    the projection of U onto the tangent space, U − W (WᵀU + UᵀW)/2.
+    """Takes a step U from an orthonormal W along a geodesic of the Stiefel manifold, in the canonical metric.
 
-    The result is exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998): orthogonal attention (Eq. 5) with the query K
-    and W for key and value, of time O(m k² + k³). U ∝ W, such as decoupled weight decay, moves nothing. One Newton–Schulz
-    step W (3I − WᵀW)/2 after it keeps rounding from adding up.
+    The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
+    exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998), which is orthogonal attention (Eq. 5) with query K and
+    with W as key and value, in time O(m k² + k³). A step U ∝ W, such as decoupled weight decay, has no effect. A
+    Newton–Schulz step, W (3I − WᵀW)/2, then removes the rounding error, which would otherwise grow from step to step.
 
     Args:
-        weight, step: (..., m, k); where m < k, rows are orthonormal.
+        weight, step: W and U, (..., m, k). If m < k, the rows of W are orthonormal.
 
     Returns:
         (..., m, k).
@@ -320,12 +320,12 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
 
 # Constraints on the weights of a model
 
-Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that, stacked, have orthonormal rows
+Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that have orthonormal rows when stacked
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Orthonormal projections of an attention: each group of projections stacked, head by head or as whole matrices."""
+    """Projections of an attention that are orthonormal: each group is stacked, head by head or as whole matrices."""
 
     groups: tuple[tuple[str, ...], ...]
     per_head: bool = True
@@ -335,7 +335,7 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Each group's rows in the weights, one batch entry for each head; of W^O, head by head, the columns."""
+        """Views of each group's rows in the weights, with one batch entry per head; for W^O head by head, of its columns."""
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
     def _rows(self, attention: nn.Module, part: str) -> Tensor:
@@ -346,8 +346,8 @@ class Constraint:
 
 
 CONSTRAINTS: dict[HeadConstraint | WholeConstraint, Constraint] = {
-    "value_out": Constraint((("value",), ("out",))),  # W^V and W^Oᵀ in V_{d_v}(R^d), as Section 4.1 draws them
-    "query_key": Constraint((("query", "key"),)),  # [W^Q, W^K] in V_{2d_v}(R^d), as Section 4.2 draws it
+    "value_out": Constraint((("value",), ("out",))),  # W^V and W^Oᵀ in V_{d_v}(R^d), as in Section 4.1
+    "query_key": Constraint((("query", "key"),)),  # [W^Q, W^K] in V_{2d_v}(R^d), as in Section 4.2
     "attention": Constraint((("value",), ("out",), ("query", "key"))),
     "whole_value_out": Constraint((("value",), ("out",)), per_head=False),  # in O(d)
     "whole_key_value": Constraint((("key",), ("value",)), per_head=False),
@@ -355,21 +355,21 @@ CONSTRAINTS: dict[HeadConstraint | WholeConstraint, Constraint] = {
 
 
 def constrain_(model: nn.Module, name: str, by: str) -> None:
-    """Replaces the weights of a constraint, in every block, by the nearest orthonormal ones.
+    """Replaces the weights that a constraint names, in every block, by the nearest orthonormal ones.
 
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, which then parametrises the weights, or "retraction": `StiefelConstraint` must then keep them.
+        by: one of `MAPS`, which parametrises the weights, or "retraction": use `StiefelConstraint` for every step.
 
     Raises:
-        ValueError: the constraint is unknown, the map is to parametrise matrices of heads, or a weight is no parameter.
+        ValueError: the constraint is unknown, it applies to heads and `by` is a map, or a weight is not a parameter.
     """
     constraint = _constraint(name)
     if by != RETRACTION and constraint.per_head:
         whole = " or ".join(name for name, other in CONSTRAINTS.items() if not other.per_head)
         raise ValueError(f"{by} parametrises whole matrices, {whole}, and not {name}")
-    constrained_parameters(model, name)  # raises if a weight is no parameter
+    constrained_parameters(model, name)  # raises if a weight is not a parameter
     for block in blocks_of(model):
         for views in constraint.views(block.attention):
             _write(views, orthonormal_(torch.cat(views, dim=-2)))
@@ -379,10 +379,10 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
 
 
 def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The weights that a constraint acts on, in every block.
+    """The weights that a constraint names, in every block.
 
     Raises:
-        ValueError: there is no such constraint, or a weight is computed, not a parameter, and cannot be written to.
+        ValueError: the constraint is unknown, or a weight is not a parameter but computed, and cannot be written to.
     """
     attentions, weights = [block.attention for block in blocks_of(model)], []
     for part in _constraint(name).parts:
@@ -395,9 +395,9 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps the weights that `constrain_` made orthonormal on their manifolds through the steps of any optimiser.
+    """Keeps the weights that `constrain_` has made orthonormal on their manifolds, with any optimiser.
 
-    It finds the weights in the model at every step, as a model may move to another device or type in between.
+    Every step looks the weights up in the model, which may have moved to another device or type.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -409,20 +409,20 @@ class StiefelConstraint:
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.model, self.name = model, name
-        self.weights()  # raises if there are none
+        self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Views of every block, for each group of the constraint."""
+        """For each group of the constraint, its views in every block."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 
     def weights(self) -> list[Tensor]:
-        """A copy of each group's weights, (depth, count, rows, d)."""
+        """For each group, a copy of its weights, (depth, count, rows, d)."""
         return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self._groups()]
 
     @contextmanager
     def project_step(self) -> Iterator[None]:
-        """Retracts the step that an optimiser takes inside this context: see `retract`."""
+        """Context manager in which an optimiser takes a step; the step is then retracted: see `retract`."""
         constrained_parameters(self.model, self.name)  # raises if a weight cannot be written to
         before = self.weights()
         yield

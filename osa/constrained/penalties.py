@@ -1,7 +1,7 @@
-"""Orthogonality as a penalty ‖WᵀW − I‖_F² on attention matrices and weights (Zhang et al. 2021, *On Orthogonality
-Constraints for Transformers*), for a training to add to its loss.
+"""Orthogonality as a term of the loss: penalties ‖WᵀW − I‖_F² on attention matrices and weights (Zhang et al. 2021, *On
+Orthogonality Constraints for Transformers*).
 
-A new penalty is an entry of `PENALTIES`; a new term is a function of a block and its attention's input.
+A new penalty is an entry of `PENALTIES`; a new term is a function of a block and of the input of its attention.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from osa.vit import blocks_of
 
 
 def gram_penalty(weight: Tensor) -> Tensor:
-    """Σ (σᵢ² − 1)² over the singular values of W, the lesser of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², summed over the batch.
+    """Σ (σᵢ² − 1)² over the singular values of W, summed over the batch: the smaller of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F².
 
-    The two differ by the constant |m − n|, and so have one gradient, 4 W (WᵀW − I). The least value is 0, of orthonormal
-    columns or rows.
+    These two differ by the constant |m − n|, so both have the gradient 4 W (WᵀW − I). The penalty is 0 if the columns or the
+    rows are orthonormal.
 
     Args:
         weight: (..., m, n).
@@ -39,8 +39,8 @@ def gram_penalty(weight: Tensor) -> Tensor:
 def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch.
 
-    A row-stochastic A has a penalty between 0, which only permutations reach, and N(N − 1), where all rows are one and the
-    same unit vector; uniform attention has N − 1, a saddle. An orthogonal A has 0. It takes N³ multiply–adds for each head.
+    For a row-stochastic A the penalty lies between 0, for permutations only, and N(N − 1), if all rows are the same unit
+    vector. Uniform attention has N − 1 and is a saddle point. An orthogonal A has 0. It costs N³ multiply–adds per head.
 
     Args:
         a: (B, num_heads, N, N).
@@ -54,26 +54,26 @@ def attention_penalty(a: Tensor) -> Tensor:
 def projection_penalty(attention: Attention, *, separate: bool = False) -> Tensor:
     """L_LA = ‖PᵀP − I‖_F² with P = [W^Q; W^K; W^V; W^O], (4d, d), the concatenation of `nn.Linear.weight` (Section 2.1).
 
-    It is 0 where the four share the unit Gram matrix, Σ WᵢᵀWᵢ = I. Side by side, (d, 4d), the weights would be held to
-    Σ WᵢWᵢᵀ = I instead; the paper does not say which.
+    It is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say how to concatenate them: side by side, (d, 4d), they
+    would have Σ WᵢWᵢᵀ = I instead.
 
     Args:
-        separate: take the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 where each is orthogonal.
+        separate: return the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 if each weight is orthogonal.
     """
     weights = torch.stack([part.weight for part in (attention.query, attention.key, attention.value, attention.out)])
     return gram_penalty(weights if separate else weights.flatten(0, 1))
 
 
 def mlp_penalty(mlp: TwoLayers) -> Tensor:
-    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), the second without its constant: see `gram_penalty`.
+    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), the second term without its constant: see `gram_penalty`.
 
-    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts from M₁ᵀM₁ = (hidden/d) I, against which this pulls.
+    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts at M₁ᵀM₁ = (hidden/d) I, and this penalty pulls away from there.
     """
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 
 
 def head_penalty(attention: Attention) -> Tensor:
-    """`gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ of each head: 0 where Section 4 of *Orthogonal Self-Attention* begins."""
+    """`gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ of each head: 0 as Section 4 of *Orthogonal Self-Attention* draws them."""
     query, key, value, out = (
         weight.unflatten(0, (attention.num_heads, -1))  # (h, d_v, d)
         for weight in (attention.query.weight, attention.key.weight, attention.value.weight, attention.out.weight.mT)
@@ -97,21 +97,20 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 
 
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the model's output, and the named penalty summed over its blocks.
+    """Returns the output of the model, and a penalty summed over its blocks.
 
-    The output is unchanged. Penalties on attention matrices compute them again from the inputs of the blocks, in time and
-    memory of N² for each head.
+    Penalties on attention matrices recompute them from the inputs of the attention layers, in N² memory for each head.
 
     Args:
-        model: a model with `blocks`, each with an `attention` and an `mlp`; or a wrapper of such a model, as
-        DistributedDataParallel. images: input of the model. name: one of `PENALTIES`.
+        model: a model with `blocks`, each with an `attention` and an `mlp`, or a wrapper, such as DistributedDataParallel.
+        images: input of the model.
+        name: one of `PENALTIES`.
 
     Returns:
-        The output, and a tensor ().
+        The output, and the penalty, ().
 
     Raises:
-        ValueError: there is no such penalty, the model has no blocks, or their inputs cannot be observed: torch.compile
-            runs no hooks.
+        ValueError: the penalty is unknown, the model has no blocks, or hooks do not run, as under torch.compile.
 
     Example:
         >>> logits, penalty = with_penalty(osa.create_model("vit"), torch.randn(2, 1, 28, 28), "VAR-I")

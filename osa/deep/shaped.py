@@ -1,4 +1,4 @@
-"""Forwards the names that have moved to `osa.shaped`, for one release."""
+"""Forwards to `osa.shaped`, where these names are now, for one release."""
 
 import warnings
 

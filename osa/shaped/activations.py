@@ -1,6 +1,6 @@
 """Activations with E φ(z)² = 1 for z ~ N(0, 1), shaped for the depth of a network, and moments of activations.
 
-Their constants are computed in plain floats.
+All constants are computed in Python floats.
 """
 
 import functools
@@ -30,17 +30,17 @@ class ShapedGELU:
 
 @functools.cache
 def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
-    """GELU shaped by Deep Kernel Shaping for `depth` MLPs, one after the other (Martens et al. 2021, Section 8).
+    """GELU shaped by Deep Kernel Shaping for `depth` successive MLPs (Martens et al. 2021, Section 8).
 
-    a, b, c and e are such that for z ~ N(0, 1)
+    The constants a, b, c and e solve, for z ~ N(0, 1),
 
-        E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}:
+        E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}.
 
-    in the limit of wide layers q = 1 is kept, tokens without correlation stay without, and the cosine map of the whole
-    network, attention left out, has `slope` at 1 (5 in He et al. 2023, H.1).
+    In the limit of wide layers, the mean square of tokens stays 1, uncorrelated tokens stay uncorrelated, and the cosine map
+    of the network without its attention has the derivative `slope` at 1 (5 in He et al. 2023, H.1).
 
     Raises:
-        ValueError: no GELU is as curved as this few MLPs need: a slope of 5 needs at least 5 MLPs.
+        ValueError: too few MLPs for the slope: no GELU is curved enough. A slope of 5 needs at least 5 MLPs.
 
     Example:
         >>> round(float(dks_gelu(36)(torch.randn(1_000_000)).square().mean()), 1)
@@ -49,13 +49,13 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     if depth < 1:
         raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
-    limit = math.pi / (math.pi - 1)  # limit of a ReLU, as a → ∞
+    limit = math.pi / (math.pi - 1)  # the value of a ReLU, the limit a → ∞
     if not 1 < target < limit:
         raise ValueError(
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
         )
     log_scale, shift = 0.0, 0.0
-    for _ in range(50):  # Newton's method, with steps of at most 1; 4 to 9 are enough
+    for _ in range(50):  # Newton's method with steps of at most 1; it needs 4 to 9
         residual = [moment - aim for moment, aim in zip(_slopes(log_scale, shift), (1, target), strict=True)]
         if max(map(abs, residual)) < 1e-12:
             scale = math.exp(log_scale)
@@ -68,7 +68,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1): the factor of a weight behind φ that keeps q = 1 (He et al. 2023, H.1).
+    """1/√E φ(z)² for z ~ N(0, 1): times this, the weight that follows φ preserves the mean square (He et al. 2023, H.1).
 
     Example:
         >>> round(gain(gelu), 3)
@@ -83,7 +83,7 @@ def linear_share(activation: Callable[[float], float]) -> float:
 
 
 def gelu_tanh(x: float) -> float:
-    """x (1 + tanh(√(2/π) (x + 0.044715 x³)))/2: `F.gelu` with approximate="tanh", for a float."""
+    """x (1 + tanh(√(2/π) (x + 0.044715 x³)))/2: `F.gelu(x, approximate="tanh")` of a float."""
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
@@ -96,7 +96,7 @@ def _mean(function: Callable[[float], float]) -> float:
 
 
 def gelu(x: float) -> float:
-    """x Φ(x): `F.gelu`, for a float."""
+    """x Φ(x): `F.gelu` of a float."""
     return x * (1 + math.erf(x / math.sqrt(2))) / 2
 
 
@@ -111,7 +111,7 @@ def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
 
 
 def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
-    """E φ φ' z and E φ'² of the φ that has E φ = 0 and E φ² = 1."""
+    """E φ φ' z and E φ'² of the φ with this a = exp(log_scale) and b = shift, and with E φ = 0 and E φ² = 1."""
     scale = math.exp(log_scale)
     mean, variance = _gelu_moments(scale, shift)
     of_norms = _mean(lambda z: (gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)
@@ -120,7 +120,7 @@ def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
 
 
 def _newton_step(log_scale: float, shift: float, residual: list[float], h: float = 1e-6) -> tuple[float, float]:
-    """J⁻¹ residual, with the derivatives of `_slopes` by central differences."""
+    """J⁻¹ residual, with the Jacobian J of `_slopes` by central differences."""
     ends = [(_slopes(log_scale + i * h, shift), _slopes(log_scale, shift + i * h)) for i in (1, -1)]
     (a, c), (b, d) = ([(up - down) / (2 * h) for up, down in zip(*pair, strict=True)] for pair in zip(*ends, strict=True))
     determinant = a * d - b * c

@@ -13,13 +13,14 @@ class SignalPreservingSelfAttention(SelfAttention):
 
         heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
 
-    with D, the row sums of A, and log P, the least float where A is 0, fixed. W^Q = 0 at first, so that heads_i = A V_i; W^V
-    and W^O are each one orthogonal matrix, so that the layer is X → A X W with W orthogonal. No biases.
+    D holds the row sums of A. D and log P are fixed; where A is 0, log P is the least float. Initially W^Q = 0, so that
+    heads_i = A V_i, and W^V and W^O are each one orthogonal matrix, so that the layer maps X to A X W with W orthogonal. It
+    has no biases.
 
     Args:
         embed_dim: d.
         num_heads: h.
-        matrix: A (N, N), for tokens in this order; the layer's buffers, D and log P, lie on its device.
+        matrix: A (N, N), for tokens in this order.
 
     Raises:
         ValueError: h does not divide d, or A is not square.
@@ -36,7 +37,7 @@ class SignalPreservingSelfAttention(SelfAttention):
             raise ValueError(f"the attention matrix must be (N, N), not {tuple(matrix.shape)}")
         gain = matrix.sum(-1, keepdim=True)
         dtype = dtype or torch.get_default_dtype()
-        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # no −∞, which an average makes NaN
+        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # averages of −∞ would be NaN
         self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
         self.register_buffer("bias", bias.to(device))  # (N, N)
         init_signal_preserving_attention_(self)
@@ -58,7 +59,7 @@ class ValueSkipInitSelfAttention(SelfAttention):
 
         heads_i = α_i V_i + β_i softmax(Q_i K_iᵀ/√d_v) V_i
 
-    with α_i = 1 and β_i = 0 at first, here `shortcut` and `residual`, one of each for every head. No biases.
+    Each head has an α_i, `shortcut`, initially 1, and a β_i, `residual`, initially 0. There are no biases.
 
     Raises:
         ValueError: num_heads does not divide embed_dim.

@@ -1,4 +1,4 @@
-"""Attention matrices that take the tokens' kernel from one block's to the next (He et al. 2023, Eq. 8 to 15)."""
+"""Attention matrices that map the kernel of tokens from one block to the next (He et al. 2023, Eq. 8 to 15)."""
 
 import math
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from osa.shaped.schedules import (
     uniform_schedule,
 )
 
-LEAST_ENTRY = 1e-15  # least entry: positive, but too small for an eigendecomposition to tell from 0
+LEAST_ENTRY = 1e-15  # least entry of A: positive, yet below the rounding of eigendecompositions
 
 
 def attention_between(kernel: KernelKind, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
-    """A = R(after) R(before)^{-1}, which takes the first kernel to the second: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
+    """A = R(after) R(before)^{-1}, which maps one kernel to the other: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
-    Causal: R is the Cholesky factor, A lower triangular and not negative (Theorems 1 and 2), for exponential kernels in the
-    closed form of Theorem 3. Otherwise R is the symmetric root (Appendix A): not negative by all numerical evidence for
-    exponential kernels, and for uniform ones as
+    If causal, R is the Cholesky factor, and A is lower triangular and not negative (Theorems 1 and 2), with the closed form
+    of Theorem 3 for exponential kernels. Otherwise R is the symmetric root (Appendix A). A is then not negative: for
+    exponential kernels by numerical evidence, and for uniform ones because
 
         A = s₂ I + (s₁ − s₂) 11ᵀ/N,        s₁² = (1 + (N − 1)ρ_l)/(1 + (N − 1)ρ_{l−1}),        s₂² = (1 − ρ_l)/(1 − ρ_{l−1}).
 
@@ -34,7 +34,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
         (N, N), float64.
 
     Raises:
-        ValueError: there is no such kernel, or a cosine would fall, which needs negative entries.
+        ValueError: the kernel is unknown, or a cosine would fall, which needs negative entries.
     """
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
@@ -90,8 +90,8 @@ def signal_preserving_attention(
 ) -> Tensor:
     """The attention matrices A_1, …, A_L of U-SPA (uniform kernels) and E-SPA (exponential ones), in the order of tokens.
 
-    With tokens of which a fraction r repeats another, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from
-    ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l keeps the diagonal 1 (Eq. 15).
+    If a fraction r of the tokens repeats others, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from
+    ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
 
     Args:
         kernel: one of `KERNEL_KINDS`.
@@ -99,10 +99,10 @@ def signal_preserving_attention(
         depth: L.
         last: ρ_L or γ_L.
         causal: a token sees only itself and earlier tokens.
-        repeated: r, or the mean cosine that stands for it.
-        shortcut: α of a normalised skip around the attention, 0 for none; with it r must be 0.
-        cls_index: where the first token, [cls], stands in the sequence: last by default if causal, so that it sees all
-            tokens, and in the middle otherwise.
+        repeated: r, or instead the mean cosine of tokens.
+        shortcut: α of a normalised skip around the attention, or 0; must be 0 unless r is 0.
+        cls_index: position of the first token, [cls], in the kernel's sequence. Default: the last if causal, so that it
+            sees all tokens, else the middle.
 
     Returns:
         (L, N, N), float64.

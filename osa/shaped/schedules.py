@@ -13,7 +13,7 @@ from torch import Tensor
 from osa.options import KernelKind
 
 KERNEL_KINDS = get_args(KernelKind)
-MAX_GAMMA = 12.0  # γ up to which float64 tells 1 − e^{−2γ} from 1 well enough to take its roots
+MAX_GAMMA = 12.0  # largest γ for which 1 − e^{−2γ} is far enough from 1 in float64 to take its roots
 
 
 def eye(num_tokens: int) -> Tensor:
@@ -27,12 +27,12 @@ def positions(num_tokens: int) -> Tensor:
 
 
 def uniform_kernel(num_tokens: int, rho: float) -> Tensor:
-    """Σ(ρ) = (1 − ρ) I + ρ 11ᵀ, where every two tokens have cosine ρ (Section 3.2), (N, N)."""
+    """Σ(ρ) = (1 − ρ) I + ρ 11ᵀ, (N, N), in which any two tokens have the cosine ρ (Section 3.2)."""
     return (1 - rho) * eye(num_tokens) + rho
 
 
 def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
-    """Σ(γ)_ij = exp(−γ|i − j|) (Section 3.2), (N, N); γ = ∞ gives I."""
+    """Σ(γ)_ij = exp(−γ|i − j|), (N, N) (Section 3.2); γ = ∞ gives I."""
     if math.isinf(gamma):
         return eye(num_tokens)
     place = positions(num_tokens)
@@ -63,22 +63,22 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 
 
 def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float) -> list[float]:
-    """Kernels that the attention of each block must reach so that a normalised skip α x + √(1 − α²) f(x) is on schedule.
+    """The kernels that attention must reach in each block so that α x + √(1 − α²) f(x), a normalised skip, is on schedule.
 
     Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
-    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23;
-    Eq. 25 as printed has λ_α² in the place of λ_α, and disagrees with Eq. 24.
+    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23.
+    Eq. 25 is printed with λ_α² instead of λ_α, which contradicts Eq. 24.
 
     Args:
         kernel: one of `KERNEL_KINDS`.
-        schedule: numbers of blocks 0 to L.
-        shortcut: α, 0 for none.
+        schedule: ρ or γ of blocks 0 to L.
+        shortcut: α, or 0 for no skip.
 
     Returns:
-        The numbers of blocks 1 to L.
+        ρ or γ of blocks 1 to L.
 
     Raises:
-        ValueError: there is no such kernel, because α is too large.
+        ValueError: α is too large: no kernel fits.
     """
     residual = 1 - shortcut**2
     if kernel == "uniform":

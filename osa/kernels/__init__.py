@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA, which this import registers with `osa.runtime`."""
+"""Triton kernels for CUDA. Importing this package registers them with `osa.runtime`."""
 
 from osa import runtime
 from osa.kernels import operators

@@ -1,4 +1,4 @@
-"""Helpers to launch Triton kernels on the tensors' own device, with as many programs as it holds."""
+"""Helpers that launch Triton kernels on the device of their tensors, with as many programs as fit on it."""
 
 import functools
 
@@ -10,7 +10,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, hea
 
 
 def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, arguments: dict) -> None:
-    """Launches a kernel on the tensors' own device, which need not be the current one; on "meta" only compiles it."""
+    """Launches a kernel on the device of its tensors, current or not. Only compiles it for tensors on "meta"."""
     run = functools.partial(kernel.warmup, grid=(programs,)) if tensors[0].is_meta else kernel[(programs,)]
     with torch.cuda.device_of(tensors[0]):
         run(*tensors, *strides, **arguments)
@@ -19,7 +19,7 @@ def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, ar
 def launch_resident(
     kernel, count: int, tensors: tuple[Tensor, ...], strides: list, scratch_size: int, arguments: dict
 ) -> None:
-    """Launches as many programs as fit on the device, each with scratch memory, which share `count` matrices."""
+    """Launches as many programs as fit on the device. They share `count` matrices, and each has scratch memory."""
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))
     scratch = make_scratch(programs, scratch_size, device)
@@ -27,7 +27,7 @@ def launch_resident(
 
 
 def make_scratch(programs: int, size: int, device: torch.device) -> Tensor:
-    """Scratch memory of a number of programs, a row for each."""
+    """Scratch memory for the programs, one row each."""
     return torch.empty(programs, ratio_up(size, 16) * 16, dtype=torch.float32, device=device)
 
 
@@ -37,7 +37,7 @@ def resident_programs(device: torch.device, num_warps: int) -> int:
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """True on Hopper alone, whose asynchronous tensor cores read their operands from shared memory."""
+    """True only on Hopper, whose asynchronous tensor cores read their operands from shared memory."""
     return capability(device) == 9
 
 
@@ -58,10 +58,10 @@ def _has_gpu(device: torch.device) -> bool:
 
 
 def ratio_up(size: int, part: int) -> int:
-    """Number of parts that cover a size: size / part, rounded up."""
+    """Number of parts that cover `size`: size / part, rounded up."""
     return -(-size // part)
 
 
 def padded(size: int) -> int:
-    """The next power of two, 16 or more, as the sizes of Triton's tensors must be."""
+    """The next power of two, at least 16: Triton requires it of a tensor's sizes."""
     return max(16, triton.next_power_of_2(size))  # pyright: ignore[reportReturnType]  # a number, outside of kernels

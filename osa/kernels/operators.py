@@ -1,6 +1,6 @@
-"""The kernels as operators, which autograd, torch.func and torch.compile do not look into, and the tensors that they take.
+"""The kernels as operators, opaque to autograd, torch.func and torch.compile, and the choice of tensors that they accept.
 
-Three backends launch the kernels: short/, hopper/ and long/. `_find` alone decides which of them takes a call.
+Three backends launch the kernels: short/, hopper/ and long/. `_find` alone chooses the backend of a call.
 """
 
 import functools
@@ -26,10 +26,10 @@ from osa.routes import plain_attention
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRIED_TOKENS = 1024  # tokens with which `_agrees` tries the kernels of hopper/ and long/, for any number of tokens
+TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative errors that `_agrees` allows
-HOPPER_TOLERANCE = 1e-2  # rounding leaves 3e-3 to 6e-3, and a product too few 2e-2
-PHI1_TOLERANCE = 1e-5  # no input or output of φ₁ alone is rounded
+HOPPER_TOLERANCE = 1e-2  # rounding alone gives 3e-3 to 6e-3, a missing product 2e-2
+PHI1_TOLERANCE = 1e-5  # inputs and output of φ₁ alone are float32
 
 
 class Backend(Protocol):
@@ -39,7 +39,7 @@ class Backend(Protocol):
     def method(self) -> str: ...
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Names of the kernels for tensors of these shapes, types and device: empty if the backend takes none."""
+        """Names of the kernels that these tensors may need; empty if the backend does not accept them."""
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
         """Shape of the float32 tensor that the forward pass saves for the backward pass."""
@@ -50,18 +50,18 @@ class Backend(Protocol):
     def backward(
         self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
     ) -> None:
-        """Fills the gradients of query, key, value and scale, given that of the output."""
+        """Fills the gradients of query, key, value and scale, given the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """One number per matrix, NaN where precision is lost, which makes the call warn; None if it never warns."""
+        """One number per matrix, NaN where precision is lost and the call warns; None if the backend never warns."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """True if `attend` takes these tensors of CUDA: a kernel has the method, and no forward-mode derivative is under way.
+    """True if `attend` accepts these CUDA tensors: a kernel has the method, and no forward-mode derivative is in progress.
 
-    A kernel that does not compile, or whose first use gives other numbers than the plain route, does not fit either, and
-    warns once. No kernel is tried while a CUDA graph is recorded: a captured call must have run before with the same shapes,
-    as torch asks of every capture.
+    A kernel that fails to compile, or whose first results differ from the plain route's, is rejected with one warning. No
+    kernel is tested while a CUDA graph is captured: a call must run once with the same shapes before its capture, as torch
+    requires of every call.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -79,7 +79,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
 
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
-    """True if `phi1_times` takes these matrices."""
+    """True if `phi1_times` accepts these matrices."""
     if not all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y)):
         return False
     if z.shape[-1] > short.MAX_PHI1_ROWS:
@@ -88,7 +88,7 @@ def fits_phi1(z: Tensor, y: Tensor) -> bool:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """`osa.linalg.phi1_times` of (b, n, n) and (b, n, m) that fit."""
+    """`osa.linalg.phi1_times` of matrices (b, n, n) and (b, n, m) that fit."""
     return _phi1_operator(z.contiguous(), y.contiguous())
 
 
@@ -101,13 +101,13 @@ def attend(
     batch, inputs = _as_heads(query, key, value, scale)
     options = ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
     operator = _find(method, *inputs[:3])
-    assert operator is not None  # as they fit
+    assert operator is not None  # because the tensors fit
     output, _ = operator(*inputs, *options)
     return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
 
 
 def _as_heads(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> tuple[torch.Size, list[Tensor]]:
-    """The shape of the batch, and the inputs as (batch, heads, N, width) and (batch, heads, 1, 1)."""
+    """Returns the batch shape, and the inputs as (batch, heads, N, width) and (batch, heads, 1, 1)."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     inputs = [x.expand(*batch, *x.shape[-2:]) for x in (query, key, value, scale.view(*scale.shape[:-2], 1, 1))]
     if len(batch) != 2:
@@ -117,7 +117,7 @@ def _as_heads(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> tuple
 
 @dataclass(frozen=True)
 class Operator:
-    """A backend as osa::NAME and osa::NAME_backward, and the same as functions of autograd and torch.func."""
+    """The operators osa::NAME and osa::NAME_backward of a backend, callable under autograd and torch.func."""
 
     backend: Backend
     attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
@@ -130,7 +130,7 @@ class Operator:
 
 
 class _Attention(torch.autograd.Function):
-    """The two outputs of an operator: the heads, and a tensor that their gradients need."""
+    """Returns an operator's two outputs: the heads' output, and the tensor saved for the backward pass."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value and scale; their derivatives come from the plain route."""
+    """The gradients of query, key, value and scale; second derivatives come from the plain route."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, ...]:
@@ -185,7 +185,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
-    """Outputs of a function mapped over dimensions of `size` entries, which join the batch, and their mapped dimensions."""
+    """Applies a function with mapped dimensions folded into the batch. Returns its outputs and their mapped dimensions."""
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
     for x, dim in zip(tensors, in_dims[1:-2], strict=True):
@@ -202,7 +202,7 @@ def _register(name: str, backend: Backend) -> Operator:
 
     def empty_output(query, key, value, *others):
         batch, heads, tokens, width = value.shape
-        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # strides for the heads' concatenation
+        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # concatenating the heads copies nothing
         return output, query.new_empty(backend.saved_shape(query, value), dtype=torch.float32)
 
     def empty_grads(query, key, value, scale, *others):
@@ -213,7 +213,7 @@ def _register(name: str, backend: Backend) -> Operator:
         output, saved = empty_output(query, key, value, scale, *options)
         backend.forward((query, key, value, scale), output, saved, *options)
         valid = backend.scale_where_valid(query, value, saved)
-        if valid is not None and not runtime.is_captured(valid):  # warns inside the operator, where a compiler keeps it
+        if valid is not None and not runtime.is_captured(valid):  # inside the operator: a compiler would drop the warning
             runtime.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
@@ -246,7 +246,7 @@ def _register(name: str, backend: Backend) -> Operator:
 
 @torch.library.custom_op("osa::phi1", mutates_args=())
 def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y, (b, n, n) and (b, n, m), contiguous."""
+    """φ₁(Z) Y of contiguous Z, (b, n, n), and Y, (b, n, m)."""
     output = torch.empty_like(y)
     short.phi1_forward(z, y, output)
     return output
@@ -276,7 +276,7 @@ LONG = {method: _register(f"long_{method}", long.Long(method)) for method in lon
 
 
 def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
-    """The first operator of a method that takes these tensors."""
+    """The first operator of a method that accepts these tensors."""
     for operators in (SHORT, HOPPER, LONG):
         if method in operators and operators[method].backend.forms(query, key, value):
             return operators[method]
@@ -284,27 +284,27 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True if an operator on x stays whole: x is in no trace but a compiler's and in no transform but the named ones."""
+    """True if an operator on x stays whole: x is in no trace except a compiler's and in no transform except those given."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
-_VERDICTS: dict[tuple, bool] = {}  # verdicts of `_agrees` by its arguments
+_VERDICTS: dict[tuple, bool] = {}  # results of `_agrees` by its arguments
 
 
 @constant_to_a_trace
 def _is_verified(*kernel) -> bool:
-    """True if a kernel agrees with the plain route: `_agrees` tries it once, and never while a graph is recorded."""
+    """True if a kernel agrees with the plain route. `_agrees` tests it once, and never while a CUDA graph is captured."""
     if not torch.cuda.is_available():
-        return True  # the tensors are fake, and so is what follows
+        return True  # the tensors are fake, and nothing will run
     if kernel not in _VERDICTS and not torch.cuda.is_current_stream_capturing():
         _VERDICTS[kernel] = _agrees(*kernel)
     return _VERDICTS.get(kernel, False)
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles all kernels of a call and its gradients side by side, for tensors on "meta", which have no memory.
+    """Compiles all kernels of a call and its gradients in parallel, with tensors on "meta", which need no memory.
 
-    Triton compiles outside of Python's lock. A kernel that does not compile fails again, with its error, at its launch.
+    Triton releases Python's lock while it compiles. A kernel that fails to compile raises its error at its launch.
     """
     meta = [x.detach().to("meta") for x in inputs]
     with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
@@ -329,12 +329,12 @@ def _agrees(
     width: int,
     value_width: int,
 ) -> bool:
-    """True if values and gradients on this device are those of the plain route on the CPU in float64.
+    """True if values and gradients on this device match the plain route's on the CPU in float64.
 
-    Any failure of Triton, the C compiler, its cache on the disk or the driver rules the kernel out.
+    Any failure of Triton, the C compiler, its cache on the disk or the driver rejects the kernel.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
-    if form == "parts":  # few heads of a length that has parts
+    if form == "parts":  # few heads, and a sequence long enough for parts
         batch, rows = 1, 2 * rows
     with (
         outside_of_modes(),
@@ -351,12 +351,12 @@ def _agrees(
             inputs[0] = 0.2 * (inputs[0] - inputs[0].mT)
             function, plain = phi1_times, linalg.plain_phi1_times
         else:
-            tokens = rows - rows // 4 + 1  # the last of its tiles is not whole
+            tokens = rows - rows // 4 + 1  # the last tile is incomplete
             shapes = (batch, 3, tokens, width), (batch, 3, tokens, width), (batch, 3, tokens, value_width)
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            if form != "short":  # ‖S‖₂ of 0.5, 5 and, for heads that need three products then, 50
+            if form != "short":  # ‖S‖₂ of 0.5, 5 and, on Hopper, 50, which takes three products a term
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}

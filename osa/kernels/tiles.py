@@ -1,45 +1,45 @@
-"""Products and sums of small matrices within one Triton program, and what two families of kernels share.
+"""Products and sums of small matrices within one Triton program, and helpers that two families of kernels share.
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
-Intermediate matrices lie in scratch memory that only their program sees, which a cache holds. Products are of any shape, in
-full float32, by tiles of 32 rows (2d or more) and 16 columns, with sums 16 long.
-Functions that work on entries are called, not inlined: between calls a program holds a few numbers, so that no register has
-to be spilled, and a kernel compiles in seconds.
+Intermediate matrices lie in scratch memory, private to a program and small enough for a cache. Products have any shape and
+full float32 precision. They go by tiles of 32 rows (2d or more) and 16 columns, and add 16 summands at a time.
+Functions that work on entries are called, not inlined: between calls a program holds only a few numbers, so that no register
+spills and a kernel compiles in seconds.
 
-Names of all kernels: a matrix in memory has the letter of the equations; p_ begins the name of a pointer, b_ of a block of
-entries in registers, i_ of an index, and o_ of an offset or of the numbers of rows or columns.
+Names in all kernels: a matrix in memory has its letter of the equations. The prefix p_ stands for a pointer, b_ for a block
+of entries in registers, i_ for an index, and o_ for an offset or for row or column numbers.
 """
 
 import triton
 import triton.language as tl
 
-MAX_ROWS = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that short/blocks.py holds in registers
+MAX_ROWS = tl.constexpr(32)  # rows of a tile, and of the largest matrix that short/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
-LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which float32 has no digit of exp(S)
-NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which an iteration has no digit in float32, as in osa/functional.py
+LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which exp(S) has no correct digit in float32
+NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which no digit is correct in float32, as in osa/functional.py
 
 
 @triton.jit
 def matrix(scratch, rows, columns):
-    """A matrix, row by row, at the beginning of scratch memory (pointer, offset), and the memory after it."""
+    """Takes a row-major matrix from the start of scratch memory (pointer, offset). Returns it and the remaining memory."""
     return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
 
 
 @triton.jit
 def scratch_at(pointer):
-    """Scratch memory at a pointer. Offsets into it are constants of the program and take no register."""
+    """Scratch memory at a pointer. Offsets into it are constants and take no register."""
     return (pointer, tl.full([], 0, tl.int32))
 
 
 @triton.jit
 def slice_of(pointer, index, size):
-    """Number `index` of consecutive slices of one size."""
+    """Slice number `index` of memory that is divided into slices of one size."""
     return scratch_at(pointer + (tl.full([], 0, tl.int64) + index) * size)
 
 
 @triton.jit
 def head(pointer, strides, index, heads, rows, columns):
-    """Matrix number `index` of a tensor (batch, heads, rows, columns). Rows may lie more than 2³¹ entries apart in all."""
+    """Matrix number `index` of a tensor (batch, heads, rows, columns). Offsets have 64 bits, for large tensors."""
     index = tl.full([], 0, tl.int64) + index
     batch = index // heads
     pointer += batch * strides[0] + (index - batch * heads) * strides[1]
@@ -69,7 +69,7 @@ def diagonal(a):
 
 @triton.jit
 def load(a, o_rows, o_columns):
-    """Entries of A, zero beyond its sizes."""
+    """Entries of A, and zeros outside of A."""
     mask = (o_rows < a[3])[:, None] & (o_columns < a[4])[None, :]
     return tl.load(a[0] + a[5] + o_rows[:, None] * a[1] + o_columns[None, :] * a[2], mask=mask, other=0.0)
 
@@ -109,14 +109,14 @@ def multiply(out, a, b, alpha, add, beta):
             b_sums = alpha * b_sums
             if add is not None:
                 b_sums += beta * load(add, o_rows, o_columns).to(tl.float32)
-            tl.debug_barrier()  # waits: other threads may still read what `out` replaces
+            tl.debug_barrier()  # waits: other threads may still read the old entries of `out`
             store(out, o_rows, o_columns, b_sums)
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
 def copy(out, a, alpha):
-    """out ← α A, of one row of tiles."""
+    """out ← α A, of at most MAX_ROWS rows."""
     for column in range(0, out[4], BLOCK):
         o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
         store(out, o_rows, o_columns, alpha * load(a, o_rows, o_columns))
@@ -125,7 +125,7 @@ def copy(out, a, alpha):
 
 @triton.jit(noinline=True)
 def add(out, a, alpha):
-    """out ← out + α A, of one row of tiles."""
+    """out ← out + α A, of at most MAX_ROWS rows."""
     for column in range(0, out[4], BLOCK):
         o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
         store(out, o_rows, o_columns, load(out, o_rows, o_columns) + alpha * load(a, o_rows, o_columns))
@@ -134,7 +134,7 @@ def add(out, a, alpha):
 
 @triton.jit(noinline=True)
 def set_identity(out):
-    """out ← I, of one row of tiles."""
+    """out ← I, of at most MAX_ROWS rows."""
     for column in range(0, out[4], BLOCK):
         o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
         store(out, o_rows, o_columns, tl.where(o_rows[:, None] == o_columns[None, :], 1.0, 0.0))

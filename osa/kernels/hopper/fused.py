@@ -1,13 +1,13 @@
-"""Orthogonal attention by "exact" in bfloat16 on CUDA, a program for each head of any number of tokens: one launch each way.
+"""Orthogonal attention by "exact" in bfloat16 on CUDA: one program for each head, of any number of tokens.
 
 With M = [Q, K], G = MᵀM, Z = c J G and Y = J MᵀV, the output is V + c M T with T = Σ Zᵏ Y / (k + 1)!. A first loop over the
-tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers too, each the left operand of its product with Zᵀ in
-shared memory, so that no product waits for memory. The sum ends with the first term that no longer matters: each head has a
-degree of its own. A second loop reads the tokens again and writes the output.
+tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers too. Each is the left operand of its product with Zᵀ
+in shared memory, so that no product waits for memory. The sum ends with the first term that no longer matters, so the degree
+varies between heads. A second loop reads the tokens again and writes the output.
 
-One product of bfloat16 a term leaves an error near the rounding of the output if ‖Z‖_F is at most MAX_NORM, or if no row of
-|Z| sums to more than half of it, which bounds ‖Z‖₂ where tokens are many and independent. Such a head gets a `state` of 1.
-Every other head gets a `state` of 0, and stepped.py computes it. Matrices of WIDTH columns are padded to D in registers.
+With one bfloat16 product a term, the error is near the rounding of the output if ‖Z‖_F is at most MAX_NORM, or if no row of
+|Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. The state of such a head is FUSED.
+All others have the state STEPS, and stepped.py computes them. Matrices of WIDTH columns are padded to D in registers.
 """
 
 import triton
@@ -18,10 +18,10 @@ from osa.kernels.tiles import high_low
 D = tl.constexpr(64)  # columns of query, key and value in registers
 COLUMNS = tl.constexpr(128)  # columns of M
 ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
-MAX_TERMS = tl.constexpr(11)  # terms, which suffice up to about the norm of one step in stepped.py
+MAX_TERMS = tl.constexpr(11)  # enough terms up to about the norm of one step in stepped.py
 MAX_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
-SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: s_k and t_k of MOST terms, and Y
-TERM_TOLERANCE = tl.constexpr(2.0**-6)  # term over output below which the sum ends: a quarter of the output's rounding
+SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS s_k and t_k, and Y
+TERM_TOLERANCE = tl.constexpr(2.0**-6)  # term / output below which the sum ends: a quarter of the output's rounding
 # a head's `state` names its kernel: this file's, or stepped.py's with one product a term or three. NaN: no digit is left
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
@@ -46,7 +46,7 @@ def times_jt(b_x):
 
 @triton.jit
 def load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
-    """Rows of M = [Q, K], by copies of 16 bytes: the pointers of both halves are those of one matrix with a gap."""
+    """Rows of M = [Q, K], in copies of 16 bytes: Q and K are addressed as one matrix with a gap between them."""
     o_columns = tl.arange(0, COLUMNS)
     o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # entries
     p_m = p_q + tl.where(o_columns < D, o_columns, o_columns + o_gap)[None, :] + o_rows[:, None] * row_stride
@@ -122,7 +122,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     """Returns Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
 
     A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂, where ‖M‖₂² is
-    replaced by ‖G‖_F. STORE stores Y and all terms but the last, for a head that is known to need no more.
+    replaced by ‖G‖_F. STORE stores Y and all terms but the last, for a head whose state is FUSED.
     """
     b_gram *= c
     b_total = c * times_jt(b_vm)
@@ -137,7 +137,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     if STORE:
         tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
     for i_term in range(MAX_TERMS):
-        if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
+        if size > least:  # Triton 3.6 does not compile a `while` here; with the norm in two places, registers spill
             size = tl.sum(b_term * b_term)
             least = tl.where(i_term == 0, factor * size, least)
             if size > least:
@@ -170,7 +170,7 @@ def forward_kernel(
     query, key, value, output, scale, state, strides, out_strides, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sets the state of every head, and computes the output of heads for which one product a term suffices.
+    """Sets the state of every head, and computes the output of heads with state FUSED.
 
     Query, key and value have the same strides, multiples of 8, and adjacent columns.
     """
@@ -188,8 +188,8 @@ def forward_kernel(
 
 @triton.jit
 def adjoint(b_f, b_t, b_z, degree, c, p_terms):
-    """Returns the gradient of c, A₂ᵀ and A₃ of `backward_kernel`, given Fᵀ and what `sum_terms` returned and stored."""
-    tl.debug_barrier()  # waits: other threads have stored the terms
+    """Returns the gradient of c, A₂ᵀ and A₃ of `backward_kernel`, given Fᵀ and the results of `sum_terms`."""
+    tl.debug_barrier()  # waits until all threads have stored their terms
     grad_c = tl.sum(b_f * (tl.dot(b_t, b_z) + tl.load(p_terms + 2 * MAX_TERMS * ENTRIES).to(tl.float32))) / c
     p_factors = p_terms + MAX_TERMS * ENTRIES
     b_f = -c * times_jt(b_f)
@@ -235,10 +235,10 @@ def backward_kernel(
     strides, e_strides, grad_strides, count, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of Q, K, V and c of heads with state 1, given the gradient E of the output.
+    """Computes the gradients of Q, K, V and c of heads with state FUSED, given the gradient E of the output.
 
-    With t_0 = Y, t_{k+1} = Z t_k / (k + 2), T = Σ t_k and F = MᵀE, u = c Fᵀ J and then for k downwards s_k = u / (k + 2) and
-    u ← c Fᵀ J − s_k Zᵀ. So A₂ = grad X = uᵀ, grad G = c Σ s_kᵀ t_kᵀ and A₃ = grad G + (grad G)ᵀ, and
+    Let t_0 = Y, t_{k+1} = Z t_k / (k + 2), T = Σ t_k and F = MᵀE. Starting from u = c Fᵀ J, each k from the last to 0 gives
+    s_k = u / (k + 2) and u ← c Fᵀ J − s_k Zᵀ. Then A₂ = grad X = uᵀ, grad G = c Σ s_kᵀ t_kᵀ, A₃ = grad G + (grad G)ᵀ, and
 
         grad V = E + M A₂,        grad M = c E Tᵀ + V A₂ᵀ + M A₃,        grad c = ⟨F, e^Z Y⟩ = ⟨F, Y + Z T⟩.
 
@@ -262,4 +262,4 @@ def backward_kernel(
             apply_backward(
                 p_q, p_k, p_v, p_e, p_grad_q, p_grad_k, p_grad_v, *row_strides, tokens, b_t, b_a2, b_a3, WIDTH, ROWS, STAGES
             )
-            tl.debug_barrier()  # waits: the next head's terms take the place of these
+            tl.debug_barrier()  # waits before the next head's terms overwrite these

@@ -7,8 +7,8 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-The functions are those of fused.py. torch adds up the parts, always in the same order, as one program would read memory too
-slowly.
+The kernels call the functions of fused.py. torch adds up the parts, always in the same order: one program would read memory
+too slowly.
 """
 
 import triton

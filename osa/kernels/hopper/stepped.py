@@ -1,20 +1,20 @@
 """Kernels for the heads that fused.py leaves: M balanced, and e^Z in steps.
 
-M R takes the place of M and has the same S: R is symplectic and balances each pair of columns as `osa.linalg.balanced` does,
-but from G alone. The balanced G gives e^Z in n steps of norm RADIUS,
+M R replaces M and gives the same S: R is symplectic, and balances each pair of columns as `osa.linalg.balanced` does, but
+from G alone. The balanced G gives e^Z in n steps of norm RADIUS,
 
     Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
-(Al-Mohy & Higham 2011). Each step is a Taylor sum as in fused.py. The backward kernel keeps the Y_j and goes through the
-steps from the last.
+(Al-Mohy & Higham 2011). Each step is a Taylor sum as in fused.py. The backward kernel stores the Y_j and goes through the
+steps in reverse.
 
-A first launch computes each term by one product of bfloat16. Its error grows with ‖S‖₂, as does the error of rounding query
-and key to bfloat16. A head that needs more than MAX_STEPS steps, whose Z is far from normal, or whose query and key nearly
-cancel gets a `state` of −1. A second launch takes such heads with SPLIT operands, a high and a low part in bfloat16: three
-products, with 16 bits. It sets `state` to NaN where no digit is left.
+A first launch computes each term by one bfloat16 product. The error grows with ‖S‖₂, as does the error of rounding query and
+key to bfloat16. A head gets the state SPLIT_STEPS if it needs more than MAX_STEPS steps, if its Z is far from normal, or if
+its query and key nearly cancel. A second launch computes these heads with SPLIT operands, a high and a low part in bfloat16:
+three products, which keep 16 bits. It sets the state to NaN if no digit is correct.
 
-A matrix whose columns change places goes through the program's scratch memory. In names, `shear` and `sigma` are the γ and σ
-of `balance`, q, k and v stand for halves or blocks of matrices in their order, and `o_` functions return offsets.
+To permute its columns, a matrix goes through the program's scratch memory. In names, `shear` and `sigma` are the γ and σ of
+`balance`; q, k and v stand for halves or blocks of matrices, in this order; `o_` functions return offsets.
 """
 
 import triton
@@ -37,15 +37,15 @@ from osa.kernels.tiles import high_low
 
 RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
 MAX_STEPS = tl.constexpr(8)  # steps with one product a term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # steps with split operands, which have no digit for ‖Z‖₂ above 2¹⁴
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # steps with split operands: no digit is correct for ‖Z‖₂ above 2¹⁴
 MAX_TERMS = tl.constexpr(18)  # terms of a step
 # ‖Z‖_F over (‖Z⁴Y‖/‖Y‖)^¼ up to which one product suffices: 8 to 11 for independent tokens, more where Z is far from normal
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# ‖G‖_F before balancing over ‖G‖_F after it, up to which one product suffices: more alike, columns cancel in the gradients
+# ‖G‖_F before balancing / ‖G‖_F after it, up to which one product suffices: beyond it, columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as in fused.py
-MAX_IMBALANCE = tl.constexpr(2.0**10)  # imbalance, as in `osa.linalg.imbalance`, above which split operands have no digit
-MIN_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which rounding of G hides what balancing leaves
+MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
+MIN_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which a remainder drowns in G's rounding
 
 # offsets in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k
 # and s_k of a step in bfloat16, in two parts if SPLIT, and otherwise the Y_j of all steps
@@ -67,13 +67,13 @@ def o_panel():
 
 @triton.jit
 def o_swapped():
-    """Offsets of the same matrix with the columns of each pair swapped, q_j with k_j."""
+    """Offsets as by `o_panel`, with the columns of each pair swapped, q_j with k_j."""
     return tl.arange(0, D)[:, None] * COLUMNS + ((tl.arange(0, COLUMNS) + D) % COLUMNS)[None, :]
 
 
 @triton.jit
 def o_left():
-    """Offsets of the left half of such a matrix; the right half begins D entries on."""
+    """Offsets of the left half of a matrix of D rows and COLUMNS columns; the right half begins D entries later."""
     return tl.arange(0, D)[:, None] * COLUMNS + tl.arange(0, D)[None, :]
 
 
@@ -101,7 +101,7 @@ def load_z(p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
-    """X Zᵀ by one product of bfloat16, or if SPLIT by three, which leave out low times low."""
+    """X Zᵀ by one bfloat16 product, or if SPLIT by three, without low times low."""
     if SPLIT:
         b_high, b_low = high_low(b_x)
         b_product = tl.dot(b_high, b_z, tl.dot(b_high, b_z_low, tl.dot(b_low, b_z)))
@@ -112,7 +112,7 @@ def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
 
 @triton.jit
 def gram_blocks(p_q, p_k, p_v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """QᵀQ, QᵀK, KᵀK, VᵀQ and VᵀK in separate blocks: slices of `gram_and_sums` would spill a third more registers."""
+    """QᵀQ, QᵀK, KᵀK, VᵀQ and VᵀK, in blocks: slices of the results of `gram_and_sums` would spill a third more registers."""
     b_qq, b_qk, b_kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     b_vq, b_vk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
@@ -158,14 +158,14 @@ def times_r(b_left, b_right, b_shear_q, b_shear_k, b_sigma):
 
 @triton.jit
 def load_balance(p_scratch):
-    """Loads what `balance` returned and `prepare` stored."""
+    """Loads the γ and σ that `prepare` stored."""
     p_balance = p_scratch + O_BALANCE + tl.arange(0, D)
     return tl.load(p_balance + 2 * D), tl.load(p_balance + 3 * D), tl.load(p_balance)
 
 
 @triton.jit
 def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
-    """Stores X in bfloat16, if SPLIT in two parts, the low one `gap` entries after the high one."""
+    """Stores X in bfloat16, and if SPLIT its low part too, `gap` entries later."""
     b_high, b_low = high_low(b_x)
     tl.store(p_x, b_high)
     if SPLIT:
@@ -204,7 +204,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def balanced_y(p_scratch):
-    """Y R⁻ᵀ, of the stored Y: J Rᵀ = R⁻¹ J."""
+    """Y R⁻ᵀ of the stored Y, as J Rᵀ = R⁻¹ J."""
     o_partners = (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_shear, b_sigma = p_scratch + O_BALANCE + COLUMNS, tl.load(p_scratch + O_BALANCE + o_partners)[None, :]
     return b_sigma * (
@@ -246,7 +246,7 @@ def step_count(radius):
 
 @triton.jit
 def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
-    """The ‖term‖_F² below which a term no longer matters.
+    """The square norm below which a term no longer matters.
 
     A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂), where ‖M‖₂² is
     replaced by ‖G‖_F.
@@ -267,7 +267,7 @@ def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.co
     b_total += b_term
     size, degree = tl.full([], 1.0, tl.float32), 0
     for i_term in range(MAX_TERMS):
-        if size > least:  # no `while`, which Triton 3.6 does not compile, and one place for the norm, or registers spill
+        if size > least:  # Triton 3.6 does not compile a `while` here; with the norm in two places, registers spill
             size = tl.sum(b_term * b_term)
             if size > least:
                 degree += 1
@@ -290,7 +290,7 @@ def stepped_forward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAM_ROWS: tl.constexpr, STAGES: tl.constexpr, SCRATCH: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the output of heads with state 0, or with state −1 if SPLIT, and updates their state."""
+    """Computes the output of heads with state STEPS, or SPLIT_STEPS if SPLIT, and updates their state."""
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
         if tl.load(state + i_head) == (SPLIT_STEPS if SPLIT else STEPS):
@@ -335,7 +335,7 @@ def stepped_forward_kernel(
                     tl.store(
                         p_rows(p_out, out_strides[2], o_rows), b_out.to(tl.bfloat16), mask=row_mask(o_rows, tokens, WIDTH)
                     )
-            tl.debug_barrier()  # waits: the next head's matrices take the place of these
+            tl.debug_barrier()  # waits before the next head's matrices overwrite these
 
 
 @triton.jit
@@ -351,13 +351,13 @@ def stepped_backward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAM_ROWS: tl.constexpr, STAGES: tl.constexpr, SCRATCH: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of heads with state 0, or with state −1 or NaN if SPLIT.
+    """Computes the gradients of heads with state STEPS, or with SPLIT_STEPS or NaN if SPLIT.
 
-    Each step is differentiated as in fused.py, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and let a
+    Differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and let a
     (`b_later`) be the gradient of Y_{j+1} times J, zero for the last step. The terms t_k of a step have the gradients
     u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the gradient a + u_0. The
     last a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
-    SPLIT stores no Y_j. It computes Y_j = e^{−Z/n} Y_{j+1}, as e^{Z/n} keeps norms where M is balanced.
+    SPLIT stores no Y_j. It computes Y_j = e^{−Z/n} Y_{j+1}, because e^{Z/n} preserves norms if M is balanced.
     """
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     p_terms = as_bfloat16(p_scratch + O_TERMS)
@@ -403,7 +403,7 @@ def stepped_backward_kernel(
                 b_start = fraction * tl.load(p_scratch + o_panel())
                 if i_step > 0:
                     b_start += fraction * times_zt(b_total, b_z, b_z_low, SPLIT)
-                    tl.debug_barrier()  # waits: this step's terms take the place of the last one's
+                    tl.debug_barrier()  # waits before this step's terms overwrite the last step's
                     if not SPLIT:
                         tl.store(p_starts + i_step * ENTRIES + o_panel(), b_start.to(tl.bfloat16))
                 b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, fraction, least, p_terms, True, SPLIT)
@@ -468,7 +468,7 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                if i_turn > 0:  # added last: blocks as first summands keep the loop's products from overlapping
+                if i_turn > 0:  # after the loop: as its initial sums they would keep its products from overlapping
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)
                     b_kk = b_kk + tl.load(p_blocks + 2 * D * D)
@@ -514,4 +514,4 @@ def stepped_backward_kernel(
                 if SPLIT:
                     b_x = tl.dot(b_k, tl.trans(b_ak_low), tl.dot(b_q, tl.trans(b_aq_low), b_x))
                 tl.store(p_grad_v + o_rows_grad, (b_x + b_e.to(tl.float32)).to(tl.bfloat16), mask=mask)
-            tl.debug_barrier()  # waits: the next head's matrices take the place of these
+            tl.debug_barrier()  # waits before the next head's matrices overwrite these

@@ -1,7 +1,7 @@
-"""Orthogonal attention of long sequences and wide heads on CUDA: two passes forward, two back, and torch's products between.
+"""Orthogonal attention of long sequences and wide heads on CUDA: two passes over the tokens in each direction.
 
-The passes are the kernels of passes.py, with many programs for each matrix. T of V + M T and its gradient come from Gram
-matrices by the formulas of osa/functional.py, for all matrices at a time.
+The passes are the kernels of passes.py, with many programs for each matrix. Between them, torch computes T of V + M T and
+its gradient from Gram matrices, for all matrices at once, by the formulas of osa/functional.py.
 """
 
 import math
@@ -19,12 +19,12 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 
 METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
 MAX_WIDTH = 128  # columns of query, key and value
-MIN_ROWS = 256  # rows of a part, at least; the parts of all sequences are half as many as the multiprocessors
-MIN_SHARE = 2.0**-46  # share of a pair's square norm to which the smaller column's is raised
+MIN_ROWS = 256  # fewest rows of a part; in all there are about half as many parts as multiprocessors
+MIN_SHARE = 2.0**-46  # lower bound of a column's square norm, as a share of its pair's
 MIN_SHARE_LEFT = 2.0**-5  # share of a column's square norm left by balancing below which float32 has lost five bits
-MAX_ROUNDING = 8.0  # rounding of G over (Σ|λ|²)^½ up to which errors stay below 100 eps ‖S‖₂: at 16 they grow with ‖S‖₂²
-MATRICES = 128  # matrices at a time, whose gradients keep the steps to T: 2 MB each at a width of 64
-Mixing = Callable[..., Tensor]  # gives T of G, X and c, and for "exact" of R and R⁻¹
+MAX_ROUNDING = 8.0  # largest rounding of G over (Σ|λ|²)^½: errors stay below 100 eps ‖S‖₂, and at 16 would grow with ‖S‖₂²
+MATRICES = 128  # matrices at a time in the backward pass: autograd stores 2 MB for each at a width of 64
+Mixing = Callable[..., Tensor]  # computes T from G, X and c, and for "exact" also R and R⁻¹
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Long:
         return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Saves a row for each matrix, which `_matrices` takes apart."""
+        """Saves a row for each matrix, in the layout of `_matrices`."""
         query, key, value, scale = inputs
         matrices = _matrices(saved, query, value)
         length = 3 * query.shape[-1] ** 2 + matrices[4][0].numel()
@@ -96,7 +96,7 @@ def _shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
 
 
 def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
-    """γ, σ, T, G, X, c and R⁻¹ of each matrix, (matrices, rows, columns); the kernels take the first three."""
+    """γ, σ, T, G, X, c and R⁻¹ of each matrix, (matrices, rows, columns). The kernels read the first three."""
     shapes = _shapes(query, value)
     rows = saved[:, : sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes], 1)
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
@@ -121,10 +121,10 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns R, R⁻¹, and whether precision is lost. R is I unless Z = c J G is too far from normal for φ₁.
 
-    M R⁻¹ then replaces M. With R of `osa.linalg.gram_factor`, R Z R⁻¹ is nearly skew. The result is the same for any R, and
-    R therefore constant in derivatives. The rounding ΔG of G gives R Z R⁻¹ the error c R J ΔG R⁻¹: for random entries of
-    size eps |m_i| |m_j| it is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii, which is 1 for orthogonal
-    columns.
+    In that case M R⁻¹ replaces M, with R of `osa.linalg.gram_factor`, and R Z R⁻¹ is nearly skew. The result does not depend
+    on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹ of R Z R⁻¹. If its entries
+    are random and of size eps |m_i| |m_j|, the error is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii,
+    which is 1 for orthogonal columns.
     """
     z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
     spectrum = linalg.square_moduli(z)
@@ -138,7 +138,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
-@torch.inference_mode(False)  # brings autograd back, with enable_grad, within an operator, which lies below autograd
+@torch.inference_mode(False)  # with enable_grad, turns autograd on again inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
     mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
@@ -160,7 +160,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """G = MᵀM and X = MᵀV. Given γ, sums over sheared columns for the lost matrices, and leaves the sums of the others."""
+    """G = MᵀM and X = MᵀV. Given γ, sums over sheared columns, only for the matrices in `is_lost`."""
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
@@ -179,7 +179,7 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 
 
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """γ, the multiple of a pair's longer column that the shorter loses, (matrices, 2d, 1), and whether G loses digits."""
+    """γ, (matrices, 2d, 1), the multiple of the longer column to subtract from the shorter, and whether G is inaccurate."""
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
     longer, shorter = torch.maximum(q_q, k_k), torch.minimum(q_q, k_k)
@@ -190,9 +190,9 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """σ, s and 1/s for the two columns of a pair, powers of two that make them about equally long, (matrices, 2d, 1)."""
+    """σ, (matrices, 2d, 1): powers of two, s and 1/s, that make the two columns of a pair about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
-    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio where one is a multiple of the other
+    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio if the columns are parallel
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
     exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]
@@ -253,7 +253,7 @@ def sheared_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def products_tile(query: Tensor, value: Tensor) -> dict:
-    """`gram_tile` for two products. Tensor cores take 16 rows at a time, and their loads are issued ahead."""
+    """`gram_tile` for two products. With tensor cores, tiles are taller and loads are issued ahead."""
     return _tile(64, 32, query, value, 3) if uses_tensor_cores(query, value) else _tile(16, 32, query, value, 1)
 
 
@@ -273,6 +273,6 @@ def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
 def _tile(rows: int, part: int, query: Tensor, value: Tensor, stages: int) -> dict:
     width, value_width = padded(query.shape[-1]), padded(value.shape[-1])
     tile, widest = (rows, min(part, width), width, value_width), max(width, value_width)
-    is_shared = widest == 64 and uses_tensor_cores(query, value)  # two programs of 128 registers share a multiprocessor
+    is_shared = widest == 64 and uses_tensor_cores(query, value)  # two such programs fit on a multiprocessor
     registers = 128 if is_shared else 255
     return {"TILE": tile, "num_warps": 4 if widest <= 32 else 8, "num_stages": stages, "maxnreg": registers}

@@ -3,14 +3,14 @@
 With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass gives
 V + M T:
 
-    gram_kernel            partial sums of G and X, for each part of a sequence; again where these have lost digits
+    gram_kernel            partial sums of G and X, for each part of a sequence; called again where G is inaccurate
     apply_kernel           V + M T
     products_kernel        partial sums of F = MᵀE, given the gradient E of the output
     apply_backward_kernel  the gradients of Q, K and V, once those of G and X are known
 
-M is balanced as in `osa.linalg.balanced`, but from G alone, which costs no pass. γ takes the projection on the longer column
-of each pair from the shorter one, and σ makes the two about equally long. Where little is left of a column, G has lost its
-digits, and a second call of gram_kernel sums the products of the sheared columns.
+M is balanced as in `osa.linalg.balanced`, but from G alone, without a pass over the tokens. γ subtracts from the shorter
+column of each pair its projection on the longer one, and σ makes the two about equally long. If little is left of a column,
+G is inaccurate, and a second call of gram_kernel sums the products of the sheared columns.
 """
 
 import triton
@@ -29,7 +29,7 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    SHEARED sums over the columns that γ has sheared, for the matrices whose first sums have lost digits.
+    SHEARED shears the columns by γ first, and skips the matrices whose first sums are accurate.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]
@@ -85,7 +85,7 @@ def apply_kernel(
     query, key, value, output, saved, q_strides, k_strides, v_strides, o_strides, heads, tokens, parts,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stores V + M T, a tile of rows for each program."""
+    """Stores V + M T. Each program takes a tile of rows."""
     ROWS: tl.constexpr = TILE[0]
     VALUE_COLUMNS: tl.constexpr = TILE[3]
     i_head, o_rows = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
@@ -103,7 +103,7 @@ def products_kernel(
     query, key, grad, sums, saved, q_strides, k_strides, e_strides, heads, tokens, parts, rows_of_part,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stores the part's summand of F = MᵀE, for each part of each matrix, (matrices, parts, 2d, d_value)."""
+    """Stores each part's summand of F = MᵀE, (matrices, parts, 2d, d_value)."""
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]
     COLUMNS: tl.constexpr = TILE[2]
@@ -135,9 +135,9 @@ def apply_backward_kernel(
     q_strides, k_strides, v_strides, e_strides, gq_strides, gk_strides, gv_strides, heads, tokens, parts,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stores grad V = E + M A₂ and, from grad M = E A₁ᵀ + V A₂ᵀ + M A₃, the gradients of Q and K, a tile of rows each.
+    """Stores grad V = E + M A₂ and, from grad M = E A₁ᵀ + V A₂ᵀ + M A₃, the gradients of Q and K.
 
-    The chain rule through G and X gives A₁ = T, A₂ = grad X and A₃ = grad G + (grad G)ᵀ.
+    Each program takes a tile of rows. The chain rule through G and X gives A₁ = T, A₂ = grad X and A₃ = grad G + (grad G)ᵀ.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

@@ -1,7 +1,7 @@
 """Tiles of rows of a long sequence: the balanced M = [Q, K], and its products.
 
-Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand of such a product is the sum of two bfloat16,
-which have 16 bits. All other products are in full float32.
+Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand is split into two bfloat16, which keep 16 of its
+bits. All other products are in full float32.
 """
 
 import triton
@@ -12,7 +12,7 @@ from osa.kernels.tiles import dot, high_low, load, matrix, slice_of, transpose
 
 @triton.jit
 def product(b_sums, b_left, b_right, TENSOR_CORES: tl.constexpr):
-    """sums + left · right, with TENSOR_CORES by products of bfloat16, for which a float32 operand has two parts."""
+    """sums + left · right. TENSOR_CORES multiplies in bfloat16, and splits float32 operands into two parts."""
     if TENSOR_CORES:
         b_high, b_right_high = b_left.to(tl.bfloat16), b_right.to(tl.bfloat16)
         if b_left.dtype == tl.float32:
@@ -27,7 +27,7 @@ def product(b_sums, b_left, b_right, TENSOR_CORES: tl.constexpr):
 
 @triton.jit
 def sheared(q, k, shear, o_rows, o_columns, WIDTH: tl.constexpr):
-    """Columns of Q and K, each less γ times its partner, rounded once."""
+    """Columns of Q and K minus γ times their partners, rounded once."""
     b_q, b_k = load(q, o_rows, o_columns).to(tl.float32), load(k, o_rows, o_columns).to(tl.float32)
     b_shear_q = load(transpose(shear), tl.arange(0, 1), o_columns) + tl.zeros_like(b_q)
     b_shear_k = load(transpose(shear), tl.arange(0, 1), o_columns + WIDTH) + tl.zeros_like(b_q)

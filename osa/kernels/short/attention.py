@@ -1,18 +1,18 @@
 """Orthogonal attention on CUDA in one launch forward and one backward: Triton kernels, a program for a matrix at a time.
 
-The plain route of osa/functional.py gives the device hundreds of small products. Here a program takes the query, key and
-value of one head of one sequence through all products, sums as many terms of φ₁ as the norm of the head's matrix asks for,
-and goes on with its next head. All methods have one form,
+The plain route of osa/functional.py gives the device hundreds of small products. Here one program computes all
+products of one head of one sequence, sums as many terms of φ₁ as the norm of the head's matrix requires, and goes on with
+its next head. All methods have the form
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 
-with L and T of mixing.py, and one form of the gradient, given that of the output, E, and F = LᵀE:
+with L and T of mixing.py. Let E be the gradient of the output and F = LᵀE. Then
 
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
 Where balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which gives
-the same function. Where a basis does not fit the registers, ALL_ROWS is 0 and the result is NaN. One program adds up each
-sum, so that every run gives the same bits.
+the same function. If the registers cannot hold a basis, ALL_ROWS is 0 and the result is NaN. One program computes each sum,
+so every run gives the same bits.
 """
 
 import triton
@@ -36,7 +36,7 @@ from osa.kernels.tiles import (
 
 @triton.jit
 def _column_products(q, k, b_shear_q, b_shear_k):
-    """⟨q, q⟩, ⟨k, k⟩ and ⟨q, k⟩ of each pair of columns, after each has lost its multiple of the other."""
+    """⟨q, q⟩, ⟨k, k⟩ and ⟨q, k⟩ of each pair of columns of Q and K, after subtracting multiples of each other."""
     o_columns = tl.arange(0, BLOCK)
     b_qq, b_kk, b_qk = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for row in range(0, q[3], BLOCK):
@@ -53,10 +53,10 @@ def _column_products(q, k, b_shear_q, b_shear_k):
 def _gather(m, balance, q, k, METHOD: tl.constexpr):
     """Stores M = [Q, K], or for "exact" the balanced M = [σ (Q − a ∘ K), (K − b ∘ Q) / σ], and a, b and σ in `balance`.
 
-    The shorter column of each pair loses its projection on the longer one, and σ makes the two about equally long. This is
-    M T with T J Tᵀ = J. It leaves S = c M J Mᵀ as it is, so that T is constant in the backward pass, and makes ‖M‖ small,
-    with which the rounding of "exact" grows. σ is a power of two, which rounds nothing. The differences are in float64
-    because Q may nearly be K.
+    The projection on the longer column of each pair is subtracted from the shorter one, and σ makes the two about equally
+    long. The result is M T with T J Tᵀ = J. S = c M J Mᵀ stays the same, so the backward pass treats T as a constant. ‖M‖
+    becomes smaller, and with it the rounding of "exact". σ is a power of two, so scaling is exact. The differences are in
+    float64 because Q may nearly equal K.
     """
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = tl.zeros((BLOCK,), tl.float32)
@@ -83,7 +83,7 @@ def _gather(m, balance, q, k, METHOD: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _scatter(grad_q, grad_k, grad_m, balance):
-    """Stores the gradients of Q and K, given that of the M T of `_gather`: the product with Tᵀ."""
+    """Stores the gradients of Q and K: the gradient of M T of `_gather`, times Tᵀ."""
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = load(balance, tl.arange(0, 1), o_columns)
     b_shear_k = load(balance, 1 + tl.arange(0, 1), o_columns)
@@ -95,19 +95,18 @@ def _scatter(grad_q, grad_k, grad_m, balance):
         b_k = load(columns_of(grad_m, width, width), o_rows, o_columns) / tl.where(o_columns < width, b_sigma, 1.0)
         store(grad_q, o_rows, o_columns, b_q - b_shear_k * b_k)
         store(grad_k, o_rows, o_columns, b_k - b_shear_q * b_q)
-    tl.debug_barrier()  # the next matrix overwrites what has been read
+    tl.debug_barrier()  # waits before the next matrix overwrites this one
 
 
 @triton.jit
 def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
-    """B of M: orthonormal columns, and zeros where a column depends on those before it.
+    """Stores B, an orthonormal basis of M's columns. A column of B is zero if M's depends on the columns before it.
 
-    Each column loses its components in the basis twice, which suffices for orthogonality to rounding (Giraud et al. 2005).
-    A remainder as small as the rounding of the column is no direction of M: an E of that size puts the column of M + E into
-    the span of the others.
+    The components in the basis are subtracted twice from each column, which gives orthogonality to rounding (Giraud et al.
+    2005). A column whose remainder is as small as its rounding counts as dependent.
     """
     o_rows, o_columns = tl.arange(0, ALL_ROWS), tl.arange(0, MAX_ROWS)
-    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d), of which the first i columns are B's
+    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d); the first i columns are B's
     for i_column in range(m[4]):
         b_column = tl.sum(tl.where(o_columns[None, :] == i_column, b_basis, 0.0), axis=1)  # (ALL_ROWS,)
         largest = tl.max(tl.abs(b_column), axis=0)
@@ -125,7 +124,7 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
-    """`_gram_schmidt` as a call, so that a program that seldom needs a basis keeps no register for one."""
+    """`_gram_schmidt` as a call: a program that seldom needs a basis reserves no registers for it."""
     _gram_schmidt(basis, m, ALL_ROWS)
 
 
@@ -207,7 +206,7 @@ def backward_kernel(
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradients of query, key and value, and of the c of each matrix."""
+    """Stores the gradients of query, key and value, and of each matrix's c."""
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)
     grad_m, free = matrix(free, tokens, 2 * WIDTH)

@@ -1,8 +1,8 @@
 """Matrices of at most 32 rows in registers, as four blocks of 16 × 16, for products that a kernel repeats.
 
-A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. As each term of a
-series, or each iteration, waits for the one before it, the waiting would take all the time. Blocks have the smallest size
-that `tl.dot` takes and need few registers: the matrices of every method fit one warp.
+A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. Each term of a series
+and each iteration needs the one before it, so waiting would take most of the time. Blocks have the smallest size that
+`tl.dot` accepts, and one warp's registers hold the matrices of every method.
 """
 
 import triton
@@ -70,7 +70,7 @@ def as_square(a):
 
 @triton.jit
 def times_commuting(a, b):
-    """A B of symmetric squares that commute, and so symmetric."""
+    """A B of commuting symmetric squares, which is symmetric too."""
     zero = tl.zeros((BLOCK, BLOCK), tl.float32)
     return (
         dot(a[1], tl.trans(b[1]), dot(a[0], b[0], zero)),

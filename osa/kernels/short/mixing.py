@@ -7,9 +7,8 @@ Let, in the notation of `orthogonal_attention`, G = LᵀM and X = LᵀV. Then
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
-The autograd functions of osa/functional.py have the same formulas of the gradient: the chain rule through G and X, and for
-"qr" the gradient that does not pass through the decomposition. They keep the terms of φ₁; a program keeps none
-(`phi1_gradients`).
+The gradients have the formulas of osa/functional.py: the chain rule through G and X, and for "qr" the gradient that does not
+pass through the decomposition. The backward kernel computes the terms of φ₁ again (`phi1_gradients`) instead of saving them.
 """
 
 import triton
@@ -35,12 +34,12 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-IMBALANCE = tl.constexpr(128.0)  # imbalance up to which "exact" keeps its digits, as in osa/linalg.py
+IMBALANCE = tl.constexpr(128.0)  # imbalance up to which "exact" is accurate, as in osa/linalg.py
 
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """True if `osa.linalg.imbalance` of Z is within the limit, so that φ₁ has digits, or if it is NaN."""
+    """True if `osa.linalg.imbalance` of Z is within the limit up to which φ₁ is accurate, or NaN."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
@@ -64,7 +63,7 @@ def _projector(gram, grams, ITERATIONS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
-    """The gradient of G_0 from the symmetric one of G_K, in place.
+    """Replaces the gradient of G_K, which is symmetric, by that of G_0.
 
     An iteration turns the gradient E of G_{k+1} into that of G = G_k as `_NewtonSchulzGram` of osa/linalg.py does:
     E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
@@ -105,7 +104,7 @@ def _normaliser(gram, epsilon):
 
 @triton.jit
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
-    """Stores Z = c Π J G, or NaN where it has no digit, Y = Π J Π X, Π, its `grams` and J Π X.
+    """Stores Z = c Π J G (NaN if no digit is correct), Y = Π J Π X, J Π X, Π, and the `grams` of Π.
 
     Returns ‖M‖_F and 1 / (‖M‖_F + ε).
     """
@@ -124,7 +123,7 @@ def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATI
 
 @triton.jit
 def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
-    """T of exp(S) V = V + L T."""
+    """Stores T of exp(S) V = V + L T."""
     z, scratch = matrix(scratch, g[3], g[3])
     y, scratch = matrix(scratch, x[3], x[4])
     if METHOD == "exact":
@@ -147,10 +146,10 @@ def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
 
 @triton.jit
 def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS):
-    """A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄; returns the gradient of c.
+    """Stores A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄, and returns the gradient of c.
 
     The chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact", and likewise
-    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. "qr" has the A's of `_ByBasis` in osa/functional.py:
+    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. "qr" takes them from `_ByBasis` in osa/functional.py:
     with U = φ₁([S]) X, Ū = φ₁(−[S]) F and A twice the skew part of the gradient of [S] for a fixed basis,
 
         A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.
@@ -191,7 +190,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         bar, scratch = matrix(scratch, size, size)
         inside, scratch = matrix(scratch, size, size)
         multiply(inside, f, transpose(y), 1.0, None, 0.0)
-        multiply(bar, z, grad_z, -1.0, inside, 1.0)  # the gradient of [S], B held fixed
+        multiply(bar, z, grad_z, -1.0, inside, 1.0)  # the gradient of [S] for a fixed B
         multiply(inside, x, transpose(grad_y), -1.0, inside, 1.0)
         add(inside, bar, -1.0)
         add(inside, transpose(bar), 1.0)
@@ -221,7 +220,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         multiply(half, projector, z, 1.0, None, 0.0)
         grad_scale += inner_product(grad_z, half)
         multiply(half, projector, grad_z, 1.0, None, 0.0)
-        apply_j(z, half, -scale)  # the gradient of G but for Π
+        apply_j(z, half, -scale)  # the gradient of G, without the part through Π
         _projector_gradients(grad, grams, ITERATIONS)
         grad_square = -inverse * inverse * inverse * inner_product(grad, g) / tl.where(norm > 0, norm, 1.0)
         add(z, grad, inverse * inverse)

@@ -26,10 +26,10 @@ MAX_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so 
 
 @triton.jit
 def _terms(z):
-    """Returns how often φ₁(Z) Y halves Z, the Taylor degree m, and the fraction of Z, 2^−halvings, NaN if no digit is left.
+    """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings (NaN if no digit is correct).
 
-    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The second term covers its rounding.
-    Z is halved until ρ ≤ 3, so that the terms lose no digit; m is the least with ρ^{m+1} / (m + 1)! ≤ eps/4.
+    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The term with EPS covers its rounding.
+    Z is halved until ρ ≤ 3, where the terms hardly cancel; m is the least degree with ρ^{m+1} / (m + 1)! ≤ eps/4.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
     radius = tl.sqrt(square)
@@ -49,7 +49,7 @@ def _terms(z):
 
 @triton.jit(noinline=True)
 def _taylor(out, z, fraction, y, degree):
-    """out ← Σ_{k ≤ m} Z^k Y / (k + 1)! with Z times the fraction, by Horner's rule."""
+    """out ← Σ_{k ≤ m} (fZ)^k Y / (k + 1)! by Horner's rule, where f is the fraction."""
     b_z = blocks.load_square(z, fraction)
     for column in range(0, out[4], blocks.BLOCK):
         o_columns = column + tl.arange(0, blocks.BLOCK)
@@ -66,7 +66,7 @@ def _taylor(out, z, fraction, y, degree):
 
 @triton.jit
 def _halved(phi, expm1, z, degree, fraction):
-    """φ₁(Z) and e^Z − I = Z φ₁(Z) with Z times the fraction."""
+    """Stores φ₁(fZ) and e^{fZ} − I = fZ φ₁(fZ), where f is the fraction."""
     set_identity(expm1)
     _taylor(phi, z, fraction, expm1, degree)
     multiply(expm1, z, phi, fraction, None, 0.0)
@@ -74,7 +74,7 @@ def _halved(phi, expm1, z, degree, fraction):
 
 @triton.jit
 def phi1_times(out, z, y, scratch):
-    """out ← φ₁(Z) Y; where Z was halved, φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) doubles it (Higham 2008, Section 10.7.4)."""
+    """out ← φ₁(Z) Y. φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) undoes each halving (Higham 2008, Section 10.7.4)."""
     halvings, degree, fraction = _terms(z)
     if halvings == 0:
         _taylor(out, z, fraction, y, degree)
@@ -91,15 +91,15 @@ def phi1_times(out, z, y, scratch):
 
 @triton.jit
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
-    """U = φ₁(Z) Y, and of ⟨H, U⟩ the gradients φ₁(Zᵀ) H of Y and D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)! of Z.
+    """Stores U = φ₁(Z) Y and the gradients of ⟨H, U⟩ in Y and Z, φ₁(Zᵀ) H and D.
 
-    With one term more than the value needs, Horner's rule gives W_k = (Y + Z W_{k+1}) / (k + 2), and H_0 = H gives
-    H_k = Zᵀ H_{k−1} / (k + 1), for a block of columns at a time:
+    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. For a block of columns at a time, and with one term more than U alone
+    needs, let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
-    Where Z was halved, let e = e^Z − I, Φ = φ₁(Z), and let L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the
-    gradient of the exponential. The gradients for twice Z come from
+    If Z was halved, let e = e^Z − I, Φ = φ₁(Z), and let L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the
+    gradient of the exponential. Doubling Z changes them to
 
         D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
 
@@ -133,7 +133,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """`phi1_gradients` for Z times the fraction. The W_k lie in scratch memory, whose loads nothing waits for."""
+    """`phi1_gradients` for Z times the fraction. The W_k lie in scratch memory, because no product waits for their loads."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

@@ -1,4 +1,4 @@
-"""The kernels as operators, opaque to autograd, torch.func and torch.compile, and the choice of tensors that they accept.
+"""Registers the kernels as operators, opaque to autograd, torch.func and torch.compile, and says which tensors they accept.
 
 Three backends launch the kernels: short/, hopper/ and long/. `_find` alone chooses the backend of a call.
 """
@@ -213,7 +213,7 @@ def _register(name: str, backend: Backend) -> Operator:
         output, saved = empty_output(query, key, value, scale, *options)
         backend.forward((query, key, value, scale), output, saved, *options)
         valid = backend.scale_where_valid(query, value, saved)
-        if valid is not None and not runtime.is_captured(valid):  # inside the operator: a compiler would drop the warning
+        if valid is not None and not runtime.is_captured(valid):  # a compiler would drop a warning outside of the operator
             runtime.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 

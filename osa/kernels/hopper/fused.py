@@ -22,7 +22,8 @@ MAX_TERMS = tl.constexpr(11)  # enough terms up to about the norm of one step in
 MAX_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
 SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS s_k and t_k, and Y
 TERM_TOLERANCE = tl.constexpr(2.0**-6)  # term / output below which the sum ends: a quarter of the output's rounding
-# a head's `state` names its kernel: this file's, or stepped.py's with one product a term or three. NaN: no digit is left
+# `state` of a head: which kernel computes it, this file's, or stepped.py's with one product a term or with three. A state of
+# NaN means that no digit is correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
 

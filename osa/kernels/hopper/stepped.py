@@ -45,7 +45,7 @@ MAX_NONNORMALITY = tl.constexpr(16.0)
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as in fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
-MIN_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which a remainder drowns in G's rounding
+MIN_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which a remainder is lost in the rounding of G
 
 # offsets in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k
 # and s_k of a step in bfloat16, in two parts if SPLIT, and otherwise the Y_j of all steps
@@ -174,7 +174,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and if SPLIT whether no digit is left."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and if SPLIT whether no digit is correct."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -468,7 +468,7 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                if i_turn > 0:  # after the loop: as its initial sums they would keep its products from overlapping
+                if i_turn > 0:  # after the loop, whose products would not overlap if its sums began with these
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)
                     b_kk = b_kk + tl.load(p_blocks + 2 * D * D)

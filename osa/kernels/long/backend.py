@@ -160,7 +160,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """G = MᵀM and X = MᵀV. Given γ, sums over sheared columns, only for the matrices in `is_lost`."""
+    """G = MᵀM and X = MᵀV. Given γ, updates only the matrices in `is_lost`, by sums over sheared columns."""
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
@@ -258,7 +258,7 @@ def products_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_tile(query: Tensor, value: Tensor) -> dict:
-    """Tile for M T, with T loaded once for all rows: rows, the length of an inner product, and columns."""
+    """Tile for M T: rows, the length of an inner product, and columns. A program loads T once for all its rows."""
     return _tile(128 if uses_tensor_cores(query, value) else 32, 16, query, value, 1)
 
 

@@ -45,7 +45,7 @@ class Short:
         query, _, value, _ = inputs
         size, block = _sizes(query, value)
         constants = self.constants("backward", query, value, num_iterations)
-        squares = 11 + num_iterations  # one for each iteration
+        squares = 11 + num_iterations  # matrices (2d, 2d); each iteration stores one
         scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + _terms_size(size)
         tensors, with_strides = (*inputs, saved, grad, *grads), (*inputs, grad, grads[0], grads[2])
         _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)

@@ -63,8 +63,8 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         TypeError: `model` is not a model but, for example, its state dict.
-        ValueError: the model is not what its configuration builds, as it was built or changed in another way; its weights are
-            sharded or of several types; or the path is not a folder.
+        ValueError: the model is not what its configuration builds, as it was built or changed in another way; its weights
+            are sharded or of several types; or the path is not a folder.
         ImportError: the package safetensors is not installed.
 
     Example:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import hypothesis
@@ -27,11 +28,26 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed():
+def set_seed():
     import torch
 
     torch.manual_seed(20260)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    set_seed()
+
+
+@pytest.fixture
+def subtests(subtests):
+    """pytest's own, each of which begins with the fixed seed, as a test does."""
+
+    def test(msg=None, **values):
+        set_seed()
+        return subtests.test(msg, **values)
+
+    return SimpleNamespace(test=test)
 
 
 @pytest.fixture(autouse=True)

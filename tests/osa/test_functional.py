@@ -63,13 +63,13 @@ def head_scales(dtype=torch.float64):
     return torch.tensor([0.2, 0.3, -0.4], dtype=dtype).view(3, 1, 1).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("tokens, width", SIZES)
 @pytest.mark.parametrize("method", METHODS)
-def test_output_and_gradients_match_the_reference(method, tokens, width, dtype):
-    inputs = *draw(tokens, width, dtype=dtype), head_scales(dtype)
-    errors = errors_against_reference(inputs, method)
-    assert max(errors) < TOLERANCE[dtype], errors
+def test_output_and_gradients_match_the_reference(method, subtests):
+    for size, dtype in itertools.product(SIZES, TOLERANCE):
+        with subtests.test(size=size, dtype=dtype):
+            inputs = *draw(*size, dtype=dtype), head_scales(dtype)
+            errors = errors_against_reference(inputs, method)
+            assert max(errors) < TOLERANCE[dtype], errors
 
 
 @pytest.mark.parametrize("method", ["qr", "exact", "cayley"])
@@ -82,18 +82,19 @@ def test_few_tokens_take_s_itself(method, monkeypatch):
     assert not any(x.shape[-2:] in ((24, 24), (24, 7)) for x in results.tensors)
 
 
-@pytest.mark.parametrize("mean", [0, 1, 10, 100, 1e3, 1e5])
 @pytest.mark.parametrize("method", ["exact", "cayley"])
-def test_few_tokens_with_a_shared_mean_lose_nothing(method, mean, monkeypatch):
+def test_few_tokens_with_a_shared_mean_lose_nothing(method, subtests):
     """Where the entries of S cancel, Gram matrices take its place: float32 errors are theirs, at worst a little above."""
-    query, key, value = (x.detach() for x in draw(20, 16, dtype=torch.float32))
-    query, key = query + mean * torch.randn(1, 16), key + mean * torch.randn(1, 16)
-    norm = torch.linalg.matrix_norm(reference.skew(query.double(), key.double(), 1.0), 2)
-    inputs = query, key, value, (2 / norm).float()[..., None, None]
-    found = errors_against_reference([x.clone() for x in inputs], method)
-    monkeypatch.setattr(routes, "_keeps_digits", lambda *x: False)
-    before = errors_against_reference([x.clone() for x in inputs], method)
-    assert all(new < 2 * old + 2e-7 for new, old in zip(found, before, strict=True)), (found, before)
+    for mean in (0, 1, 10, 100, 1e3, 1e5):
+        with subtests.test(mean=mean), pytest.MonkeyPatch.context() as patch:
+            query, key, value = (x.detach() for x in draw(20, 16, dtype=torch.float32))
+            query, key = query + mean * torch.randn(1, 16), key + mean * torch.randn(1, 16)
+            norm = torch.linalg.matrix_norm(reference.skew(query.double(), key.double(), 1.0), 2)
+            inputs = query, key, value, (2 / norm).float()[..., None, None]
+            found = errors_against_reference([x.clone() for x in inputs], method)
+            patch.setattr(routes, "_keeps_digits", lambda *x: False)
+            before = errors_against_reference([x.clone() for x in inputs], method)
+            assert all(new < 2 * old + 2e-7 for new, old in zip(found, before, strict=True)), (found, before)
 
 
 @pytest.mark.parametrize("num_iterations, epsilon, size", [(1, None, 1.0), (3, None, 1.0), (6, 2e-7, 1e-8), (6, None, 1e-8)])
@@ -126,28 +127,29 @@ def test_batch_dimensions_and_scales_are_optional_and_broadcast(method):
     torch.testing.assert_close(stacked[1], 2 * expected)
 
 
-@pytest.mark.parametrize("degenerate", sorted(DEGENERATE.keys() - {"nearly equal"}))
 @pytest.mark.parametrize("method", METHODS)
-def test_rank_deficient_inputs(method, degenerate):
+def test_rank_deficient_inputs(method, subtests):
     """Dependent columns of M = [Q, K] are no hindrance: the output is finite and right, and so are the gradients.
 
     "qr_literal" is the exception: autograd, which differentiates QR there, has no correct digit.
     """
-    query, key = DEGENERATE[degenerate](*draw(7, 3)[:2])
-    query, key = query.detach().requires_grad_(), key.detach().requires_grad_()
-    value = draw(query.shape[-2], 3)[2]
-    scale = head_scales()
-    inputs, cotangent = (query, key, value, scale), torch.randn_like(value)
-    actual, *gradients = with_gradients(partial(attend, method=method), inputs, cotangent)
-    expected, *expected_gradients = with_gradients(REFERENCE[method], inputs, cotangent)
-    rounding = 1e-12 if degenerate == "one token" else 1e-10
-    torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding)
-    if degenerate not in ("dependent columns", "two tokens"):
-        torch.testing.assert_close(actual, value, rtol=rounding, atol=rounding)  # S = 0
-    if method == "polar_express" and degenerate != "one token":  # it raises rounding from 0
-        rounding = math.prod(a for a, _, _ in POLAR_EXPRESS[:7]) ** 2 * 1e-15
-    if method != "qr_literal" or degenerate in ("one token", "two tokens"):
-        torch.testing.assert_close(gradients, expected_gradients, rtol=rounding, atol=rounding)
+    for degenerate in sorted(DEGENERATE.keys() - {"nearly equal"}):
+        with subtests.test(degenerate=degenerate):
+            query, key = DEGENERATE[degenerate](*draw(7, 3)[:2])
+            query, key = query.detach().requires_grad_(), key.detach().requires_grad_()
+            value = draw(query.shape[-2], 3)[2]
+            scale = head_scales()
+            inputs, cotangent = (query, key, value, scale), torch.randn_like(value)
+            actual, *gradients = with_gradients(partial(attend, method=method), inputs, cotangent)
+            expected, *expected_gradients = with_gradients(REFERENCE[method], inputs, cotangent)
+            rounding = 1e-12 if degenerate == "one token" else 1e-10
+            torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding)
+            if degenerate not in ("dependent columns", "two tokens"):
+                torch.testing.assert_close(actual, value, rtol=rounding, atol=rounding)  # S = 0
+            if method == "polar_express" and degenerate != "one token":  # it raises rounding from 0
+                rounding = math.prod(a for a, _, _ in POLAR_EXPRESS[:7]) ** 2 * 1e-15
+            if method != "qr_literal" or degenerate in ("one token", "two tokens"):
+                torch.testing.assert_close(gradients, expected_gradients, rtol=rounding, atol=rounding)
 
 
 def conditioned(condition):
@@ -220,20 +222,20 @@ def test_no_digit_is_lost_where_query_and_key_nearly_cancel(method, dtype):
         assert max(errors) < (5e-6 if dtype == torch.float32 else 1e-12 + 1e-14 * mu), (name, mu, tokens, errors)
 
 
-@pytest.mark.parametrize("mu", MUS)
-@pytest.mark.parametrize("name", SYMMETRIC)
 @pytest.mark.parametrize("method", ["exact", "cayley"])
-def test_where_no_value_can_be_read_the_result_is_right_or_nan(method, name, mu, monkeypatch):
+def test_where_no_value_can_be_read_the_result_is_right_or_nan(method, subtests):
     """A transform on the CPU gives the right result; the inputs' own precision, as on CUDA, NaN where digits are lost."""
-    inputs = cancelling(name, mu, 53, torch.float32)
     each = lambda *inputs, method: torch.func.vmap(partial(attend, method=method))(*inputs)  # noqa: E731
-    assert max(errors_against_reference(inputs, method, each)) < 5e-6 + 5e-15 * mu**2
-    monkeypatch.setattr(routes, "is_readable", lambda x: False)
-    monkeypatch.setattr(routes, "_safe_dtype", lambda m: m.dtype)
-    is_lost = name == "Q ≈ K W" and mu >= 1e2
-    with pytest.warns(UserWarning, match='method="qr"') if is_lost else contextlib.nullcontext():
-        errors = errors_against_reference(inputs, method)
-    assert all(map(math.isnan, errors)) if is_lost else max(errors) < 1e-3, errors
+    for name, mu in itertools.product(SYMMETRIC, MUS):
+        with subtests.test(name=name, mu=mu), pytest.MonkeyPatch.context() as patch:
+            inputs = cancelling(name, mu, 53, torch.float32)
+            assert max(errors_against_reference(inputs, method, each)) < 5e-6 + 5e-15 * mu**2
+            patch.setattr(routes, "is_readable", lambda x: False)
+            patch.setattr(routes, "_safe_dtype", lambda m: m.dtype)
+            is_lost = name == "Q ≈ K W" and mu >= 1e2
+            with pytest.warns(UserWarning, match='method="qr"') if is_lost else contextlib.nullcontext():
+                errors = errors_against_reference(inputs, method)
+            assert all(map(math.isnan, errors)) if is_lost else max(errors) < 1e-3, errors
 
 
 LOST = {  # calls of a function where no value of its inputs can be read
@@ -256,35 +258,31 @@ def test_digits_that_are_lost_in_a_transform_are_nan_with_a_warning_whose_remedy
     assert relative_error(torch.func.vmap(followed)(query, key, value), expected) < 1e-5
 
 
-@pytest.mark.parametrize("norm", [1e3, 1e4, 3e4, 5e4, 7e4, 1e5, 1.6e5, 1e6])
-def test_a_transform_is_right_or_nan_however_large_s_is(norm):
-    query, key, value = torch.randn(3, 2, 11, 4)
-    scale = (norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), 2).max()).float()  # as it is computed with
-    expected = reference.orthogonal_attention(query, key, value, scale)
-    ours = torch.func.vmap(lambda *inputs: orthogonal_attention(*inputs, scale=scale))(query, key, value)
-    assert norm > 1e4 or not ours.isnan().any()
-    assert all(y.isnan().all() or relative_error(y, right) < 1e-4 for y, right in zip(ours, expected, strict=True))
+def test_a_transform_is_right_or_nan_however_large_s_is(subtests):
+    for norm in (1e3, 1e4, 3e4, 5e4, 7e4, 1e5, 1.6e5, 1e6):
+        with subtests.test(norm=norm):
+            query, key, value = torch.randn(3, 2, 11, 4)
+            size = torch.linalg.matrix_norm(reference.skew(query, key, 1.0), 2).max()
+            scale = (norm / size).float()  # as it is computed with
+            expected = reference.orthogonal_attention(query, key, value, scale)
+            ours = torch.func.vmap(partial(orthogonal_attention, scale=scale))(query, key, value)
+            assert norm > 1e4 or not ours.isnan().any()
+            assert all(y.isnan().all() or relative_error(y, right) < 1e-4 for y, right in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", METHODS)
-def test_half_precision_rounds_inputs_and_results_and_nothing_between(method, dtype):
-    query, key, value = draw(53, 5, dtype=dtype)
-    query, key = ((40 * x).detach().requires_grad_() for x in (query, key))  # the Gram matrix overflows float16
-    scale = (head_scales(torch.float32) / 40**2).detach()
-    *errors, _ = errors_against_reference((query, key, value, scale), method)  # the scale is float32
-    assert max(errors) < torch.finfo(dtype).eps / 2
+def test_half_precision_rounds_inputs_and_results_and_nothing_between(method, subtests):
+    for dtype in (torch.bfloat16, torch.float16):
+        with subtests.test(dtype=dtype):
+            query, key, value = draw(53, 5, dtype=dtype)
+            query, key = ((40 * x).detach().requires_grad_() for x in (query, key))  # the Gram matrix overflows float16
+            scale = (head_scales(torch.float32) / 40**2).detach()
+            *errors, _ = errors_against_reference((query, key, value, scale), method)  # the scale is float32
+            assert max(errors) < torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize("differentiable", ["query key value scale", "query", "value", "scale"])
-@pytest.mark.parametrize(
-    "method, norm", [*itertools.product(METHODS, (1.0, 30.0)), *itertools.product(("exact", "cayley"), SYMMETRIC)]
-)
-def test_gradients_that_are_differentiated_again(method, norm, differentiable):
-    """create_graph=True gives the same gradients, and their derivatives, also by the cotangent, match the reference.
-
-    For queries and keys that cancel, these take balanced columns and a basis.
-    """
+def errors_of_second_derivatives(method, norm, differentiable):
+    """Errors of the gradients, and of their derivatives, also by the cotangent, over 1 + ‖expected‖."""
     inputs = dict(zip(("query", "key", "value"), (tensor.detach() for tensor in draw(11, 3)), strict=True))
     if norm in SYMMETRIC:
         inputs = dict(zip(inputs, (x[:, :3] for x in cancelling(norm, 1e2, 53, torch.float64)), strict=False))
@@ -301,8 +299,21 @@ def test_gradients_that_are_differentiated_again(method, norm, differentiable):
         along = sum((gradient * direction).sum() for gradient, direction in zip(first, directions, strict=True))
         return *first, *torch.autograd.grad(along, [*leaves, cotangent], materialize_grads=True)
 
-    for actual, expected in zip(derivatives(partial(attend, method=method)), derivatives(REFERENCE[method]), strict=True):
-        assert (actual - expected).norm() < (1e-9 if norm in SYMMETRIC else 1e-10) * (1 + expected.norm())
+    pairs = zip(derivatives(partial(attend, method=method)), derivatives(REFERENCE[method]), strict=True)
+    return [((actual - expected).norm() / (1 + expected.norm())).item() for actual, expected in pairs]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_that_are_differentiated_again(method, subtests):
+    """create_graph=True gives the same gradients, and their derivatives match the reference.
+
+    For queries and keys that cancel, these take balanced columns and a basis.
+    """
+    norms = [1.0, 30.0, *(SYMMETRIC if method in ("exact", "cayley") else ())]
+    for norm, differentiable in itertools.product(norms, ("query key value scale", "query", "value", "scale")):
+        with subtests.test(norm=norm, differentiable=differentiable):
+            errors = errors_of_second_derivatives(method, norm, differentiable)
+            assert all(error < (1e-9 if norm in SYMMETRIC else 1e-10) for error in errors), errors
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # inside torch.func.jvp
@@ -352,15 +363,16 @@ def test_shapes_without_values_and_queries_of_no_width(method):
     assert torch.equal(orthogonal_attention(query, query, value, method=method), value)
 
 
-@pytest.mark.parametrize("wide", ["query", "key", "value"])
 @pytest.mark.parametrize("method", METHODS)
-def test_types_that_differ_are_computed_in_the_widest(method, wide):
-    inputs = {name: tensor.detach().float() for name, tensor in zip(("query", "key", "value"), draw(11, 3), strict=True)}
-    inputs[wide] = inputs[wide].double()
-    actual = orthogonal_attention(**inputs, scale=0.3, method=method)
-    assert actual.dtype == inputs["value"].dtype
-    tolerance = 1e-12 if wide == "value" else torch.finfo(torch.float32).eps / 2  # the one rounding at the end
-    assert relative_error(actual, REFERENCE[method](**inputs, scale=0.3)) < tolerance
+def test_types_that_differ_are_computed_in_the_widest(method, subtests):
+    narrow = dict(zip(("query", "key", "value"), (x.detach().float() for x in draw(11, 3)), strict=True))
+    for wide in narrow:
+        with subtests.test(wide=wide):
+            inputs = narrow | {wide: narrow[wide].double()}
+            actual = orthogonal_attention(**inputs, scale=0.3, method=method)
+            assert actual.dtype == inputs["value"].dtype
+            tolerance = 1e-12 if wide == "value" else torch.finfo(torch.float32).eps / 2  # the one rounding at the end
+            assert relative_error(actual, REFERENCE[method](**inputs, scale=0.3)) < tolerance
 
 
 BAD_INPUTS = {  # shapes of query, key and value; options; the key that the error names

@@ -1,5 +1,6 @@
 """The small matrices: the QR basis, both iterations on the Gram matrix, and φ₁ against a dense block exponential."""
 
+import itertools
 import math
 from contextlib import contextmanager
 
@@ -163,56 +164,56 @@ def dense_phi1(z):
     return torch.linalg.matrix_exp(torch.cat([upper, torch.zeros_like(upper)], dim=-2))[..., :n, n:]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("radius", RADII)
 @pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
-def test_phi1_times_a_block_and_its_gradients(matrices, radius, dtype):
+def test_phi1_times_a_block_and_its_gradients(matrices, subtests):
     """The fixed loop of function transforms, where no branch depends on a value, is right too."""
-    z = matrices(radius, dtype).requires_grad_()
-    y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype).requires_grad_()
-    actual, expected = phi1_times(z, y), dense_phi1(z) @ y.double()
-    rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
-    assert (
-        relative_error(actual, expected) < rounding
-        and relative_error(torch.func.vmap(phi1_times)(z, y), expected) < rounding
-    )
-    cotangent = torch.randn_like(actual)
-    grad_z, grad_y = torch.autograd.grad(actual, (z, y), cotangent)
-    expected_z, expected_y = torch.autograd.grad(expected, (z, y), cotangent.double())
-    assert relative_error(grad_y, expected_y) < rounding
-    # In exp(S) this gradient is multiplied by Z once more, and the degree of the series makes use of that.
-    assert min(1, radius) * relative_error(grad_z, expected_z) < rounding
+    for radius, dtype in itertools.product(RADII, DTYPES):
+        with subtests.test(radius=radius, dtype=dtype):
+            z = matrices(radius, dtype).requires_grad_()
+            y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype).requires_grad_()
+            actual, expected = phi1_times(z, y), dense_phi1(z) @ y.double()
+            rounding = 30 * torch.finfo(dtype).eps * (1 + radius)
+            assert relative_error(actual, expected) < rounding
+            assert relative_error(torch.func.vmap(phi1_times)(z, y), expected) < rounding
+            cotangent = torch.randn_like(actual)
+            grad_z, grad_y = torch.autograd.grad(actual, (z, y), cotangent)
+            expected_z, expected_y = torch.autograd.grad(expected, (z, y), cotangent.double())
+            assert relative_error(grad_y, expected_y) < rounding
+            # In exp(S) this gradient is multiplied by Z once more, and the degree of the series makes use of that.
+            assert min(1, radius) * relative_error(grad_z, expected_z) < rounding
 
 
-@pytest.mark.parametrize("radius", [0, 1e-3, 1, 1e3])
 @pytest.mark.parametrize("matrices", [skew_symmetric, hamiltonian])
-def test_both_ways_to_the_resolvent(matrices, radius):
+def test_both_ways_to_the_resolvent(matrices, subtests):
     """CUDA's way, taken on the CPU, is alike in value and gradients, float32 in float64."""
-    z = matrices(radius, torch.float32).requires_grad_()
-    y = torch.randn(*z.shape[:-1], 5, requires_grad=True)
-    cotangent = torch.randn_like(y)
-    w = torch.eye(z.shape[-1]) - z / 2
-    exact = [x.detach().double().requires_grad_() for x in (z, y)]
-    expected = torch.linalg.inv(torch.eye(z.shape[-1]) - exact[0] / 2) @ exact[1]
-    expected_gradients = torch.autograd.grad(expected, exact, cotangent.double())
-    for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solve_by_cholesky(w, y), 1e-6)):
-        assert relative_error(result, expected) < rounding
-        for pair in zip(torch.autograd.grad(result, (z, y), cotangent, retain_graph=True), expected_gradients, strict=True):
-            assert relative_error(*pair) < rounding
+    for radius in (0, 1e-3, 1, 1e3):
+        with subtests.test(radius=radius):
+            z = matrices(radius, torch.float32).requires_grad_()
+            y = torch.randn(*z.shape[:-1], 5, requires_grad=True)
+            cotangent = torch.randn_like(y)
+            w = torch.eye(z.shape[-1]) - z / 2
+            exact = [x.detach().double().requires_grad_() for x in (z, y)]
+            expected = torch.linalg.inv(torch.eye(z.shape[-1]) - exact[0] / 2) @ exact[1]
+            expected_gradients = torch.autograd.grad(expected, exact, cotangent.double())
+            for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solved_by_cholesky(w, y), 1e-6)):
+                assert relative_error(result, expected) < rounding
+                gradients = torch.autograd.grad(result, (z, y), cotangent, retain_graph=True)
+                for pair in zip(gradients, expected_gradients, strict=True):
+                    assert relative_error(*pair) < rounding
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, "large"])
-@pytest.mark.parametrize("largest", [1, 3.9, 1e3])
-def test_matrices_of_a_batch_do_not_touch_each_other(largest, value, dtype):
+def test_matrices_of_a_batch_do_not_touch_each_other(value, subtests):
     """Small ones lose nothing by the doublings that they share with large ones, and none by one that is lost."""
-    radii = 0, 1e-6, 1, largest
-    z = torch.stack([skew_symmetric(radius, dtype) for radius in radii])
-    y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype)
-    expected = dense_phi1(z) @ y.double()
-    z[2, 1, 2, 0, 1] = torch.finfo(dtype).max ** 0.65 if value == "large" else value
-    actual = phi1_times(z, y)
-    assert not actual[2, 1, 2].isfinite().all()
-    actual[2, 1, 2] = expected[2, 1, 2]
-    for radius, *pair in zip(radii, actual, expected, strict=True):
-        assert relative_error(*pair) < 30 * torch.finfo(dtype).eps * (1 + radius)
+    for largest, dtype in itertools.product((1, 3.9, 1e3), DTYPES):
+        with subtests.test(largest=largest, dtype=dtype):
+            radii = 0, 1e-6, 1, largest
+            z = torch.stack([skew_symmetric(radius, dtype) for radius in radii])
+            y = torch.randn(*z.shape[:-1], 5, dtype=torch.float64).to(dtype)
+            expected = dense_phi1(z) @ y.double()
+            z[2, 1, 2, 0, 1] = torch.finfo(dtype).max ** 0.65 if value == "large" else value
+            actual = phi1_times(z, y)
+            assert not actual[2, 1, 2].isfinite().all()
+            actual[2, 1, 2] = expected[2, 1, 2]
+            for radius, *pair in zip(radii, actual, expected, strict=True):
+                assert relative_error(*pair) < 30 * torch.finfo(dtype).eps * (1 + radius)

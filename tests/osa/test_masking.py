@@ -19,24 +19,26 @@ def masks():
     return {"row": row, "square": row.expand(2, 1, TOKENS, TOKENS), "two dimensions": row[0, 0].expand(TOKENS, TOKENS)}
 
 
-@pytest.mark.parametrize("shape", masks())
 @pytest.mark.parametrize("method", METHODS)
-def test_padding_changes_nothing(method, shape):
+def test_padding_changes_nothing(method, subtests):
     """Any values may stand in it; the gradients do not depend on it either, but for "qr_literal", whose M loses its rank."""
-    inputs = draw(TOKENS, WIDTH)
-    shorter = [x[..., :LEFT, :].detach().requires_grad_() for x in inputs]
-    for unread in inputs[:2]:
-        unread.data[..., LEFT:, :] = torch.inf
-    actual = orthogonal_attention(*inputs, masks()[shape], scale=0.7, method=method)
-    expected = orthogonal_attention(*shorter, scale=0.7, method=method)
-    assert relative_error(actual[..., :LEFT, :], expected) < 1e-12
-    assert torch.equal(actual[..., LEFT:, :], inputs[2][..., LEFT:, :])
-    if method != "qr_literal":
-        cotangent = torch.randn_like(actual)
-        gradients = torch.autograd.grad(actual, inputs, cotangent)
-        for gradient, short in zip(gradients, torch.autograd.grad(expected, shorter, cotangent[..., :LEFT, :]), strict=True):
-            assert relative_error(gradient[..., :LEFT, :], short) < 1e-10
-        assert not gradients[0][..., LEFT:, :].any() and not gradients[1][..., LEFT:, :].any()
+    for shape, mask in masks().items():
+        with subtests.test(shape=shape):
+            inputs = draw(TOKENS, WIDTH)
+            shorter = [x[..., :LEFT, :].detach().requires_grad_() for x in inputs]
+            for unread in inputs[:2]:
+                unread.data[..., LEFT:, :] = torch.inf
+            actual = orthogonal_attention(*inputs, mask, scale=0.7, method=method)
+            expected = orthogonal_attention(*shorter, scale=0.7, method=method)
+            assert relative_error(actual[..., :LEFT, :], expected) < 1e-12
+            assert torch.equal(actual[..., LEFT:, :], inputs[2][..., LEFT:, :])
+            if method != "qr_literal":
+                cotangent = torch.randn_like(actual)
+                gradients = torch.autograd.grad(actual, inputs, cotangent)
+                short_gradients = torch.autograd.grad(expected, shorter, cotangent[..., :LEFT, :])
+                for gradient, short in zip(gradients, short_gradients, strict=True):
+                    assert relative_error(gradient[..., :LEFT, :], short) < 1e-10
+                assert not gradients[0][..., LEFT:, :].any() and not gradients[1][..., LEFT:, :].any()
 
 
 def test_a_batch_of_masks_is_one_for_each_sequence_and_is_traced():

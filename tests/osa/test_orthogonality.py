@@ -127,19 +127,23 @@ def has_digits(route, method, kind, norm, dtype):
     return norm <= LARGEST and (is_wide or (norm <= 30 and kind in ("mean 0", "mean 1")))
 
 
+QUICK = list(itertools.product(("eager", "vmap", "without values"), SIZES[2:], DTYPES))
+SLOW = [case for case in itertools.product(ROUTES, SIZES, DTYPES) if case not in QUICK]
+
+
 @may_lose_digits
-@every_route
-@pytest.mark.parametrize("n, d", [*(pytest.param(*size, marks=pytest.mark.slow) for size in SIZES[:2]), *SIZES[2:]])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("calls", [pytest.param(QUICK, id="quick"), pytest.param(SLOW, id="slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["exact", "qr", "cayley"])
-def test_lengths_are_kept_or_the_result_is_nan(method, dtype, n, d, route):
-    *inputs, cases = all_of_size(n, d, dtype)
-    for a, (kind, norm) in zip(ROUTES[route](*inputs, method), cases, strict=True):
-        if a.isnan().all() and not has_digits(route, method, kind, norm, dtype):
-            continue
-        assert a.isfinite().all(), (kind, norm)
-        error = orthogonality_error(a) / (torch.finfo(dtype).eps * max(1, norm))
-        assert error < ROUNDINGS, (kind, norm, error)
+def test_lengths_are_kept_or_the_result_is_nan(method, calls, subtests):
+    for route, size, dtype in calls:
+        with subtests.test(route=route, size=size, dtype=dtype):
+            *inputs, cases = all_of_size(*size, dtype)
+            for a, (kind, norm) in zip(ROUTES[route](*inputs, method), cases, strict=True):
+                if a.isnan().all() and not has_digits(route, method, kind, norm, dtype):
+                    continue
+                assert a.isfinite().all(), (kind, norm)
+                error = orthogonality_error(a) / (torch.finfo(dtype).eps * max(1, norm))
+                assert error < ROUNDINGS, (kind, norm, error)
 
 
 @may_lose_digits
@@ -181,13 +185,12 @@ MAPS = {  # onto matrices with orthonormal columns, of a generator of the norm
 
 
 @may_lose_digits
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", MAPS)
-def test_maps_lead_to_orthonormal_columns(name, norm, dtype):
-    for mean in (0, 30, 1e3):
-        x, base = normal(53, 53 if name == "exponential" else 5), torch.linalg.qr(normal(53, 5)).Q.to(dtype)
-        x = (x + mean * normal(1, x.shape[1])).to(dtype)
-        a = x.tril(-1) - x.tril(-1).mT if name == "exponential" else reference.skew(x, base, 1.0)
-        w = MAPS[name](norm / torch.linalg.matrix_norm(a, 2).to(dtype) * x, base)
-        assert orthogonality_error(w) < ROUNDINGS * torch.finfo(dtype).eps * max(1, norm)
+def test_maps_lead_to_orthonormal_columns(name, subtests):
+    for norm, dtype, mean in itertools.product(NORMS, DTYPES, (0, 30, 1e3)):
+        with subtests.test(norm=norm, dtype=dtype, mean=mean):
+            x, base = normal(53, 53 if name == "exponential" else 5), torch.linalg.qr(normal(53, 5)).Q.to(dtype)
+            x = (x + mean * normal(1, x.shape[1])).to(dtype)
+            a = x.tril(-1) - x.tril(-1).mT if name == "exponential" else reference.skew(x, base, 1.0)
+            w = MAPS[name](norm / torch.linalg.matrix_norm(a, 2).to(dtype) * x, base)
+            assert orthogonality_error(w) < ROUNDINGS * torch.finfo(dtype).eps * max(1, norm)

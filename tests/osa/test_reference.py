@@ -1,5 +1,6 @@
 """The yardstick itself, against values worked by hand and other algorithms."""
 
+import itertools
 import math
 
 import pytest
@@ -19,15 +20,15 @@ def test_two_tokens_turn_by_the_angle_worked_by_hand(angle):
     torch.testing.assert_close(matrix, torch.tensor(rotation, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 1e2])
-@pytest.mark.parametrize("tokens, width", SIZES)
-def test_exponential_matches_the_eigendecomposition(tokens, width, scale):
+def test_exponential_matches_the_eigendecomposition(subtests):
     """iS is Hermitian: iS = UΛUᴴ, so exp(S) = U exp(−iΛ) Uᴴ, another algorithm for the same matrix."""
-    query, key, _ = draw(tokens, width)
-    eigenvalues, vectors = torch.linalg.eigh(1j * reference.skew(query, key, scale))
-    expected = (vectors * torch.exp(-1j * eigenvalues).unsqueeze(-2)) @ vectors.mH
-    actual = reference.orthogonal_attention_matrix(query, key, scale)
-    assert relative_error(actual, expected.real) < 1e-13 * (1 + eigenvalues.abs().max())
+    for size, scale in itertools.product(SIZES, (1e-6, 1e-2, 1.0, 1e2)):
+        with subtests.test(size=size, scale=scale):
+            query, key, _ = draw(*size)
+            eigenvalues, vectors = torch.linalg.eigh(1j * reference.skew(query, key, scale))
+            expected = (vectors * torch.exp(-1j * eigenvalues).unsqueeze(-2)) @ vectors.mH
+            actual = reference.orthogonal_attention_matrix(query, key, scale)
+            assert relative_error(actual, expected.real) < 1e-13 * (1 + eigenvalues.abs().max())
 
 
 def test_the_cayley_transform_turns_by_twice_the_arctangent_of_half_the_angle():

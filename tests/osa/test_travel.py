@@ -109,15 +109,16 @@ def test_a_model_travels(name):
         assert MODELS[name].items() <= dataclasses.asdict(arrived.config).items(), way
 
 
-@pytest.mark.parametrize("way", list(WAYS)[:5])  # torch pickles no parametrised module
 @pytest.mark.parametrize("map_name", MAPS)
-def test_a_parametrised_weight_travels(map_name, way):
-    linear = parametrised(map_name)
-    x = torch.randn(3, 16)
-    expected = linear(x)
-    arrived = WAYS[way](linear, parametrised(map_name, seed=1))
-    torch.testing.assert_close(arrived(x), expected, rtol=0, atol=1e-6)
-    arrived(x).sum().backward()
+def test_a_parametrised_weight_travels(map_name, subtests):
+    for way in list(WAYS)[:5]:  # torch pickles no parametrised module
+        with subtests.test(way=way):
+            linear = parametrised(map_name)
+            x = torch.randn(3, 16)
+            expected = linear(x)
+            arrived = WAYS[way](linear, parametrised(map_name, seed=1))
+            torch.testing.assert_close(arrived(x), expected, rtol=0, atol=1e-6)
+            arrived(x).sum().backward()
 
 
 def test_a_checkpoint_brings_its_schedule():
@@ -204,9 +205,10 @@ def test_a_model_without_a_name_is_loaded(tmp_path):
     assert torch.equal(osa.load_pretrained(tmp_path)(IMAGES), model(IMAGES))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_models_name_is_that_of_its_options(name):
-    assert model_name(osa.ModelConfig(**MODELS[name] | dict(depth=13, alpha=0.3, num_classes=7))) == name
+def test_a_models_name_is_that_of_its_options(subtests):
+    for name, options in MODELS.items():
+        with subtests.test(name=name):
+            assert model_name(osa.ModelConfig(**options | dict(depth=13, alpha=0.3, num_classes=7))) == name
 
 
 def test_a_card_says_what_is_known_and_is_left_alone_once_it_is_there(tmp_path):

@@ -1,6 +1,7 @@
 """Maps onto rotations, weights parametrised by them, and steps along Stiefel manifolds."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -62,19 +63,20 @@ def planes(x):
 
 
 @every_map
-@pytest.mark.parametrize("n", SIZES)
-def test_a_map_leads_to_rotations_with_the_derivative_a_at_0(name, n):
-    function, x, base = MAPS[name], numbers(2, 3, n, n), numbers(2, 3, n, n)
-    w, zero = function(x), torch.zeros_like(x)
-    assert w.shape == x.shape and gram_error(w) < n * ROUNDING
-    torch.testing.assert_close(torch.linalg.det(w), torch.ones(2, 3, dtype=x.dtype))
-    assert torch.equal(function(zero), torch.eye(n, dtype=x.dtype).expand_as(x))  # to the last bit
-    h = 1e-5
-    torch.testing.assert_close((function(h * x) - function(-h * x)) / (2 * h), skew(x), rtol=0, atol=1e-8)
-    assert torch.equal(function(x.tril(-1)), w)  # entries on and above the diagonal do not count
-    torch.testing.assert_close(function(x)[1, 2], function(x[1, 2]))
-    torch.testing.assert_close(function(x, base), w @ base)
-    assert torch.equal(function(x, base=base), function(x, base)) and torch.equal(function(zero, base), base)
+def test_a_map_leads_to_rotations_with_the_derivative_a_at_0(name, subtests):
+    function, h = MAPS[name], 1e-5
+    for n in SIZES:
+        with subtests.test(n=n):
+            x, base = numbers(2, 3, n, n), numbers(2, 3, n, n)
+            w, zero = function(x), torch.zeros_like(x)
+            assert w.shape == x.shape and gram_error(w) < n * ROUNDING
+            torch.testing.assert_close(torch.linalg.det(w), torch.ones(2, 3, dtype=x.dtype))
+            assert torch.equal(function(zero), torch.eye(n, dtype=x.dtype).expand_as(x))  # to the last bit
+            torch.testing.assert_close((function(h * x) - function(-h * x)) / (2 * h), skew(x), rtol=0, atol=1e-8)
+            assert torch.equal(function(x.tril(-1)), w)  # entries on and above the diagonal do not count
+            torch.testing.assert_close(function(x)[1, 2], function(x[1, 2]))
+            torch.testing.assert_close(function(x, base), w @ base)
+            assert torch.equal(function(x, base=base), function(x, base)) and torch.equal(function(zero, base), base)
 
 
 @every_map
@@ -83,25 +85,28 @@ def test_gradients(name):
         torch.autograd.gradcheck(MAPS[name], (numbers(2, 5, 5).requires_grad_(), *base))
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_maps_are_what_they_say(n):
-    x = numbers(n, n)
-    a, identity = skew(x), torch.eye(n, dtype=x.dtype)
-    torch.testing.assert_close(MAPS["givens"](x), planes(x))
-    torch.testing.assert_close(MAPS["exponential"](x), torch.linalg.matrix_exp(torch.stack([a, a]))[0])  # see `reference`
-    torch.testing.assert_close(MAPS["cayley"](x), torch.linalg.solve(identity - a / 2, identity + a / 2))
-    vectors = identity + x.tril(-1) / 2
-    reflections = torch.linalg.householder_product(x.tril(-1) / 2, 2 / vectors.square().sum(0))
-    torch.testing.assert_close(MAPS["householder"](x), -reflections)
+def test_maps_are_what_they_say(subtests):
+    for n in SIZES:
+        with subtests.test(n=n):
+            x = numbers(n, n)
+            a, identity = skew(x), torch.eye(n, dtype=x.dtype)
+            exponential = torch.linalg.matrix_exp(torch.stack([a, a]))[0]  # see `reference`
+            torch.testing.assert_close(MAPS["givens"](x), planes(x))
+            torch.testing.assert_close(MAPS["exponential"](x), exponential)
+            torch.testing.assert_close(MAPS["cayley"](x), torch.linalg.solve(identity - a / 2, identity + a / 2))
+            vectors = identity + x.tril(-1) / 2
+            reflections = torch.linalg.householder_product(x.tril(-1) / 2, 2 / vectors.square().sum(0))
+            torch.testing.assert_close(MAPS["householder"](x), -reflections)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @every_map
-def test_half_precision_is_that_of_float32_rounded_once(name, dtype):
+def test_half_precision_is_that_of_float32_rounded_once(name, subtests):
     assert gram_error(MAPS[name](0.1 * numbers(67, 67, dtype=torch.float32))) < float32_rounding(67)
-    x = 0.3 * numbers(2, 5, 5).to(dtype)
-    assert torch.equal(MAPS[name](x), MAPS[name](x.float()).to(dtype))
-    assert torch.equal(MAPS[name](x, x), MAPS[name](x.float(), x.float()).to(dtype))
+    for dtype in (torch.bfloat16, torch.float16):
+        with subtests.test(dtype=dtype):
+            x = 0.3 * numbers(2, 5, 5).to(dtype)
+            assert torch.equal(MAPS[name](x), MAPS[name](x.float()).to(dtype))
+            assert torch.equal(MAPS[name](x, x), MAPS[name](x.float(), x.float()).to(dtype))
 
 
 @every_map
@@ -158,22 +163,27 @@ def test_what_cannot_be_parametrised_is_refused():
             orthogonal_(linear, "cayley")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def draw_(weight):
+    weight.copy_(stiefel_uniform(*weight.shape, dtype=weight.dtype))
+
+
 @every_map
-def test_begin_with_orthonormal_or_an_orthogonal_draw(name, dtype):
+def test_begin_with_orthonormal_or_an_orthogonal_draw(name, subtests):
     """The error asks for it; `orthonormal_` finds the nearest such matrix, and leaves an orthonormal one alone."""
-    for begin in (orthonormal_, lambda weight: weight.copy_(stiefel_uniform(64, 64, dtype=dtype))):
-        linear = nn.Linear(64, 64, dtype=dtype)
-        with pytest.raises(ValueError, match="orthonormal_"):
-            orthogonal_(linear, name)
-        u, _, v = torch.linalg.svd(linear.weight.detach().double(), full_matrices=False)
-        with torch.no_grad():
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for dtype, begin in itertools.product(dtypes, (orthonormal_, draw_)):
+        with subtests.test(dtype=dtype, begin=begin.__name__):
+            linear = nn.Linear(64, 64, dtype=dtype)
+            with pytest.raises(ValueError, match="orthonormal_"):
+                orthogonal_(linear, name)
+            u, _, v = torch.linalg.svd(linear.weight.detach().double(), full_matrices=False)
             begin(linear.weight)
-        if begin is orthonormal_:
-            assert torch.equal(linear.weight, (u @ v).to(dtype))
-        expected = linear.weight.clone()
-        assert torch.equal(orthonormal_(linear.weight), expected)
-        assert torch.equal(orthogonal_(linear, name).weight, expected)
+            if begin is orthonormal_:
+                assert torch.equal(linear.weight, (u @ v).to(dtype))
+            expected = linear.weight.clone()
+            assert torch.equal(orthonormal_(linear.weight), expected)
+            assert torch.equal(orthogonal_(linear, name).weight, expected)
 
 
 # Steps along the manifold
@@ -253,23 +263,24 @@ def to_other_layers(model):
         block.attention = copy.deepcopy(block.attention)
 
 
-@pytest.mark.parametrize("move", [to_dtype, to_empty, to_other_parameters, to_other_layers])
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
-def test_a_constraint_follows_the_weights_of_its_model(constraint, move):
+def test_a_constraint_follows_the_weights_of_its_model(constraint, subtests):
     """Weights have another storage once the model has moved to another device or type, or has been loaded."""
-    model = small()
-    constrain_(model, constraint, RETRACTION)
-    stiefel = StiefelConstraint(model, constraint)
-    move(model)
-    weights = constrained_parameters(model, constraint)
-    optimizer = torch.optim.SGD(weights, lr=1.0)
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    start = stiefel.weights()
-    with stiefel.project_step():
-        optimizer.step()
-    for old, new in zip(start, stiefel.weights(), strict=True):
-        assert gram_error(new) < float32_rounding(12) < 1e-2 < (new - old).norm()
+    for move in (to_dtype, to_empty, to_other_parameters, to_other_layers):
+        with subtests.test(move=move.__name__):
+            model = small()
+            constrain_(model, constraint, RETRACTION)
+            stiefel = StiefelConstraint(model, constraint)
+            move(model)
+            weights = constrained_parameters(model, constraint)
+            optimizer = torch.optim.SGD(weights, lr=1.0)
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            start = stiefel.weights()
+            with stiefel.project_step():
+                optimizer.step()
+            for old, new in zip(start, stiefel.weights(), strict=True):
+                assert gram_error(new) < float32_rounding(12) < 1e-2 < (new - old).norm()
 
 
 def test_a_constraint_that_cannot_write_is_refused():

@@ -111,21 +111,21 @@ def test_a_mistake_in_a_study_shows_itself(monkeypatch):
 
 
 WEIGHTS = sorted((ROOT / "paper_outputs/weights/table_2").rglob("*.safetensors"))
-ONE_A_MODEL = {path.parent: path for path in WEIGHTS}.values()
+ONE_A_MODEL = list({path.parent: path for path in WEIGHTS}.values())
+OTHERS = [path for path in WEIGHTS if path not in ONE_A_MODEL]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[] if path in ONE_A_MODEL else pytest.mark.slow) for path in WEIGHTS],
-    ids=lambda path: path.parent.name,
-)
-def test_trained_weights_load_by_the_library_alone(path, monkeypatch):
+@pytest.mark.parametrize("paths", [ONE_A_MODEL, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one a model", "others"])
+def test_trained_weights_load_by_the_library_alone(paths, monkeypatch, subtests):
     monkeypatch.chdir(ROOT)
-    name, seed = path.parent.name, int(path.stem)
-    images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
-    theirs = run.load_model(run.record().config)
-    with torch.no_grad():
-        assert osa.load_pretrained(path, name=name)(images).equal(theirs(images))
+    assert paths
+    for path in paths:
+        name, seed = path.parent.name, int(path.stem)
+        with subtests.test(name=name, seed=seed):
+            images, run = torch.rand(3, 1, 28, 28), Run(name, seed)
+            theirs = run.load_model(run.record().config)
+            with torch.no_grad():
+                assert osa.load_pretrained(path, name=name)(images).equal(theirs(images))
 
 
 @pytest.mark.slow
@@ -238,17 +238,20 @@ def test_every_figure_and_link_of_a_page_is_there(name):
     assert set(re.findall(r"\]\(#([^)]*)\)", markdown)) <= anchors
 
 
-@pytest.mark.parametrize("template", sorted(TEMPLATES.rglob("*.md.j2")), ids=lambda path: str(path.relative_to(TEMPLATES)))
-def test_no_number_is_typed_into_a_template(template):
-    """Neither in its prose nor in the texts of its expressions, which have a space where identifiers have none."""
-    if template.name == "references.md.j2":
-        return
-    source = template.read_text(encoding="utf-8")
+def typed_numbers(source: str) -> list[str]:
+    """Numbers in a template's prose and in the texts of its expressions, which have a space where identifiers have none."""
     prose = re.sub(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}|\]\([^)]*\)|```.*?```|`[^`]*`|<[^>]+>", " ", source, flags=re.DOTALL)
     code = " ".join(re.findall(r"\{\{.*?\}\}|\{%.*?%\}", source, flags=re.DOTALL))
     texts = [text for text in re.findall(r'"([^"]*)"', code) if " " in text.strip()]
-    typed = re.findall(r".{0,30}\d.{0,20}", NAMES.sub(" ", "\n".join([prose, *texts])))
-    assert not typed
+    return re.findall(r".{0,30}\d.{0,20}", NAMES.sub(" ", "\n".join([prose, *texts])))
+
+
+def test_no_number_is_typed_into_a_template(subtests):
+    assert typed_numbers("It takes 12 s") and typed_numbers('{{ "12 runs" if n }}') and not typed_numbers("{{ x[12] }}")
+    templates = [path for path in TEMPLATES.rglob("*.md.j2") if path.name != "references.md.j2"]
+    for template in templates:
+        with subtests.test(template=str(template.relative_to(TEMPLATES))):
+            assert not typed_numbers(template.read_text(encoding="utf-8"))
 
 
 def test_no_sentence_that_a_reader_sees_stands_in_python():
@@ -381,8 +384,10 @@ def test_only_one_study_can_be_written_and_a_wrong_name_is_named(capsys):
     assert "theorem_4_2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", studies.names())
-def test_every_study_is_on_a_page_with_its_numbers_in_a_file(name):
-    page_of = next(each for each in report.PAGES if name in report.studies_on(each))
-    assert isinstance(files.read_json(ROOT / f"paper_outputs/numbers/{page_of}/{name}.json"), dict)
-    assert any(f'"{name}"' in path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.j2")), "a link to its numbers"
+def test_every_study_is_on_a_page_with_its_numbers_in_a_file(subtests):
+    pages = [path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.j2")]
+    for name in studies.names():
+        with subtests.test(name=name):
+            page_of = next(each for each in report.PAGES if name in report.studies_on(each))
+            assert isinstance(files.read_json(ROOT / f"paper_outputs/numbers/{page_of}/{name}.json"), dict)
+            assert any(f'"{name}"' in text for text in pages), "a link to its numbers"

@@ -77,14 +77,18 @@ def test_the_calibration_error_by_hand():
     assert evaluate.calibration_error(torch.eye(3, dtype=torch.float64), torch.arange(3)) == 0
 
 
-@pytest.mark.parametrize("path", sorted((files.ROOT / "paper_outputs/evaluations").glob("*/*/evaluation.json")), ids=str)
-def test_committed_mistakes_are_as_many_as_training_counted(path, monkeypatch):
+def test_committed_mistakes_are_as_many_as_training_counted(monkeypatch, subtests):
     """To the last image, where other batches, threads or devices may tip a few over."""
     monkeypatch.chdir(files.ROOT)
-    found, trained = files.read_json(path), Run(path.parts[-3], int(path.parts[-2])).metrics()
-    images = sum(row["images"] for row in found["per_class"])
-    assert images - len(found["mistakes"]) == round(images * trained["test_accuracy"])
-    assert found["test_accuracy"] == pytest.approx(trained["test_accuracy"], abs=1e-6)
+    paths = sorted((files.ROOT / "paper_outputs/evaluations").glob("*/*/evaluation.json"))
+    assert paths
+    for path in paths:
+        name, seed = path.parts[-3], int(path.parts[-2])
+        with subtests.test(name=name, seed=seed):
+            found, trained = files.read_json(path), Run(name, seed).metrics()
+            images = sum(row["images"] for row in found["per_class"])
+            assert images - len(found["mistakes"]) == round(images * trained["test_accuracy"])
+            assert found["test_accuracy"] == pytest.approx(trained["test_accuracy"], abs=1e-6)
 
 
 def test_confusion_counts_by_hand():

@@ -22,16 +22,17 @@ from tests.pipeline.trainings import config
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("name", studies.names())
-def test_every_study_has_its_section_and_what_it_trains_can_be_trained(name):
-    one, settings = studies.get(name), studies.settings(name)
-    assert settings is not None or one.measure is one.read is None
-    if one.trainings:
-        lab = Lab(name, params.load(), params.load_paper())
-        requests = one.trainings(settings, lab)
-        assert requests and all(lab.config(variant, overrides) for variant, overrides, _ in requests)
-    else:
-        assert one.watch is None
+def test_every_study_has_its_section_and_what_it_trains_can_be_trained(subtests):
+    for name in studies.names():
+        with subtests.test(name=name):
+            one, settings = studies.get(name), studies.settings(name)
+            assert settings is not None or one.measure is one.read is None
+            if one.trainings:
+                lab = Lab(name, params.load(), params.load_paper())
+                requests = one.trainings(settings, lab)
+                assert requests and all(lab.config(variant, overrides) for variant, overrides, _ in requests)
+            else:
+                assert one.watch is None
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_both_ways_to_the_resolvent(matrices, subtests):
             exact = [x.detach().double().requires_grad_() for x in (z, y)]
             expected = torch.linalg.inv(torch.eye(z.shape[-1]) - exact[0] / 2) @ exact[1]
             expected_gradients = torch.autograd.grad(expected, exact, cotangent.double())
-            for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solved_by_cholesky(w, y), 1e-6)):
+            for result, rounding in ((resolvent_times(z, y), 2e-6 * (1 + radius)), (solve_by_cholesky(w, y), 1e-6)):
                 assert relative_error(result, expected) < rounding
                 gradients = torch.autograd.grad(result, (z, y), cotangent, retain_graph=True)
                 for pair in zip(gradients, expected_gradients, strict=True):

@@ -78,7 +78,7 @@ site: setup-dev  ## both pages and the reference of the package, as they are pub
 doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
 	@$(RUN) $(PYTHON) -m pipeline doctor
 
-lint: setup-dev  ## ruff, and mypy on the package
+lint: setup-dev  ## ruff, and mypy on osa and pipeline
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy

@@ -45,7 +45,7 @@ def path(module: str) -> Path:
 
 def docstring(module: str) -> str:
     """The module's docstring, read from its file: importing is slow, and `python -OO` drops docstrings."""
-    return ast.get_docstring(ast.parse(path(module).read_text(encoding="utf-8")))
+    return ast.get_docstring(ast.parse(path(module).read_text(encoding="utf-8"))) or ""
 
 
 if __name__ == "__main__":

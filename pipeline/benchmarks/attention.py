@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
     for width, tokens in tqdm(points, desc="attention", unit="size", disable=None):
         x = Inputs.draw(tokens, width, options.norm, device)
         tensors = tuple(each.to(dtype).repeat(1, options.heads, 1, 1) for each in (x.query, x.key, x.value))
-        calls = {}
+        calls: dict[Key, Call] = {}
         for method, route in routes(x.scale, tensors).items():
             forward = Call(route.function, tensors)
             for direction in (FORWARD, BOTH):

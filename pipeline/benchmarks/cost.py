@@ -10,10 +10,11 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,16 +26,17 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on st
 
 FORWARD, BOTH = "forward", "forward and backward"  # parts of a call that are timed or counted, as tables name them
 Shapes = list[list[int]]
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Call:
     """A function and the tensors it is given, which count as memory that it needs."""
 
-    function: Callable[..., object]
+    function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
 
-    def __call__(self) -> object:
+    def __call__(self) -> Any:
         return self.function(*self.tensors)
 
     @property
@@ -202,8 +204,8 @@ MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
 
 
 def sample_seconds(
-    calls: dict[str, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
-) -> dict[str, list[float]]:
+    calls: Mapping[K, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
+) -> dict[K, list[float]]:
     """Seconds per call, `repeats` samples of each, in rounds: in every round each call once, in a new random order.
 
     What slows the machine for a while then meets all of them alike. Each is run twice before, and a sample runs it as
@@ -212,7 +214,7 @@ def sample_seconds(
     for call in calls.values():
         call()
     in_a_row = {name: math.ceil(at_least / seconds(call, 1, device)) for name, call in calls.items()}
-    samples = {name: [] for name in calls}
+    samples: dict[K, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name in order.sample(list(calls), len(calls)):
             samples[name].append(seconds(calls[name], in_a_row[name], device))
@@ -230,7 +232,7 @@ def seconds(call: Callable[[], object], times: int, device: torch.device) -> flo
         end.record()
         torch.cuda.synchronize(device)
         return start.elapsed_time(end) / 1000 / times
-    start = time.perf_counter()
+    before = time.perf_counter()
     for _ in range(times):
         call()
-    return (time.perf_counter() - start) / times
+    return (time.perf_counter() - before) / times

@@ -15,9 +15,10 @@ from pipeline.benchmarks.step import SAMPLE_SECONDS, SEED, our_step, training_fr
 from pipeline.config import params
 from pipeline.core import provenance
 from pipeline.core.errors import entry_point
+from pipeline.data import idx
 from pipeline.training.loop import configure_torch
 
-MODELS = ("osa_shaped", "osa_iso", "espa", "espa_iso", "uspa", "vskipinit", "softmax_shaped", "softmax_iso")
+MODELS: tuple[str, ...] = ("osa_shaped", "osa_iso", "espa", "espa_iso", "uspa", "vskipinit", "softmax_shaped", "softmax_iso")
 MODELS += ("softmax_shaped_norm", "vit_noskip_ji", "vit_noskip_ji_nonorm", "vit", "vit_noskip_nonorm", "osa_exact")
 DEPTH = 36
 REFERENCE = "vit"
@@ -30,9 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     configure_torch()
     device, settings, paper = provenance.default_device(), params.load(), params.load_paper()
-    loaded, steps = {}, {}
+    loaded: dict[str, idx.DataSet] = {}
+    steps = {}
     for model in tqdm(MODELS, desc="prepare", disable=None):
-        deep = {"model": {"depth": options.depth}}  # rate and α change nothing of the time
+        deep: params.Overrides = {"model": {"depth": options.depth}}  # rate and α change nothing of the time
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)

@@ -31,6 +31,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)  # instead of this folder
@@ -43,10 +45,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import osa  # noqa: E402
 from osa import linalg, routes, runtime  # noqa: E402
+from osa.options import AttentionKind, Method  # noqa: E402
 
 TOTAL_SECONDS = 570
 SHARES = {"machine": 25, "forms": 130, "attention": 130, "split": 40, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
-TINY_MODEL = {"depth": 1, "patch_size": 14}
+TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -64,7 +67,8 @@ def device_rates(tiny: bool) -> Rows:
     yield {"what": "product", "seconds": time_of_product, "rate": 2 * size**3 / time_of_product, "unit": "FLOP/s"}
 
 
-FORMS = (  # method, batch, heads, tokens, width, type
+Form = tuple[Method, int, int, int, int, torch.dtype]
+FORMS: tuple[Form, ...] = (  # method, batch, heads, tokens, width, type
     ("exact", 2, 160, 197, 64, HALF),  # heads enough to fill a device, and few
     ("exact", 1, 3, 8192, 64, HALF),
     ("exact", 2, 3, 50, 16, SINGLE),
@@ -74,7 +78,7 @@ FORMS = (  # method, batch, heads, tokens, width, type
     ("exact", 1, 3, 1024, 64, SINGLE),
     ("newton_schulz", 1, 3, 1024, 64, HALF),
 )
-TINY_FORMS = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF), ("exact", 1, 1, 37, 64, HALF))
+TINY_FORMS: tuple[Form, ...] = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF), ("exact", 1, 1, 37, 64, HALF))
 ERRORS = ("output", "query", "key", "value")  # errors of the output, and of the gradients
 
 
@@ -95,7 +99,7 @@ def forms(tiny: bool) -> Rows:
             yield from future.result()
 
 
-def form(method: str, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Rows:
+def form(method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Rows:
     """Its first use, and errors of values and gradients at each norm against the plain route on the CPU in float64."""
     for norm in NORMS:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
@@ -165,11 +169,11 @@ def attention_calls(tiny: bool) -> Rows:
                 with without_kernels():
                     for row in timings(call, inputs):
                         yield shape | {"norm": norm, "method": "exact, torch's products"} | row
-        others = {"sdpa": F.scaled_dot_product_attention}
+        others: dict[str, Callable[..., Tensor]] = {"sdpa": F.scaled_dot_product_attention}
         if DEVICE.type == "cuda":
             others["cudnn"] = by_cudnn
-        for name, call in others.items():
-            for row in timings(call, inputs):
+        for name, other in others.items():
+            for row in timings(other, inputs):
                 yield shape | {"norm": "", "method": name} | row
         for work, count in (("forward", 2), ("both", 6)):  # tensors of one size read and written, at the least
             row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
@@ -187,7 +191,8 @@ def split(tiny: bool) -> Rows:
     """Seconds of calls with their gradients, as replays: whether these kernels are worth their code."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
-        for method in ("exact", "newton_schulz"):
+        methods: tuple[Method, ...] = ("exact", "newton_schulz")
+        for method in methods:
             row = case(method, batch, heads, tokens, width, dtype)
             work = partial(differentiate, partial(osa.orthogonal_attention, scale=scale, method=method), inputs, inputs)
             yield row | {"by": "kernels", "seconds": median_seconds(work)}
@@ -197,9 +202,9 @@ def split(tiny: bool) -> Rows:
         yield case("sdpa", batch, heads, tokens, width, dtype) | {"by": "sdpa", "seconds": median_seconds(work)}
 
 
-def by_cudnn(*inputs: Tensor) -> Tensor:
+def by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(*inputs)
+        return F.scaled_dot_product_attention(query, key, value)
 
 
 def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -248,11 +253,13 @@ def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple
     from osa.kernels import launch
 
     start, found = launch.launch, []
-    launch.launch = lambda *given: (found.append(given), start(*given))
-    try:
+
+    def listed(*given: Any) -> None:
+        found.append(given)
+        start(*given)
+
+    with mock.patch.object(launch, "launch", listed):
         work()
-    finally:
-        launch.launch = start
     return [(f"{i} {given[0].fn.__name__}", partial(again, start, given)) for i, given in enumerate(found, 1)]
 
 
@@ -266,12 +273,13 @@ def vit_b16(tiny: bool) -> Rows:
 
     α sets ‖S‖₂, which grows with the number of tokens: 6 as `build_vit` draws it, and 1.5 as in the paper's trained models.
     """
-    small = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
+    small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
     batch = 1 if tiny else 128
     images = torch.randn(batch, 3, sizes["image_size"], sizes["image_size"], device=DEVICE)  # standardised pixels
-    for kind, alpha in ("softmax", ""), ("orthogonal", 0.025), ("orthogonal", 0.1):
-        options = {"method": "exact", "alpha": alpha} if alpha else {}
+    kinds: tuple[tuple[AttentionKind, Any], ...] = (("softmax", ""), ("orthogonal", 0.025), ("orthogonal", 0.1))
+    for kind, alpha in kinds:
+        options: dict[str, Any] = {"method": "exact", "alpha": alpha} if alpha else {}
         model = osa.build_vit(
             attention=kind, **options, **sizes, skip=True, norm=True, mlp_init="xavier", in_channels=3, num_classes=1000
         )
@@ -298,7 +306,7 @@ def step(tiny: bool) -> Rows:
         row |= {"forward": median_seconds(forward), "both": median_seconds(both)}
         for module in model.modules():
             if isinstance(module, osa.modules.SelfAttention):
-                module.mix = identity
+                module.mix = identity  # type: ignore[method-assign,assignment]
         yield row | {"without_attention": median_seconds(step_of(model, images))}
 
 
@@ -533,7 +541,7 @@ def first_look(folder: Path) -> Iterator[str]:
     for row in steps[1:]:
         ratio = float(row["seconds"]) / float(steps[0]["seconds"])
         yield f"a step of ViT-B/16, orthogonal with α = {row['alpha']} over softmax: {ratio:.2f} (1.3 is the aim)"
-    calls = {}
+    calls: dict[tuple, dict[str, float]] = {}
     for row in read_rows(folder / "attention.csv"):
         if (row["part"], row["how"], row["work"]) == ("all", "replay", "both") and row["norm"] in ("", str(NORMS[0])):
             calls.setdefault((row["batch"], row["heads"], row["tokens"]), {})[row["method"]] = float(row["seconds"])
@@ -541,9 +549,9 @@ def first_look(folder: Path) -> Iterator[str]:
         for other in ("sdpa", "exact, torch's products"):
             if {"exact", other} <= found.keys():
                 yield f"{batch} × {heads} heads of {tokens} tokens: {found[other] / found['exact']:.2f} × as fast as {other}"
-    for row, other in pairwise(read_rows(folder / "split.csv")):
-        if (row["by"], other["by"]) == ("kernels", "torch's products"):
-            ratio = float(other["seconds"]) / float(row["seconds"])
+    for row, after in pairwise(read_rows(folder / "split.csv")):
+        if (row["by"], after["by"]) == ("kernels", "torch's products"):
+            ratio = float(after["seconds"]) / float(row["seconds"])
             what = f"{row['method']}, {row['dtype']}, {row['tokens']} tokens of width {row['width']}"
             yield f"{what}: {ratio:.2f} × as fast as torch's products"
 

@@ -18,9 +18,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pandas as pd
@@ -54,7 +55,8 @@ METHODS = (
     "parts exact",
     "phi1",
 )
-BACKENDS = {"": short.Short, "long": long.Long, "fused": hopper.Hopper, "parts": hopper.Hopper}
+BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
+BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
 MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
 MANY = 4096  # stands for any long sequence
 MULTIPROCESSORS = {"parts": 132}  # an H100's, with few heads: `parts` splits a head. All other kernels have many heads
@@ -119,6 +121,7 @@ def code(kernel) -> dict[str, str]:
         if place in found:
             continue
         definition = ast.parse(inspect.getsource(function)).body[0]
+        assert isinstance(definition, ast.FunctionDef)
         if ast.get_docstring(definition):
             del definition.body[0]
         found[place] = ast.unparse(definition)
@@ -127,7 +130,7 @@ def code(kernel) -> dict[str, str]:
             if isinstance(module, ModuleType) and module.__name__.startswith("osa."):
                 scope |= vars(module)
         for used in function.__code__.co_names:
-            value = scope.get(used)
+            value: Any = scope.get(used)
             if isinstance(value, tl.constexpr):
                 found[f"{place} {used}"] = repr(value.value)
             elif hasattr(value, "fn"):
@@ -175,7 +178,7 @@ def name(launched: Launch) -> str:
 def resources(launched: Launch, architecture: int) -> dict:
     """Returns the numbers of a row of the table."""
     compiled = compile_kernel(launched, architecture)
-    target = re.search(r"\.target (\w+)", compiled.asm["ptx"])[1]
+    (target,) = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
         ptx, machine_code = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         ptx.write_text(compiled.asm["ptx"], encoding="utf-8")
@@ -211,7 +214,7 @@ def is_worse(row: dict, than: dict) -> bool:
 
 
 def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
-    command = [TOOLS / tool, *map(str, arguments)]
+    command = [str(TOOLS / tool), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
 
 
@@ -220,7 +223,10 @@ def compile_kernel(launched: Launch, architecture: int):
     kernel, tensors, strides, arguments = launched
     options = {key: value for key, value in arguments.items() if key in OPTIONS}
     given = dict(zip(kernel.arg_names, (*tensors, *strides), strict=False)) | arguments
-    signature, values, attributes, aligned = {}, {}, {}, [["tt.divisibility", 16]]
+    signature: dict[str, str | tuple[str, ...]] = {}
+    values: dict[Any, Any] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    aligned = [["tt.divisibility", 16]]
     for i, parameter in enumerate(kernel.params):
         value = given[parameter.name]
         if parameter.is_constexpr:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 
 from pipeline.config import records
 from pipeline.config.records import Record
@@ -43,7 +44,7 @@ def slug(environment: dict) -> str:
     return re.sub(r"[^a-z0-9]+", "-", provenance.machine(environment).lower()).strip("-")
 
 
-def quantiles(seconds: list[float]) -> dict[str, float]:
+def quantiles(seconds: list[float] | NDArray) -> dict[str, float]:
     """Median, 10 % and 90 % of samples, by the names of their columns."""
     return dict(zip(QUANTILES, np.quantile(seconds, list(QUANTILES.values())).tolist(), strict=True))
 

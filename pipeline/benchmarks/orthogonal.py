@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import ParametrizationList
 from tqdm import tqdm
 
 from osa.constrained.orthogonal import MAPS, orthogonal_
@@ -66,10 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
-    order, rows, last = random.Random(SEED), [], {}
+    order, rows = random.Random(SEED), []
+    last: dict[tuple, tuple[int, float]] = {}
     sizes = [SMALLEST * 2**k for k in range((options.largest // SMALLEST).bit_length())]
     for n, tokens in tqdm(list(itertools.product(sizes, TOKENS)), desc="orthogonal", unit="size", disable=None):
-        x, found, calls = torch.randn(tokens, n, device=device), layers(n, device), {}
+        x, found = torch.randn(tokens, n, device=device), layers(n, device)
+        calls: dict[Key, Call] = {}
         for (name, code), layer in found.items():
             forward = Call(layer.function, (x, layer.parameters))
             for direction in (FORWARD, BOTH):
@@ -80,7 +84,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
         for key, seconds in samples.items():
             dense = samples[DENSE, DENSE, n, tokens, key[-1]]
             over = {f"{name}_over_dense": ratio for name, ratio in measurements.quantiles(np.divide(seconds, dense)).items()}
-            row = dict(zip(KEYS, key, strict=True)) | measurements.quantiles(seconds) | over | describe(found[key[:2]], n)
+            row: dict[str, Any] = dict(zip(KEYS, key, strict=True)) | measurements.quantiles(seconds) | over
+            row |= describe(found[key[:2]], n)
             if tokens == TRAINING_TOKENS:
                 of = cost.cost(calls[key], device)
                 row |= {"peak_bytes": of.peak_bytes, "multiply_adds": of.multiply_adds}
@@ -96,10 +101,11 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)
     weight = stiefel_uniform(n, n, generator=generator).to(device)
 
-    def parametrised(register: Callable[..., nn.Linear], name: str, change: Tensor) -> Layer:
+    def parametrised(register: Callable[..., nn.Module], name: str, change: Tensor) -> Layer:
         linear = nn.Linear(n, n, bias=False, device=device)
         linear.weight.data.copy_(weight)
-        built = register(linear, name).parametrizations.weight
+        built = register(linear, name).get_submodule("parametrizations.weight")
+        assert isinstance(built, ParametrizationList)
         return Layer(lambda x, parameters: F.linear(x, built[0](parameters)), built.original.detach() + change, free)
 
     found = {(DENSE, DENSE): Layer(F.linear, weight, n * n)}

@@ -40,7 +40,8 @@ SAMPLE_SECONDS = 0.5  # each sample repeats its step for at least this long
 EXACT = "osa_exact"  # our model, which the paper does not have
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]
-PEAK = "product", "", ""  # key of the product of two matrices, in place of model, code and weights
+Key = tuple[str, str, str]
+PEAK: Key = "product", "", ""  # key of the product of two matrices, in place of model, code and weights
 PEAK_SIZE = 2048  # rows and columns of both matrices
 
 StepCall = Callable[[], object]
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         steps, compile_seconds = prepare(models_timed(settings), settings, Path(scratch), options.compile, device)
         operations = count_operations(steps, device)
         a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device)
-        calls = steps | {PEAK: lambda: a @ a}
+        calls: dict[Key, StepCall] = steps | {PEAK: lambda: a @ a}
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
     peak = {"tflops": rounded(2 * PEAK_SIZE**3 / min(samples.pop(PEAK)) / 1e12)}
     rows = [(*key, *measurements.quantiles(seconds).values()) for key, seconds in samples.items()]
@@ -76,9 +77,11 @@ def models_timed(settings: Params) -> list[str]:
 
 def prepare(
     variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
-) -> tuple[dict[tuple[str, str, str], StepCall], dict[tuple[str, str, str], float]]:
+) -> tuple[dict[Key, StepCall], dict[Key, float]]:
     """Returns the steps by model, code and weights, and the seconds that the first step of each compiled model took."""
-    steps, compile_seconds, loaded = {}, {}, {}
+    steps: dict[Key, StepCall] = {}
+    compile_seconds: dict[Key, float] = {}
+    loaded: dict[str, idx.DataSet] = {}
     for variant in tqdm(variants, desc="prepare", disable=None):
         config = with_whole_batches(params.resolve(settings, variant))
         for weights in (INITIALISED, TRAINED):
@@ -95,13 +98,14 @@ def prepare(
             if with_compiled and variant in COMPILABLE:
                 key = variant, COMPILED, weights
                 compiled = training_from(variant, weights, config, loaded, device)
-                compiled.model, compiled.with_graph = torch.compile(compiled.model), False
+                compiled.model.compile()
+                compiled.with_graph = False
                 steps[key] = our_step(compiled)
                 compile_seconds[key] = cost.seconds(steps[key], 1, device)
     return steps, compile_seconds
 
 
-def count_operations(steps: dict[tuple[str, str, str], StepCall], device: torch.device) -> dict[tuple[str, str, str], int]:
+def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
     """Returns the floating-point operations of each step's matrix products. A graph and compiled code hide theirs: they are
     taken from our eager code.
     """
@@ -149,7 +153,7 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
-        betas=tuple(settings.betas),
+        betas=(settings.betas[0], settings.betas[1]),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import osa
 from osa.reference import newton_schulz_basis
 from pipeline.config.params import RunConfig
+from pipeline.results.measures import blocks_of
 
 if TYPE_CHECKING:  # torchvision takes seconds to import, and the formulas do not need it
     from torchvision.models.vision_transformer import VisionTransformer
@@ -77,7 +78,7 @@ class SoftmaxAttention(nn.MultiheadAttention):
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__(embed_dim, num_heads, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, x, x, need_weights=False)[0]
 
 
@@ -120,7 +121,7 @@ def build(config: RunConfig) -> VisionTransformer:
         return vit
     for i in range(model.depth):
         if variant.attention == "softmax":
-            attention = SoftmaxAttention(model.embed_dim, model.num_heads)
+            attention: nn.Module = SoftmaxAttention(model.embed_dim, model.num_heads)
         else:
             attention = OrthogonalAttention(model.embed_dim, model.num_heads, variant.num_iterations)
         vit.encoder.layers[i] = Block(attention, model.embed_dim, hidden_dim, skip=variant.skip, norm=variant.norm)
@@ -132,10 +133,12 @@ def build(config: RunConfig) -> VisionTransformer:
 def load_weights(model: VisionTransformer, ours: osa.VisionTransformer) -> None:
     """Copies all weights of our model of the same variant into the straightforward one."""
     own, state = model.state_dict(), {}
+    (_, attention, _), *_ = blocks_of(ours)
+    num_heads = attention.num_heads
     for name, tensor in ours.state_dict().items():
         for old, new in RENAMED.items():
             name = name.replace(old, new)
-        state[name] = tensor.expand(ours.blocks[0].attention.num_heads) if name.endswith("alpha") else tensor
+        state[name] = tensor.expand(num_heads) if name.endswith("alpha") else tensor
     for name in own:
         if "in_proj_" in name:  # nn.MultiheadAttention has query, key and value in one
             layer, kind = name.split("in_proj_")

@@ -11,8 +11,8 @@ DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 
 # Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
 LEAST_LUMINANCE = 0.2  # of a line on the dark page: gives a contrast of 4; WCAG 2.2 (1.4.11) requires 3
-FIXED = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_qr_literal")  # osa.MODELS
-FIXED += ("osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
+FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # osa.MODELS
+FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
 FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
 FIXED += ("espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm")
 LOOK_OF_METHOD = {  # method of attention: the model whose look it borrows

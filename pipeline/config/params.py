@@ -11,9 +11,9 @@ import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
@@ -86,8 +86,8 @@ class ImageFormat(NamedTuple):
 
 
 MNIST_LIKE = ImageFormat(1, 28, 10)
-PUBLISHED = dict.fromkeys(("mnist", "sample", "fashion_mnist", "kmnist"), MNIST_LIKE)  # published data sets
-PUBLISHED["cifar10"] = ImageFormat(3, 32, 10)
+PublishedSource = Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
+PUBLISHED = dict.fromkeys(get_args(PublishedSource), MNIST_LIKE) | {"cifar10": ImageFormat(3, 32, 10)}
 FIRST_READING = "first"  # default reading, for studies that train nothing
 USER_FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
 IMAGE_KEYS = ("source", "path", "resize")  # keys of the section data that choose the images
@@ -132,7 +132,7 @@ class Description(Section):
 
 
 class Data(Section):
-    source: Literal[*PUBLISHED, USER_FOLDER]
+    source: Literal[PublishedSource, "folder"]
     pixel_scaling: Literal["unit", "half", "standard"]
     path: Annotated[str, Field(min_length=1)] | None = None
     resize: Size | None = None
@@ -182,32 +182,36 @@ def options(
         optional: options that a user may omit for the library's default. None: all that have a default.
         limits: further bounds of an option, as keywords of `Field`.
     """
-    keys = {}
+    keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
         has_default = option.default is not dataclasses.MISSING
         bounds = {BOUNDS[name]: bound for name, bound in option.metadata.items() if name in BOUNDS}
-        kind = Annotated[FIELD_TYPES[option.name], Field(**bounds | limits.get(option.name, {}))]
+        bounds |= limits.get(option.name, {})
         if option.name not in absent:
-            may_lack = has_default if optional is None else option.name in optional
-            keys[option.name] = (kind | None, None) if may_lack else (kind, ...)
+            may_lack, kind = has_default if optional is None else option.name in optional, FIELD_TYPES[option.name]
+            keys[option.name] = (kind | None, Field(None, **bounds)) if may_lack else (kind, Field(..., **bounds))
     return create_model(group.__name__, __base__=Section, **keys)
 
 
 BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 
 
-class Model(
-    options(
-        Sizes,
-        absent=("image_size", "in_channels"),  # follow from the data
-        optional=("norm_eps",),
-        num_classes={"ge": 2, "le": 10**4},
-    )
-):
+# mypy follows no class that is made at run time: to it, the options' own attributes are of any type
+ModelOptions: Any = options(
+    Sizes,
+    absent=("image_size", "in_channels"),  # follow from the data
+    optional=("norm_eps",),
+    num_classes={"ge": 2, "le": 10**4},
+)
+InitOptions: Any = options(Initialisation, optional=(), alpha={"ge": -1e6, "le": 1e6})
+VariantOptions: Any = options(Architecture)
+
+
+class Model(ModelOptions):
     """Model sizes, except image size and channels, which follow from the data."""
 
 
-class Init(options(Initialisation, optional=(), alpha={"ge": -1e6, "le": 1e6})):
+class Init(InitOptions):
     """Initialisation, the same for every architecture."""
 
 
@@ -229,13 +233,13 @@ class Train(Section):
     held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that a search tests on, instead of the test images
 
 
-class Variant(options(Architecture)):
+class Variant(VariantOptions):
     """One model. A key is optional if it applies only to some kinds of attention, or to none of the paper's models."""
 
     penalty: Penalty | None = None
     penalty_weight: NonNegativeFloat | None = None
     keep: HeadConstraint | WholeConstraint | None = None
-    keep_by: Literal[RETRACTION] | Map | None = None
+    keep_by: Literal["retraction"] | Map | None = None
     overrides: dict[SharedSection, dict[str, Any]] | None = None
 
     @model_validator(mode="after")
@@ -310,8 +314,7 @@ class RunConfig(Shared):
 
     def _options_for(self, images: ImageFormat) -> ModelConfig:
         sections = self.model.model_dump(exclude_none=True) | self.init.model_dump(exclude_none=True)
-        sizes = {"image_size": images.size, "in_channels": images.channels}
-        return ModelConfig(**sizes, **sections, **self.variant.architecture())
+        return ModelConfig(image_size=images.size, in_channels=images.channels, **sections, **self.variant.architecture())
 
 
 class Params(Shared):
@@ -359,8 +362,8 @@ class Paper(Section):
 
     @model_validator(mode="after")
     def _keys_exist(self):
-        sections = {section: Shared.model_fields[section].annotation for section in SHARED_SECTIONS}
-        known = {f"{section}.{key}" for section, schema in sections.items() for key in schema.model_fields}
+        schemas = get_type_hints(Shared)
+        known = {f"{section}.{key}" for section in SHARED_SECTIONS for key in schemas[section].model_fields}
         for key in filter(None, (choice.key for choice in self.left_open)):
             if key not in known and not key.startswith("variants."):
                 raise ValueError(f"left_open names {key!r}, which is not a key{hint(key, sorted(known))}")
@@ -433,13 +436,13 @@ def resolve_recipe(
 def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overrides: Overrides | None) -> RunConfig:
     where = f"params.yaml: variants.{name}" + (".overrides" if variant.overrides else "")
     where = run_name(name, overrides) if overrides else where
-    merged = {section: getattr(shared, section).model_dump() for section in SHARED_SECTIONS}
+    merged: dict[str, Any] = {section: getattr(shared, section).model_dump() for section in SHARED_SECTIONS}
     merged["variant"] = variant.model_dump(exclude={"overrides"})
-    fetched = fetched.model_dump(include={*IMAGE_KEYS})
-    merged["data"] |= fetched
-    for key in fetched.keys() & (variant.overrides or {}).get("data", {}):
+    merged["data"] |= fetched.model_dump(include={*IMAGE_KEYS})
+    for key in {*IMAGE_KEYS} & (variant.overrides or {}).get("data", {}).keys():
         raise UserError(f"{where}: data.{key} cannot be replaced: all variants learn from the data that fetch stores.")
-    for layer in filter(None, (variant.overrides, overrides)):
+    layers: list[Mapping[Any, dict[str, Any]]] = [variant.overrides or {}, overrides or {}]
+    for layer in layers:
         for section, values in layer.items():
             if section not in merged:
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))

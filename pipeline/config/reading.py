@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML, YAMLError
 
 from pipeline.core.errors import UserError, ended
@@ -79,7 +80,7 @@ EXPECTATIONS = {  # in place of pydantic's messages, which name Python types
 }
 
 
-def _sentence(error: dict, raw: Any) -> str:
+def _sentence(error: ErrorDetails, raw: Any) -> str:
     """Describes a validation error: the key, the expected value, and the one found."""
     key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
     if kind == "unknown_key":

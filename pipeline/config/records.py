@@ -23,6 +23,7 @@ RECORD = "record.json"
 SHA256 = "sha256"  # the key whose value is the digest of all others
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Status = Literal["running", "finished", "diverged"]
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -61,7 +62,8 @@ class RunRecord(Record):
     variant: Name
     overrides: Overrides
     seed: Seed
-    status: Literal["running", "finished", "diverged"]
+    status: Status
+    environment: Environment
     config: RunConfig
     data_sha256: Digest
     numerics: int

@@ -52,11 +52,10 @@ def in_archive(path: Path) -> Iterator[Member]:
                     if not entry.is_dir():
                         yield name, entry.file_size, None if is_link else partial(archive.read, entry)
             return
-        with tarfile.open(path) as archive:
-            for name, entry in last_of_each((entry.name, entry) for entry in archive):
-                if not entry.isdir():
-                    content = partial(read_member, archive, entry)
-                    yield name, entry.size, content if entry.isfile() else None
+        with tarfile.open(path) as tar:
+            for name, member in last_of_each((member.name, member) for member in tar):
+                if not member.isdir():
+                    yield name, member.size, partial(read_member, tar, member) if member.isfile() else None
     except DAMAGES as error:
         why = str(error).partition("\n")[0].rstrip(":")
         raise UserError(
@@ -70,7 +69,10 @@ def name_in_zip(entry: zipfile.ZipInfo) -> str:
 
 
 def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
-    return archive.extractfile(entry).read()
+    """The bytes of a member. Raises TarError if it is no file."""
+    if (file := archive.extractfile(entry)) is None:
+        raise tarfile.TarError(f"{entry.name} is no file")
+    return file.read()
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
@@ -80,4 +82,4 @@ def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file
         found.pop(path, None)
         found[path] = entry
-    return [*found.items()]
+    return list(found.items())

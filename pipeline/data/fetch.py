@@ -132,7 +132,7 @@ def _download(url: str, digest: str) -> bytes:
     return bytes(content)
 
 
-def _digest_like(content: bytes, known: str) -> str:
+def _digest_like(content: bytes | bytearray, known: str) -> str:
     """The digest of `content`, with the algorithm of the known digest."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 
@@ -143,7 +143,8 @@ def _convert_cifar(archive: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as opened:
-            opened.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
+            opened.extraction_filter = getattr(tarfile, "data_filter", None)  # from 3.11.4 on
+            opened.extractall(folder)
         for split in ("train", "t10k"):
             read = CIFAR10(folder, train=split == "train")
             idx.write_split(archive.parent, split, np.moveaxis(read.data, -1, 1), np.array(read.targets))  # (n, 3, 32, 32)

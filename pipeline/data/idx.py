@@ -151,7 +151,7 @@ def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
 def _digest(arrays: list[np.ndarray]) -> str:
     sha256 = hashlib.sha256()
     for array in arrays:
-        sha256.update(array)
+        sha256.update(array.data)
     return sha256.hexdigest()
 
 
@@ -195,7 +195,7 @@ def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterab
         with files.replacing(path) as file:
             np.lib.format.write_array_header_1_0(file, header)
             for part in parts:
-                file.write(np.ascontiguousarray(part, dtype))
+                file.write(np.ascontiguousarray(part, dtype).data)
     except OSError as error:
         raise files.unwritable(path, error) from None
 
@@ -208,7 +208,7 @@ def label_type(num_classes: int) -> np.dtype:
 def as_idx(array: np.ndarray) -> bytes:
     """A gzipped IDX file of unsigned bytes. It holds no timestamp, so that equal arrays give equal files."""
     header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
-    return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8)]), mtime=0)
+    return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8).tobytes()]), mtime=0)
 
 
 def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:

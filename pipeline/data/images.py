@@ -86,7 +86,7 @@ def store_split(
             content = spool.read(len(stored_mode) * width**2)
             image = resized(Image.frombytes(stored_mode, (width, width), content).convert(mode), size)
             pixels = np.moveaxis(np.asarray(image).reshape(size, size, len(mode)), -1, 0)
-            digests.append(hashlib.sha256(np.ascontiguousarray(pixels)).digest())
+            digests.append(hashlib.sha256(np.ascontiguousarray(pixels).data).digest())
             yield pixels
 
     shape = (len(places), len(mode), size, size)
@@ -97,10 +97,12 @@ def store_split(
     return digests
 
 
-def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter]:
+def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter[int]]:
     """Reads the images under train/ and test/, and counts the images of each size. Writes the pixels to `spool`."""
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # half, as the pixels are stored a second time
-    images, sizes, roots, num_bytes = {}, Counter(), set(), 0
+    images: dict[ImagePath, Decoded] = {}
+    sizes: Counter[int] = Counter()
+    roots, num_bytes = set(), 0
     for name, length, content in tqdm(archives.members(path), unit=" files", leave=False, disable=None):
         where, (first, *others) = f"{path}: {name}", name.split("/")
         root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a top folder
@@ -139,7 +141,7 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
 
 def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
     """The names of the classes, sorted. Raises UserError unless both splits have images of each class."""
-    found = {split: set() for split in SPLITS}
+    found: dict[str, set[str]] = {split: set() for split in SPLITS}
     for split, label, _ in images:
         found[split].add(label)
     for split, classes in found.items():
@@ -181,19 +183,19 @@ def problem_of(image: Image.Image) -> str | None:
     if image.mode.startswith(("I", "F")):
         return "more than 8 bits a pixel: save it with 8"
     if getattr(image, "is_animated", False) and image.format != "MPO":  # viewers never show the second picture of an MPO
-        return f"{image.n_frames} pictures: save one of them"
-    if image.has_transparency_data and image.convert("RGBA").getextrema()[-1][0] < 255:
+        return f"{getattr(image, 'n_frames', 'several')} pictures: save one of them"
+    if image.has_transparency_data and any(image.convert("RGBA").getchannel("A").histogram()[:255]):
         return "transparent pixels, whose colour depends on the viewer: save it on a background"
     return None
 
 
 def as_seen(image: Image.Image) -> Image.Image:
     mode = "L" if image.mode in ("1", "L", "LA") else "RGB"
-    image, profile = ImageOps.exif_transpose(image), image.info.get("icc_profile")
-    if profile:
-        profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    image, content = ImageOps.exif_transpose(image), image.info.get("icc_profile")
+    if content:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(content))
         if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # viewers ignore others
-            image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+            image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB") or image
     image = image.convert(mode)
     red, *others = image.split()
     return red if all(red.tobytes() == other.tobytes() for other in others) else image
@@ -205,7 +207,8 @@ def resized(image: Image.Image, size: int) -> Image.Image:
 
 def in_turns(places: list[ImagePath]) -> list[ImagePath]:
     """The first image of every class, then the second, and so on."""
-    counts, ranked = Counter(), []
+    counts: Counter[str] = Counter()
+    ranked = []
     for place in sorted(places):
         _, label, _ = place
         ranked.append((counts[label], place))

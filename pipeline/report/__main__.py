@@ -115,7 +115,7 @@ def common(lab: Lab) -> dict[str, Any]:
     """The content that all pages share, apart from studies."""
     trained = table_2.read_records(lab)
     rows = table_2.rows(lab)
-    content = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
+    content: dict[str, Any] = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
     content |= {"cost": table_2.cost_of_runs(lab, trained), "compute": table_2.compute(trained)}
     content |= {
         "provenance": table_2.made_with(trained),
@@ -150,13 +150,14 @@ def write_figure(
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
     """Returns a study's numbers, {} if not measured yet, and writes its figures. `commits` trained the runs of Table 2."""
     one = studies.get(name)
-    settings, tables = studies.settings(name), {}
+    settings = studies.settings(name)
+    tables: studies.Tables = {}
     if one.measure:
         if not (study.STUDIES / name).is_dir():
             return {}
         tables |= study.read_tables(name)
-    if one.read:
-        tables |= lab.once(f"runs of {name}", lambda: one.read(settings, lab))
+    if read := one.read:
+        tables |= lab.once(f"runs of {name}", lambda: read(settings, lab))
     sources = sources_of(name) or [*TABLE_2_TABLES, *commits]
     for figure, draw in one.figures.items():
         path, drawing = FIGURES / of_page / f"{figure}.svg", partial(draw, settings, tables, lab)
@@ -204,7 +205,7 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
 
 def curves(lab: Lab) -> dict[str, dict[str, list]]:
     """The points of Figure 1, [epoch, median loss], by curve and model."""
-    points = {curve: {} for curve in figures.PANELS}
+    points: dict[str, dict[str, list]] = {curve: {} for curve in figures.PANELS}
     for variant, own in lab.tables["histories"].groupby("variant", sort=False):
         medians = own.groupby("epoch")[list(figures.PANELS)].median().dropna()
         for curve in figures.PANELS:

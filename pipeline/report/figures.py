@@ -67,14 +67,16 @@ def for_narrow(figure: Figure) -> Figure:
     """Rearranges a figure for a narrow screen: stacks its panels, each with tick labels."""
     panels, height = figure.axes, min(figure.get_figheight(), NARROW_INCHES[1])
     if len(panels) > 1:
-        for place, axes in zip(figure.add_gridspec(len(panels), 1), panels, strict=True):
-            axes.set_subplotspec(place)
+        grid = figure.add_gridspec(len(panels), 1)
+        for i, axes in enumerate(panels):
+            axes.set_subplotspec(grid[i])
             axes.tick_params(labelleft=True)  # panels in a row share tick labels
         figure.set_size_inches(NARROW_INCHES[0], height * len(panels))
     else:
         figure.set_size_inches(NARROW_INCHES[0], figure.get_figheight())
     for legend in list(figure.legends):
-        handles, labels = legend.legend_handles, [each.get_text() for each in legend.get_texts()]
+        handles = [each for each in legend.legend_handles if each is not None]
+        labels = [each.get_text() for each in legend.get_texts()]
         legend.remove()
         with style():
             figure.legend(handles, labels, loc="outside lower center", ncols=2, handlelength=3)
@@ -138,8 +140,8 @@ def relative(path: str) -> str:
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]
-    (x, y), steps = points[0], itertools.pairwise(points)
-    steps = [f"{(x2 - x1) / 10:g} {(y2 - y1) / 10:g}" for (x1, y1), (x2, y2) in steps]
+    x, y = points[0]
+    steps = [f"{(x2 - x1) / 10:g} {(y2 - y1) / 10:g}" for (x1, y1), (x2, y2) in itertools.pairwise(points)]
     return f"M{x / 10:g} {y / 10:g}l{' '.join(steps)}".replace(" -", "-")
 
 

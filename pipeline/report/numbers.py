@@ -24,7 +24,7 @@ NOTATION = re.compile(
 
 def number(value: float | None) -> str:
     """Three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷; ∞, and a dash for a missing number."""
-    if pd.isna(value):
+    if value is None or math.isnan(value):
         return ABSENT
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
@@ -45,7 +45,7 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
         if part["exponent"]:
             factor = "" if part["mantissa"] == "1" else f"{part['mantissa']} × "
             return f"{factor}10{up.format(str(int(part['exponent'])).replace('-', '−'))}"
-        kind = found.lastgroup
+        kind = str(found.lastgroup)
         if kind in ("raised", "lowered"):
             inner = scripted(part[kind], up, down)
         else:
@@ -107,7 +107,7 @@ def span(counts: Iterable[int]) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Whole numbers in order, with consecutive ones as a range: 0 to 4 and 7."""
-    groups = []
+    groups: list[list[int]] = []
     for value in sorted(numbers):
         if groups and value == groups[-1][-1] + 1:
             groups[-1].append(value)

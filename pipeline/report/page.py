@@ -32,7 +32,7 @@ def to_json(value: Any) -> Any:
     """Converts to plain values, lists and dicts, with floats rounded as in files. NaN and infinities become None."""
     if isinstance(value, Verdict):
         return to_json(asdict(value) | {"here": value.here, "bound": value.bound})
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return to_json(asdict(value))
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
@@ -129,7 +129,7 @@ def _only_image(token: Token) -> Token | None:
 
 def _figure(image: Token, drawings: Mapping[str, str], source: Callable[[str], str]) -> str:
     path = str(image.attrs["src"])
-    caption = _markdown().renderer.renderInline(image.children or [], _markdown().options, {})
+    caption = _markdown().renderer.render(image.children or [], _markdown().options, {})
     drawing = drawings.get(path) or f'<img src="{html.escape(path)}" alt="{html.escape(image.content)}">'
     return (
         f'<figure id="{html.escape(Path(path).stem)}"><div class="wide" tabindex="0">{drawing}</div>'

@@ -22,6 +22,7 @@ from pipeline.results.tables import TABLES
 from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import LEAST_RUNS, contrast, one_more_run, summary_of
 from pipeline.statistics.verdicts import judge_share
+from pipeline.studies import Tables
 from pipeline.studies.lab import Lab
 from pipeline.training.run import Run
 
@@ -42,7 +43,7 @@ def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
     identities = list(listed[["variant", "seed"]].itertuples(index=False, name=None))
     if identities != [(run.variant, run.seed) for run in of_table_2(lab.params)]:
         raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
-    records = {run: Run(*run).record() for run in itertools.compress(identities, listed["status"] != "missing")}
+    records = {run: Run(*run).ended_record() for run in itertools.compress(identities, listed["status"] != "missing")}
     for run, record in records.items():
         if record.config != params.resolve(lab.params, run[0]):
             path = Run(*run).folder / RECORD
@@ -53,7 +54,7 @@ def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
 def rows(lab: Lab) -> list[dict[str, Any]]:
     """A row for each model: the paper's test accuracy; ours, over the runs that start; the prediction interval of one more
     run, if at least three start; the other runs' accuracies; and the one-sided 95 % bound on the share that starts."""
-    tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
+    tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
         own, starting = results.accuracies_of_starting(variant), results.starting(variant)
@@ -154,11 +155,11 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
 def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
     """Provenance of Table 2's runs: for each property, the number of runs with each value."""
     listed = list(records.values())
-    counts = {key: Counter() for key in PROPERTIES}
+    counts: dict[str, Counter[str]] = {key: Counter() for key in PROPERTIES}
     for record in listed:
         for key, count in counts.items():
             count[str(getattr(record, key, None) or getattr(record.environment, key))] += 1
-    newest = max(listed, key=lambda each: each.finished_at, default=None)
+    newest = max(listed, key=lambda each: each.finished_at or "", default=None)
     return {
         **{key: dict(sorted(count.items())) for key, count in counts.items()},
         "newest_commit": newest and newest.commit,

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from osa.functional import orthogonal_attention_matrix
 from osa.modules import OrthogonalSelfAttention
+from osa.vit import VisionTransformer
 from pipeline.config import params
 from pipeline.config.params import RunConfig
 from pipeline.core import files, provenance
@@ -51,9 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def evaluation(run: Run, config: RunConfig) -> dict:
     """The content of evaluation.json: a run's measurements, empty if it diverged, and digests of its metrics and weights."""
-    record = run.record()
-    if record is None:
-        raise UserError(f"{run.folder} holds no run: train it with `{run.command}`.")
+    record = run.ended_record()
     training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
     if record.status == "diverged":
         numbers = dict.fromkeys(("test_loss", "test_accuracy", "calibration_error"))
@@ -66,7 +65,7 @@ def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)
-    if mnist.sha256 != run.record().data_sha256:
+    if mnist.sha256 != run.ended_record().data_sha256:
         raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
     logits, labels = predict(model.to(device), mnist.test_images).cpu(), mnist.test_labels.cpu()
     predictions = logits.argmax(-1)
@@ -126,7 +125,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def layer_table(model: torch.nn.Module, images: torch.Tensor) -> pd.DataFrame:
+def layer_table(model: VisionTransformer, images: torch.Tensor) -> pd.DataFrame:
     """A row for each layer and head of orthogonal attention (see `head_statistics`); empty for other models."""
     tables = [
         head_statistics(number, attention, x)
@@ -172,8 +171,8 @@ def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor
     }
     table = {name: values.cpu().numpy() for name, values in columns.items()}
     for name, values in over_images.items():
-        values = values.cpu().numpy()  # (images, heads)
-        table |= {f"{name}_max": values.max(axis=0), f"{name}_median": np.median(values, axis=0)}
+        of_images = values.cpu().numpy()  # (images, heads)
+        table |= {f"{name}_max": of_images.max(axis=0), f"{name}_median": np.median(of_images, axis=0)}
     return pd.DataFrame({"layer": number, "head": np.arange(layer.num_heads)} | table)
 
 

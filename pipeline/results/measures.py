@@ -12,11 +12,12 @@ from torch import Generator, Tensor, nn
 
 from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
-from osa.modules import OrthogonalSelfAttention
+from osa.modules import MLP, Block, OrthogonalSelfAttention, SelfAttention
+from osa.options import Method
 from osa.reference import skew
 from osa.vit import VisionTransformer
 
-METHODS = ("qr", "newton_schulz", "exact")
+METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # number of images for measuring a layer
 PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products of typical error √n · eps, for which 32 n eps is ample
@@ -86,13 +87,13 @@ def random_head(d: int, num_heads: int, generator: Generator) -> tuple[Tensor, T
     return query_key[:, :width], query_key[:, width:], value, out.mT
 
 
-def head_weights(layer: OrthogonalSelfAttention) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def head_weights(layer: SelfAttention) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of each head, in the paper's orientation."""
     width = layer.embed_dim // layer.num_heads
     heads = []
     for rows in (slice(i * width, (i + 1) * width) for i in range(layer.num_heads)):
-        inputs = (linear.weight[rows].mT for linear in (layer.query, layer.key, layer.value))
-        heads.append((*inputs, layer.out.weight[:, rows].mT))
+        query, key, value = (linear.weight[rows].mT for linear in (layer.query, layer.key, layer.value))
+        heads.append((query, key, value, layer.out.weight[:, rows].mT))
     return heads
 
 
@@ -184,9 +185,20 @@ def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dic
 # Layers of a model
 
 
-def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Each block's attention module and its input, (images, N, d)."""
-    x = model.tokens(images)
+def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]]:
+    """Each block, its attention and its MLP, with the types of a model that `osa.create_model` makes."""
+    blocks = []
     for block in model.blocks:
-        yield block.attention, block.norm1(x)
+        assert isinstance(block, Block)
+        assert isinstance(block.attention, SelfAttention)
+        assert isinstance(block.mlp, MLP)
+        blocks.append((block, block.attention, block.mlp))
+    return blocks
+
+
+def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[SelfAttention, Tensor]]:
+    """Each block's attention and its input, (images, N, d)."""
+    x = model.tokens(images)
+    for block, attention, _ in blocks_of(model):
+        yield attention, block.norm1(x)
         x = block(x)

@@ -36,7 +36,7 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRe
     """
     for path in sorted((base / RUNS).glob(f"{study}/*/*/{RECORD}")):
         run = Run.at(path.parent)
-        yield run, run.record()
+        yield run, run.ended_record()
 
 
 def accuracy(metrics: dict) -> float:

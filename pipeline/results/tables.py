@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -104,7 +105,7 @@ def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
     return pd.concat(parts)[columns] if parts else pd.DataFrame(columns=columns)
 
 
-def as_table(name: str, value: list | dict) -> pd.DataFrame:
+def as_table(name: str, value: Any) -> pd.DataFrame:
     """Converts a value of evaluation.json to its table of MEASURED."""
     if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
         counts = np.array(value)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from scipy.stats import gmean
 
 from pipeline.config import reading
 from pipeline.config.params import Fraction, Name, NonNegativeFloat, PositiveFloat, Section
+from pipeline.core.errors import UserError
 from pipeline.statistics.verdicts import (
     MARGIN_OF_A_START,
     Verdict,
@@ -114,10 +115,10 @@ class Declared:
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
 
-    def effect(self, models: Sequence[str], weights: Sequence[float]) -> float | None:
-        """The paper's Σ wᵢ · accuracyᵢ; None if the paper lacks one of the models."""
+    def effect(self, models: Sequence[str], weights: Sequence[float]) -> float:
+        """The paper's Σ wᵢ · accuracyᵢ; NaN if the paper lacks one of the models."""
         if not set(models) <= self.accuracies.keys():
-            return None
+            return math.nan
         return sum(weight * self.accuracies[model] for weight, model in zip(weights, models, strict=True))
 
     def knows(self, models: Sequence[str]) -> bool:
@@ -138,6 +139,9 @@ class Claim(Section):
     def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
         """The verdict of each comparison, the primary one first."""
         raise NotImplementedError
+
+
+Sought = TypeVar("Sought", bound=Claim)
 
 
 class Comparison(Claim):
@@ -309,9 +313,17 @@ class ClaimsFile(Section):
     spreads: Spreads = Field(default_factory=Spreads)
 
 
-def read_claims(path: str | Path) -> dict[str, Claim]:
+def read_claims(path: str | Path) -> dict[str, AnyClaim]:
     """Reads a claims.yaml: the claims by name. Raises UserError if an entry does not fit its kind of claim."""
     return dict(_read(path).__pydantic_extra__)
+
+
+def read_claim(path: str | Path, name: str, kind: type[Sought]) -> Sought:
+    """Reads one claim. Raises UserError if there is none of this name and kind."""
+    claim = read_claims(path).get(name)
+    if not isinstance(claim, kind):
+        raise UserError(f"{path} has no claim {name} of the kind {kind.__name__.lower()}: `git checkout {path}`.")
+    return claim
 
 
 def read_spreads(path: str | Path) -> Spreads:

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 CONFIDENCE = 0.95  # of the intervals in tables
 LEAST_RUNS = 3  # for a prediction interval
 UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom, if the spread is unknown
-Samples = Sequence[Sequence[float]]
+Values = Sequence[float] | NDArray
+Samples = Sequence[Values]
 Interval = tuple[float, float]
 
 
@@ -34,15 +36,15 @@ class Summary:
     max: float
 
 
-def summary_of(values: Sequence[float]) -> Summary:
+def summary_of(values: Values) -> Summary:
     """Mean, spread and Student's t-interval of finite values: mean ± t(0.975, n − 1) std / √n."""
-    values = np.asarray(values, dtype=float)
-    n = len(values)
+    array = np.asarray(values, dtype=float)
+    n = len(array)
     if n == 0:
         return Summary(0, *[math.nan] * 6)
-    mean, std = values.mean(), values.std(ddof=1) if n > 1 else math.nan
+    mean, std = array.mean(), array.std(ddof=1) if n > 1 else math.nan
     half = quantile(CONFIDENCE, n - 1) * std / math.sqrt(n)
-    return Summary(n, *map(float, (mean, std, mean - half, mean + half, values.min(), values.max())))
+    return Summary(n, *map(float, (mean, std, mean - half, mean + half, array.min(), array.max())))
 
 
 def quantile(confidence: float, df: float) -> float:
@@ -117,18 +119,18 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
     return Estimate.of_spreads(value, [*weights, 1.0], variances, sizes) if any(variances) else Estimate(value, *UNKNOWN)
 
 
-def one_more_run(values: Sequence[float]) -> Interval:
+def one_more_run(values: Values) -> Interval:
     """Prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) for a single value."""
     low, high = t_interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 
 
-def _mean(sample: Sequence[float]) -> float:
+def _mean(sample: Values) -> float:
     """The mean, in plain Python: for a few values it is much faster than NumPy, and simulations call it often."""
     return sum(sample) / len(sample)
 
 
-def _squares(sample: Sequence[float]) -> float:
+def _squares(sample: Values) -> float:
     """Σ (x − mean)²; exactly 0 for equal values, even if their mean is rounded."""
     mean = _mean(sample)
     return sum([(value - mean) ** 2 for value in sample]) if len(set(sample)) > 1 else 0.0  # noqa: C419  a list is faster

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from scipy.special import nctdtr, stdtr
 from scipy.stats import binomtest, rankdata
 
-from pipeline.statistics.intervals import Estimate, Samples, contrast, quantile
+from pipeline.statistics.intervals import Estimate, Samples, Values, contrast, quantile
 
 REPRODUCED, CONTRADICTED = "reproduced", "contradicted"
 OPEN_SAME, OPEN_OTHER = "open, same direction", "open, other direction"
@@ -81,9 +81,7 @@ class Verdict:
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
-def judge(
-    first: Sequence[float], second: Sequence[float], *, limit: float = 0.0, side: str = "above", power: float = math.nan
-) -> Verdict:
+def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "above", power: float = math.nan) -> Verdict:
     """Judges the claim that the difference of two models, first − second, lies "above" or "below" `limit`.
 
     Args:
@@ -99,16 +97,16 @@ def judge(
     return _verdict(estimate, (low, high), _mann_whitney(shifted, other), n, limit, side, power)
 
 
-def judge_ratio(first: Sequence[float], second: Sequence[float], factor: float) -> Verdict:
+def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
     """Judges the claim that the ratio of two models, first / second, lies below a factor. Values are ≥ 0, or infinite."""
     with np.errstate(divide="ignore"):  # 0 epochs, if the first point already has the target loss
-        first, second = np.log(first), np.log(second)
-    verdict = judge(first, second, limit=math.log(factor), side="below")
+        logs = np.log(first), np.log(second)
+    verdict = judge(*logs, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
     return replace(verdict, estimate=estimate, low=low, high=high, limit=factor)
 
 
-def judge_within(first: Sequence[float], second: Sequence[float], *, margin: float) -> Verdict:
+def judge_within(first: Values, second: Values, *, margin: float) -> Verdict:
     """Judges the claim of equivalence, |first − second| < margin, by two one-sided tests (TOST)."""
     above, below = judge(first, second, limit=-margin), judge(first, second, limit=margin, side="below")
     word = max((above.word, below.word), key=_WORST.index)

@@ -50,7 +50,7 @@ class Study:
     summarise: Callable[..., dict[str, Any]]
     settings: type[Section] | None = None
     measure: Callable[..., Tables] | None = None
-    figures: dict[str, Callable[..., Figure]] = field(default_factory=dict)
+    figures: dict[str, Callable[..., Figure | None]] = field(default_factory=dict)
     trainings: Callable[..., list[Request]] | None = None
     read: Callable[..., Tables] | None = None
     watch: Callable[..., list[dict[str, float]]] | None = None
@@ -79,8 +79,8 @@ def get(name: str) -> Study:
     return importlib.import_module(f"{__name__}.{wing(name)}.{name}").STUDY
 
 
-def settings(name: str) -> Section | None:
-    """The section of a study, of the params.yaml of its wing.
+def settings(name: str) -> Any:
+    """The section of a study, of the params.yaml of its wing, as its `Settings`; None if it has no section.
 
     Raises:
         UserError: it is missing or not as the study's schema says.

@@ -1,6 +1,7 @@
 """Parts of figures: panels side by side above one legend, logarithmic axes, labels at lines' ends."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.config.looks import INK, LINE_WIDTH, PALETTE
 
-EXPECTED = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
+EXPECTED: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
@@ -45,19 +46,22 @@ def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, wi
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
     """Labels each line at its last point, for lines that end at the same x. Labels stay `gap` of the axes' height apart."""
-    axes.get_figure().draw_without_rendering()  # settles the limits
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # settles the limits
     to_axes, labels = axes.transData + axes.transAxes.inverted(), []
-    for line in (line for line in axes.lines if not line.get_label().startswith("_")):
-        end = to_axes.transform(line.get_xydata()[np.isfinite(line.get_ydata())][-1])
-        options = {"va": "center", "fontsize": 8, "color": line.get_color(), "annotation_clip": False}
+    for line in (line for line in axes.lines if not str(line.get_label()).startswith("_")):
+        x, y = (np.asarray(values, float) for values in line.get_data())
+        end = to_axes.transform((x[np.isfinite(y)][-1], y[np.isfinite(y)][-1]))
+        options: dict[str, Any] = {"va": "center", "fontsize": 8, "color": line.get_color(), "annotation_clip": False}
         options |= {"xycoords": "axes fraction", "xytext": (4, 0), "textcoords": "offset points"}
-        labels.append(axes.annotate(line.get_label(), end, **options))
+        labels.append(axes.annotate(str(line.get_label()), (end[0], end[1]), **options))
     spans = {label: label.get_window_extent().intervalx for label in labels}
     labels.sort(key=lambda label: label.xy[1])
     for _, (below, above) in itertools.product(range(50), itertools.combinations(labels, 2)):
         if max(spans[below][0], spans[above][0]) < min(spans[below][1], spans[above][1]):
             push = max(0.0, gap - (above.xy[1] - below.xy[1])) / 2
-            below.xy, above.xy = below.xy - np.array([0, push]), above.xy + np.array([0, push])
+            below.xy, above.xy = (below.xy[0], below.xy[1] - push), (above.xy[0], above.xy[1] + push)
 
 
 def ramp(count: int) -> list[tuple[float, ...]]:

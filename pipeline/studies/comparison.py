@@ -10,6 +10,7 @@ in this list:
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from pydantic import Field
 
@@ -41,9 +42,9 @@ class Settings(Section):
                 yield name, (training.variant, training.set, seed)
 
 
-def study(**parts) -> Study:
+def study(**parts: Any) -> Study:
     """A `Study` that trains and reads what its section lists."""
-    return Study(**{"settings": Settings, "trainings": trainings, "read": read} | parts)
+    return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 
 def trainings(settings: Settings, lab: Lab) -> list[Request]:

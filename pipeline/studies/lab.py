@@ -114,12 +114,13 @@ def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAt
         For each layer its key ({"source": variant, "layer": from 1 on}), the module, and its input for the first
             `LAYER_IMAGES` test images, (images, N, d).
     """
-    layers = []
+    layers: list[tuple[dict, OrthogonalSelfAttention, Tensor]] = []
     for variant in ORTHOGONAL:
         config = lab.config(variant)
         images = lab.images(config.data.pixel_scaling)[0][:LAYER_IMAGES]
         inputs = attention_inputs(lab.model(config, seed).double(), images)
         for number, (attention, x) in enumerate(inputs, 1):
+            assert isinstance(attention, OrthogonalSelfAttention)
             layers.append(({"source": variant, "layer": number}, attention.requires_grad_(False), x))
     return layers
 

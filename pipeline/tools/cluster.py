@@ -116,8 +116,8 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 def ship(sources: set[str], path: Path) -> str:
     """Writes an archive with code, parameters and data, and returns its digest. Uncompressed: the data are compressed."""
     with zipfile.ZipFile(path, "w") as archive:
-        for name in (*SHIPPED, *map(idx.folder, sorted(sources))):
-            for file in sorted(Path(name).rglob("*")) if Path(name).is_dir() else [Path(name)]:
+        for path_or_folder in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
+            for file in sorted(path_or_folder.rglob("*")) if path_or_folder.is_dir() else [path_or_folder]:
                 if file.is_file() and "__pycache__" not in file.parts:
                     archive.write(file)
     return files.sha256(path)

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def at_once(per_gpu: int) -> int:
 # progress
 
 
-def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
+def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
     """Passes on the runs that have ended, and prints a line for each. After every wait, also without a new run, it shows the
     progress of all trainings and the time left."""
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
@@ -155,7 +155,7 @@ def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> It
         for ended in itertools.chain([[]], finished):
             for run in ended:
                 del left[str(run)]
-                estimates.add(run.record())
+                estimates.add(run.ended_record())
             standing = [progress(*job, estimates) for job in left.values()]
             shown = max(shown, epochs - sum(number for number, _ in standing))
             bar.n = len(jobs) - len(standing)
@@ -166,7 +166,7 @@ def follow(jobs: list[Job], finished: Iterator[list[Run]], at_a_time: int) -> It
             for run in ended:
                 metrics = run.metrics()
                 result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                tqdm.write(f"{run}: {result} after {times.spent(run.record())}; {bar.postfix}", file=sys.stderr)
+                tqdm.write(f"{run}: {result} after {times.spent(run.ended_record())}; {bar.postfix}", file=sys.stderr)
             if ended:
                 yield ended
 
@@ -198,9 +198,10 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
 def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
     """The time left for runs of these durations, `at_a_time` at once, `since` seconds after the forecast; unknown once the
     forecast has passed."""
-    if None in seconds:
+    known = [each for each in seconds if each is not None]
+    if len(known) < len(seconds):
         return "time left unknown"
-    left = max(sum(seconds) / max(1, at_a_time), *seconds, 0) - since  # at least the longest run
+    left = max(sum(known) / max(1, at_a_time), *known, 0) - since  # at least the longest run
     return f"{times.duration(left)} left" if left >= 0 else "time left unknown"
 
 
@@ -252,12 +253,13 @@ def commit(runs: list[Run]) -> list[str]:
 # here
 
 
-def train_here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
+def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
     """Trains on this machine, `at_a_time` runs at once. Yields the runs that have ended, sometimes none. An interrupt ends
     all trainings."""
     import torch
 
-    count, free = torch.cuda.device_count(), queue.SimpleQueue()
+    count = torch.cuda.device_count()
+    free: queue.SimpleQueue[str | int | None] = queue.SimpleQueue()
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     for i in range(at_a_time):
         free.put((given[:count] or range(count))[i % count] if count else None)
@@ -291,7 +293,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Iterator[list[Run]]:
             raise
 
 
-def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Iterator[list[Run]]:
+def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[list[Run]]:
     """Trains on a cluster. Yields the runs that have ended and sent their files, sometimes none."""
     with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
         yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)

@@ -33,7 +33,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
     """True if a run is current, was trained on the present data, and, in Table 2, has its weights for the evaluation."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
-    return run.record().data_sha256 == source_digest(config.data.source)
+    return run.ended_record().data_sha256 == source_digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
@@ -96,8 +96,15 @@ def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
         RuntimeError: the process fails.
     """
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", **environment}
-    streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
-    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=settings, **streams) as process:
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=settings,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+    ) as process:
         PROCESSES.add(process)
         lines = process.communicate()[1].strip().splitlines()
         PROCESSES.discard(process)

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
     for group, stages in by_group(changed).items():
-        why = {}  # each reason once, in order
+        why: dict[str, None] = {}  # each reason once, in order
         for stage in stages:
             why |= dict.fromkeys(changed[stage])
         print(f"{group_label(group, stages)}: {shortened(list(why), '; ')}{estimate(stages, settings, estimates)}")
@@ -81,7 +81,8 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
     with lock_repo(repo):  # inside one lock DVC reads its files only once
         status, graph = repo.status(), repo.index.graph
-    changed, following = {}, []
+    changed: dict[str, list[str]] = {}
+    following: list[str] = []
     in_order = reversed(list(networkx.topological_sort(graph)))  # an edge leads from a stage to its dependency
     for stage in (stages := list(in_order)):
         name = stage.addressing
@@ -152,10 +153,10 @@ def estimate(stages: list[str], settings: params.Params, estimates: times.Estima
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
     """The estimated time of trainings one after another, plus `others` seconds."""
-    seconds = [estimates.of(*job) for job in trainings]
-    if None in seconds:
+    known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
+    if len(known) < len(trainings):
         return "; of unknown length"
-    whole = sum(seconds) + others
+    whole = sum(known) + others
     return f"; about {times.duration(whole)}" if whole >= 1 else ""
 
 

@@ -67,7 +67,7 @@ def repro(*options: str) -> None:
     command = [sys.executable, "-m", "dvc", "repro", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         try:
-            for line in process.stdout:
+            for line in process.stdout or ():
                 if "didn't change, skipping" not in line:
                     print(line, end="", flush=True)
         except BaseException:

@@ -151,7 +151,7 @@ def refuse_hidden(outputs: list[str]) -> None:
 
     A sparse checkout also sets skip-worktree, but its files are absent.
     """
-    hidden = {"skip-worktree": [], "assume-unchanged": []}
+    hidden: dict[str, list[str]] = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):
         tag, path = entry[0], entry[2:]
         if tag.islower() and is_output(path, outputs):

@@ -53,7 +53,7 @@ class Estimates:
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
         """For each device (None for all) and key of `_keys`: its records' seconds per `relative_cost`, ascending."""
-        paces = defaultdict(list)
+        paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
             _note(record, paces)
         return paces

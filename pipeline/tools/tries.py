@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     settings = params.load()
     before: dict[str, ResultsBySeed] = {}
     for run in of_table_2(settings):
-        if trained := load_result(run):
-            before.setdefault(run.variant, {})[run.seed] = trained
+        if record := run.record():
+            before.setdefault(run.variant, {})[run.seed] = result_of(run, record)
     lines = [HEADS]
     for name, runs in train_grid(chosen, settings).items():
         variant = next(iter(runs.values())).record.variant
@@ -73,8 +73,8 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
         key, equals, values = option.partition("=")
         axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # commas outside brackets
     jobs = {}
-    for model, *values, seed in itertools.product(models, *axes, seeds):
-        run = Run(model, seed, TRIES, params.parse_overrides(values))
+    for model, changes, seed in itertools.product(models, itertools.product(*axes), seeds):
+        run = Run(model, seed, TRIES, params.parse_overrides(list(changes)))
         jobs[str(run)] = (run, params.resolve(settings, model, run.overrides))
     return list(jobs.values())
 
@@ -102,19 +102,17 @@ def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, Result
     found: dict[str, ResultsBySeed] = {}
     for run, _ in jobs:
         name = " ".join([run.variant, *(each for each in options[run.name] if each not in common)])
-        found.setdefault(name, {})[run.seed] = load_result(run)
+        found.setdefault(name, {})[run.seed] = result_of(run, run.ended_record())
     return found
 
 
-def load_result(run: Run) -> Trained | None:
-    """The record and the accuracy of a run; None if no training of it has ended."""
-    record = run.record()
-    return Trained(record, accuracy(run.metrics())) if record else None
+def result_of(run: Run, record: RunRecord) -> Trained:
+    return Trained(record, accuracy(run.metrics()))
 
 
 def parameters(record: RunRecord) -> dict[str, str]:
     """The parameters of a run by key, with the digest of its data and its `osa.NUMERICS`."""
-    found = {}
+    found: dict[str, str] = {}
     for section, values in record.config.model_dump(mode="json", exclude_defaults=True).items():
         found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
     return found | {"data": record.data_sha256[:8], "numerics": as_yaml(record.numerics)}

@@ -48,8 +48,8 @@ def address() -> str:
     An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains one, the path is relative.
     """
     path = root() / "mlflow.db"
-    path = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
-    return os.environ.get(URI_VARIABLE) or f"sqlite:///{path}"
+    quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
+    return os.environ.get(URI_VARIABLE) or f"sqlite:///{quoted}"
 
 
 def database() -> Path | None:
@@ -82,7 +82,7 @@ def move_along(old: str) -> None:
     import sqlalchemy
 
     new = artifacts()
-    if database() is None or old == new or not old.endswith(f"/{ARTIFACTS}"):
+    if database() is None or new is None or old == new or not old.endswith(f"/{ARTIFACTS}"):
         return
     if _path(old).exists() and not _path(new).exists():
         return  # only the database was copied

@@ -98,7 +98,7 @@ def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> 
 
 def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> None:
     """Logs the trained models of finished runs that lack one in MLflow."""
-    runs = {}
+    runs: dict[str, Run] = {}
     for family in experiment.search({training.family for training in trainings}).values():
         runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name wins
     left = []
@@ -208,7 +208,8 @@ class Family:
         """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2 only runs with
         the configuration in params.yaml count, if there are any."""
         listed = children.keys() & self._listed(children)
-        newest, current = {}, set()
+        newest: dict[str, str] = {}
+        current: set[str] = set()
         for run in self.runs:
             if run.info.status == "RUNNING":
                 current.add(run.info.run_id)

@@ -46,9 +46,9 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"port {port} cannot be used ({error}): choose another, as in `PORT=5001 make ui`.") from None
     command = ["-m", "pipeline.tracking.ui", "server", "--host", "127.0.0.1", "--port", str(number), "--workers", "1"]
-    command += ["--no-serve-artifacts", "--default-artifact-root", store.artifacts()]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, *command], start_new_session=True, **quiet), number
+    command += ["--no-serve-artifacts", "--default-artifact-root", str(store.artifacts())]
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen([sys.executable, *command], start_new_session=True, stdout=quiet, stderr=quiet), number
 
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:

@@ -66,7 +66,7 @@ class _State:
         self.copies = {key: tensor.clone() for key, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[tuple, Tensor]:
-        tensors = {("model", name): tensor for name, tensor in self.model.state_dict().items()}
+        tensors: dict[tuple, Tensor] = {("model", name): tensor for name, tensor in self.model.state_dict().items()}
         for which, optimizer in enumerate(self.optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {(which, index, name): tensor for name, tensor in state.items()}

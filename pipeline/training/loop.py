@@ -38,7 +38,7 @@ def configure_torch() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs a pass over memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # aids debugging, at a pass over memory
     torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
 
@@ -66,8 +66,8 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
         generator = random_stream(seed, f"perturbation/{draw}")
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= 1 + PERTURBATION * torch.randn(parameter.shape, generator=generator)
-    if config.variant.keep:
+                parameter.mul_(1 + PERTURBATION * torch.randn(parameter.shape, generator=generator))
+    if config.variant.keep and config.variant.keep_by:
         orthogonal.constrain_(model, config.variant.keep, config.variant.keep_by)
     return model
 
@@ -103,12 +103,12 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
     adamw = torch.optim.AdamW(
         groups([each for each in named if not for_muon(*each)]),
         lr=train.learning_rate,
-        betas=tuple(train.betas),
+        betas=(train.betas[0], train.betas[1]),
         eps=train.eps,
         fused=True,
         capturable=device.type == "cuda",  # keeps the step count on the device, where a graph can update it
     )
-    optimizers = [adamw]
+    optimizers: list[torch.optim.Optimizer] = [adamw]
     if matrices:
         optimizers.append(torch.optim.Muon(groups(matrices), lr=train.learning_rate, adjust_lr_fn="match_rms_adamw"))
     return optimizers
@@ -179,8 +179,8 @@ class Training:
         self.config, self.seed, self.device = config, seed, device
         self.data = load_data(config, device)
         self.model = build_model(config, seed).to(device)
-        retracted = config.variant.keep_by == orthogonal.RETRACTION
-        self.constraint = orthogonal.StiefelConstraint(self.model, config.variant.keep) if retracted else None
+        keep = config.variant.keep if config.variant.keep_by == orthogonal.RETRACTION else None
+        self.constraint = orthogonal.StiefelConstraint(self.model, keep) if keep else None
         self.optimizers = make_optimizers(self.model, config, device)
         self.with_graph = device.type == "cuda"
         self.graphed: GraphedStep | None = None  # recorded at the first step
@@ -252,7 +252,8 @@ class Training:
         if self.with_graph and not self.graphed and len(labels) == self.config.train.batch_size:
             self._record_graph(images, labels)
         if self.graphed and self.graphed.images.shape == images.shape:
-            return self.graphed(images, labels)
+            loss, correct = self.graphed(images, labels)
+            return loss, correct
         return self.eager_step(images, labels)
 
     def _record_graph(self, images: Tensor, labels: Tensor) -> None:
@@ -266,13 +267,15 @@ class Training:
     def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """`step` without a graph. Minimises the cross-entropy plus the penalty, but returns the cross-entropy alone."""
         variant = self.config.variant
-        if variant.penalty:
+        if variant.penalty and variant.penalty_weight is not None:
             logits, penalty = with_penalty(self.model, images, variant.penalty)
+            loss = F.cross_entropy(logits, labels)
+            whole = loss + variant.penalty_weight * penalty
         else:
             logits = self.model(images)
-        loss = F.cross_entropy(logits, labels)
+            whole = loss = F.cross_entropy(logits, labels)
         self.model.zero_grad()
-        (loss + variant.penalty_weight * penalty if variant.penalty else loss).backward()
+        whole.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip_grad_norm)
         with self.constraint.project_step() if self.constraint else nullcontext(), self._scheduled():
             for optimizer in self.optimizers:

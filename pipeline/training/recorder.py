@@ -23,7 +23,7 @@ from tqdm import tqdm
 from osa import NUMERICS
 from pipeline.config import records
 from pipeline.config.params import USER_FOLDER, RunConfig
-from pipeline.config.records import RECORD, Environment, RunRecord
+from pipeline.config.records import RECORD, Environment, RunRecord, Status
 from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.training import HISTORY_COLUMNS
@@ -94,13 +94,15 @@ class Recorder(Observer):
     Other processes read the progress of a run in the scratch folder.
     """
 
+    bar: tqdm  # from `restore` on
+
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
         self.environment = Environment(**provenance.describe_environment(training.device))
         config = training.config.model_dump()
         self.run_key = run_key(config, run.seed, training.data.sha256, training.device)
         self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
-        self.times, self.bar = Times(), None
+        self.times = Times()
         self._begin()
         self._add_commit()
 
@@ -186,7 +188,7 @@ class Recorder(Observer):
             "diverged_at_step": progress.step if progress.diverged else None,
         }
 
-    def description(self, status: str, **digests: Any) -> RunRecord:
+    def description(self, status: Status, **digests: Any) -> RunRecord:
         """The record of the run: configuration, machine, times and digests."""
         times = self.times
         return RunRecord(
@@ -230,7 +232,8 @@ class Recorder(Observer):
             files.write_csv(paths["watched"], pd.DataFrame(self.times.watched))
         else:
             paths["watched"].unlink(missing_ok=True)
-        status, own = "diverged" if progress.diverged else "finished", records.digests(self.run.folder)
+        status: Status = "diverged" if progress.diverged else "finished"
+        own = records.digests(self.run.folder)
         self._spent_on("writing")
         record = self.description(status, files=own, weights=files.sha256(paths["weights"]))
         records.write_record(self.run.folder, record)

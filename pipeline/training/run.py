@@ -27,7 +27,8 @@ from pipeline.training import HISTORY_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd  # pandas and torch are slow to import, and listing runs needs neither
-    import torch
+
+    from osa.vit import VisionTransformer
 
 TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
@@ -122,6 +123,12 @@ class Run:
             records.verify({self.weights: record.weights}, path, self.command)
         return record
 
+    def ended_record(self) -> RunRecord:
+        """The record of a run that has ended. Raises UserError if no training has, or as `record`."""
+        if (record := self.record()) is None:
+            raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
+        return record
+
     def is_current(self, config: RunConfig) -> bool:
         """True if the run is complete and `matches` the configuration."""
         try:
@@ -141,13 +148,12 @@ class Run:
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
         return table
 
-    def load_model(self, config: RunConfig) -> torch.nn.Module:
+    def load_model(self, config: RunConfig) -> VisionTransformer:
         """The trained model. Raises UserError if the weights are absent, or do not match the record."""
         if not self.weights.exists():
             there = f"`git checkout {shlex.quote(str(self.weights))}` where git has it"
             raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.")
-        if self.record() is None:
-            raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
+        self.ended_record()
         import safetensors.torch
 
         from pipeline.training.loop import build_model

@@ -34,7 +34,8 @@ def draw(
     """Standard normal query, key and value, (*batch, tokens, width or value_width): leaves that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(*batch, tokens, width), (*batch, tokens, width), (*batch, tokens, value_width)]
-    return tuple(torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
+    query, key, value = (torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes)
+    return query, key, value
 
 
 DEGENERATE = {  # query and key for which M = [Q, K] has dependent columns, from random ones

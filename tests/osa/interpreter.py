@@ -82,7 +82,8 @@ class Races:
 
     def __init__(self, *, ignores_barriers: bool = False) -> None:
         self.found, self.barriers, self.ignores_barriers = 0, 0, ignores_barriers
-        self.reads, self.writes = [], []
+        self.reads: list = []
+        self.writes: list = []
 
     @contextlib.contextmanager
     def watch(self):

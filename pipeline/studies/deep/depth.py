@@ -24,7 +24,7 @@ from pipeline.studies.deep.signals import of_tokens
 from pipeline.studies.lab import Lab
 from pipeline.training.loop import Training
 
-CLAIMS = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
+CLAIMS: tuple[str, ...] = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
 CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
 CLAIMS += ("attention_matters_at_72",)
 MLP_DRAWS = {  # OSA's runs: how the MLPs are drawn
@@ -116,7 +116,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
     """Returns the curves of a list of runs, split into runs that train and runs that fail; only finite losses."""
-    outcomes = {True: [], False: []}
+    outcomes: dict[bool, list[pd.DataFrame]] = {True: [], False: []}
     for curve in Results(tables).curves(name):
         outcomes[trains(curve["train_loss"].iloc[-1])].append(curve[np.isfinite(curve["train_loss"])])
     return list(filter(None, outcomes.values()))

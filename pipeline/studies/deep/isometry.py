@@ -84,6 +84,7 @@ def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
     """∂network/∂x at one token x (d,), (d, d)."""
     jacobian = torch.eye(len(x), dtype=x.dtype)
     for mlp in network:
+        assert isinstance(mlp, MLP)
         hidden = mlp.fc1(x).requires_grad_()  # (H,)
         with torch.enable_grad():
             activated = mlp.activation(hidden)
@@ -156,7 +157,7 @@ def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
             label = f"{'independent' if draw == 'suo' else 'isometric'}, d = {width}"
             axes.plot(sd[draw, width].loc[depths], color=colour, marker=marker, markersize=4, label=label)
     axes.set(xscale="log", yscale="log", xlabel="Blocks", ylabel="Standard deviation of log |x|²")
-    axes.set_xticks(depths, depths)
+    axes.set_xticks(depths, map(str, settings.depths))
     axes.set_xticks([], minor=True)
     axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
     axes.set_yticks([], minor=True)

@@ -10,6 +10,7 @@ several heads.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import pandas as pd
 import torch
@@ -18,6 +19,7 @@ from pydantic import Field
 from torch import Generator, Tensor
 
 from osa.init import stiefel_uniform
+from osa.options import KernelKind
 from osa.shaped.matrices import attention_between, signal_preserving_attention
 from osa.shaped.schedules import (
     KERNEL_KINDS,
@@ -29,12 +31,12 @@ from osa.shaped.schedules import (
 )
 from pipeline.config.looks import look_of
 from pipeline.config.params import Fraction, PositiveFloat, PositiveInt, Section, Seeds
-from pipeline.results.measures import effective_rank, exponential, mean_cosine, skew
+from pipeline.results.measures import blocks_of, effective_rank, exponential, mean_cosine, skew
 from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
 
-ROWS = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # rows of Figure 7, in its order
+ROWS: tuple[str, ...] = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # as in Figure 7
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
 LINES = {  # lines of the figure: a label, and the model that lends its colour and style
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
@@ -149,7 +151,12 @@ def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
 
 def attending(matrices: Iterable[Tensor]) -> list[KernelMap]:
     """Returns the map Σ ← A Σ Aᵀ of each matrix."""
-    return [lambda kernel, a=matrix: a @ kernel @ a.mT for matrix in matrices]
+    return [partial(attended, matrix) for matrix in matrices]
+
+
+def attended(matrix: Tensor, kernel: Tensor) -> Tensor:
+    """Returns A Σ Aᵀ."""
+    return matrix @ kernel @ matrix.mT
 
 
 def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
@@ -164,10 +171,12 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
     n, depth = settings.tokens, settings.depths[-1]
     steps = softmax_rows(alibi(n, settings.heads), settings.shortcut) | {"vskipinit": lambda kernel: kernel}
     made = {name: through(first, [step] * depth) for name, step in steps.items()}
-    for name, kernel, last in (("uspa", "uniform", settings.rho), ("espa", "exponential", settings.gamma)):
-        for suffix, causal in (("", True), ("_root", False)):
-            options = {"causal": causal, "repeated": 1 / settings.types, "cls_index": 0}
-            made[name + suffix] = through(first, attending(signal_preserving_attention(kernel, n, depth, last, **options)))
+    forms: tuple[tuple[str, KernelKind, float], ...]
+    forms = (("uspa", "uniform", settings.rho), ("espa", "exponential", settings.gamma))
+    for name, form, last in forms:
+        attention = partial(signal_preserving_attention, form, n, depth, last, repeated=1 / settings.types, cls_index=0)
+        made[name] = through(first, attending(attention(causal=True)))
+        made[f"{name}_root"] = through(first, attending(attention(causal=False)))
     made["osa"] = orthogonal_stack(first, depth, settings.alpha, lab.generator(seed, "kernels/osa"))
     return {name: made[name] for name in ROWS}
 
@@ -259,8 +268,8 @@ def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         model = lab.model(config, settings.seeds[0], torch.float64)
         x = first = model.tokens(lab.images()[0][: settings.images])  # (images, N, d)
-        for block in model.blocks:
-            x = block.attention(x)
+        for _, attention, _ in blocks_of(model):
+            x = attention(x)
         ratios = x.square().sum((1, 2)) / first.square().sum((1, 2))
         yield {"layers": name, "depth": depth, "trace_change": (ratios - 1).abs().max().item()}
 
@@ -296,7 +305,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     for row, (label, model) in LINES.items():
         axes.plot(kernels[row], label=label, **look_of(model).line())
     axes.set(xlabel="Blocks", ylabel="Mean cosine", xscale="log", ylim=(0, None))
-    axes.set_xticks(settings.depths, settings.depths)
+    axes.set_xticks(settings.depths, map(str, settings.depths))
     axes.set_xticks([], minor=True)
     charts.label_ends(axes)
     return figure

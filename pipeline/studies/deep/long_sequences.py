@@ -45,8 +45,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Returns ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block of each case: means over images and heads."""
     for patch, case, seed in itertools.product(settings.patches, CASES, settings.initial_seeds):
-        changes = {"variant": {"normalise_tokens": case != "paper"}}
-        config = lab.config(OSA, changes | {"model": {"patch_size": patch}})
+        variant = {"normalise_tokens": case != "paper"}
+        config = lab.config(OSA, {"variant": variant, "model": {"patch_size": patch}})
         images = lab.images(config.data.pixel_scaling)[0][: settings.images]
         layer, x = next(attention_inputs(lab.model(config, seed, torch.float64), images))
         x, tokens = x.detach(), config.options.num_tokens
@@ -56,7 +56,7 @@ def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
         for each, weights in itertools.product(x, head_weights(layer)):
             parts = [weight.detach() for weight in weights]
             jacobian = jacobian_norm(each, parts, scale, start, settings.power_iterations)
-            sizes.append((norm(each).square().item(), skew_norm(each, *parts[:2], scale), jacobian))
+            sizes.append((norm(each).square().item(), skew_norm(each, parts[0], parts[1], scale), jacobian))
         means = dict(zip(NORM_COLUMNS, np.mean(sizes, axis=0).tolist(), strict=True))
         yield {"case": case, "tokens": tokens, "seed": seed, "alpha": alpha} | means
 

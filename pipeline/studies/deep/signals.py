@@ -8,7 +8,7 @@ fall as 1/(L ‖X‖₂²).
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from osa.constrained.penalties import attention_matrix
 from osa.init import stiefel_uniform
+from osa.modules import OrthogonalSelfAttention
 from osa.shaped.schedules import exponential_kernel, uniform_kernel
 from osa.vit import VisionTransformer
 from pipeline.config.looks import look_of
-from pipeline.config.params import PositiveInt, Section, Seeds
-from pipeline.results.measures import attention_inputs, effective_rank, gradient_norm, mean_cosine, norm
+from pipeline.config.params import Overrides, PositiveInt, Section, Seeds
+from pipeline.results.measures import attention_inputs, blocks_of, effective_rank, gradient_norm, mean_cosine, norm
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-SHAPED = {  # OSA shaped for depth without one of its changes
+SHAPED: dict[str, dict[str, Any]] = {  # OSA shaped for depth without one of its changes
     "per_head": {"joint_value_output": False},
     "gelu": {"activation": "gelu"},
     "tokens": {"normalise_tokens": False},
@@ -65,7 +66,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     gradient."""
     blocks, wholes = [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
-        changes = {"model": {"depth": depth}} | ({"variant": SHAPED[name]} if name in SHAPED else {})
+        changes: Overrides = {"model": {"depth": depth}, "variant": SHAPED.get(name, {})}
         config = lab.config("osa_shaped" if name in SHAPED else name, changes)
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
         model = lab.model(config, seed, torch.float64)
@@ -150,8 +151,8 @@ def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
         model = lab.model(config, settings.seeds[0], torch.float64)
         generator = lab.generator(settings.seeds[0], "signals/tokens")
         x = math.sqrt(width) * stiefel_uniform(width, n, generator=generator, dtype=torch.float64).mT[None]
-        for block in model.blocks:
-            x = block.attention(x)
+        for _, attention, _ in blocks_of(model):
+            x = attention(x)
         kernel = (x @ x.mT / width)[0]
         if variant == "osa_shaped":
             error = abs(kernel.trace().item() / n - 1)
@@ -177,7 +178,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Returns the α that doubles the first block's gradient against a small α, over depth, and over ‖X‖₂² by other
     patches."""
-    sizes = [("depth", depth, None) for depth in settings.alpha_depths]
+    sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
         changes = {"depth": depth} | ({"patch_size": patch} if patch else {})
@@ -214,13 +215,15 @@ def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
     ⟨U, X_L⟩ is a random linear function of all tokens; a loss would saturate and weight images differently.
     """
     model.zero_grad()
+    blocks = blocks_of(model)
     with torch.no_grad():
-        for block in model.blocks:
-            block.attention.alpha.fill_(alpha)
+        for _, attention, _ in blocks:
+            assert isinstance(attention, OrthogonalSelfAttention)
+            attention.alpha.fill_(alpha)
     (nn.Sequential(*model.blocks)(model.tokens(images)) * cotangent).sum().backward()
-    first = model.blocks[0]
-    layers = (first.attention.value, first.attention.out, first.mlp.fc1, first.mlp.fc2)
-    return torch.stack([layer.weight.grad.norm() for layer in layers]).norm().item()
+    _, attention, mlp = blocks[0]
+    gradients = [layer.weight.grad for layer in (attention.value, attention.out, mlp.fc1, mlp.fc2)]
+    return torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm().item()
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:

@@ -12,8 +12,8 @@ from pipeline.studies.deep import CLAIMS_FILE
 from pipeline.studies.lab import Lab
 
 BASELINES = ("vit", "vit_noskip_nonorm", "osa_exact")  # runs of the study first_reading
-CLAIMS = ("espa_fastest", "espa_skip_matches_default", "softmax_skip_matches_default", "softmax_skip_needs_norm")
-CLAIMS += ("osa_not_below_espa", "iso_helps_six_blocks", "osa_not_below_rival")
+CLAIMS: tuple[str, ...] = ("espa_fastest", "espa_skip_matches_default", "softmax_skip_matches_default")
+CLAIMS += ("softmax_skip_needs_norm", "osa_not_below_espa", "iso_helps_six_blocks", "osa_not_below_rival")
 CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_above_gaussian")
 
 

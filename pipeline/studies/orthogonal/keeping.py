@@ -23,8 +23,8 @@ from pipeline.training import loop
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
 OF_TRAINING = 0.5  # part of the training whose lowest loss is the target when speed is compared
-CLAIMS = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough", "rotations_are_enough")
-CLAIMS += ("rotations_replace_norm", "muon_speeds", "muon_helps")
+CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
+CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")
 DRAWN = {  # lines of the figure
     "osa_watched": "free",
@@ -42,8 +42,8 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
     if keep:
         weights = [w.double().cpu() for w in StiefelConstraint(training.model, keep).weights()]
         error = max(measures.orthogonality_error(w).max().item() for w in weights)
-    for layer, block in enumerate(training.model.blocks, 1):
-        heads = [[w.detach().double().cpu() for w in head] for head in measures.head_weights(block.attention)]
+    for layer, (_, attention, _) in enumerate(measures.blocks_of(training.model), 1):
+        heads = [[w.detach().double().cpu() for w in head] for head in measures.head_weights(attention)]
         products = torch.stack([value @ out for _, _, value, out in heads])  # (h, d, d)
         width = heads[0][0].shape[1]
         layer_kappa = measures.condition(torch.linalg.svdvals(products.sum(0)), rank=products.shape[-1])

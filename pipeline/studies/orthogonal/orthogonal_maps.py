@@ -7,7 +7,7 @@ of the distance from 0.
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pydantic import Field
 
+from osa.constrained.names import Map
 from osa.constrained.orthogonal import MAPS
 from pipeline.config.looks import PALETTE
 from pipeline.config.params import Section, Seeds
@@ -24,7 +25,7 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-EXPONENTIAL = "exponential"  # reference of the other maps
+EXPONENTIAL: Map = "exponential"  # reference of the other maps
 ANGLES = {  # angle of Q(X) for n = 2, by x = X₂₁
     "givens": lambda x: x,
     "exponential": lambda x: x,
@@ -85,7 +86,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))
     rows = {}
     for name in MAPS:
-        own = {"angle": check(float(plane.loc[plane["map"] == name, "error"].max()), TOLERANCE)} if name in ANGLES else {}
+        own: dict[str, Any] = {}
+        if name in ANGLES:
+            own["angle"] = check(float(plane.loc[plane["map"] == name, "error"].max()), TOLERANCE)
         if name in ERROR_ORDERS:
             error = float((slopes[name] - ERROR_ORDERS[name]).abs().max())
             own |= {"order": ERROR_ORDERS[name], "slope": check(error, SLOPE_TOLERANCE)}
@@ -97,7 +100,9 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Draws the angle in the plane, and the distance from the exponential for the largest n."""
     plane, apart = tables["plane"], tables["apart"]
     figure, (left, right) = charts.panels(2, 3.6)
-    style = {name: {"color": COLOURS[name], "linestyle": (0, (5, 5)) if name in DASHED else "-"} for name in MAPS}
+    style: dict[str, dict[str, Any]] = {
+        name: {"color": COLOURS[name], "linestyle": (0, (5, 5)) if name in DASHED else "-"} for name in MAPS
+    }
     for name, own in plane.groupby("map", sort=False):
         left.plot(own["x"], own["angle"], linewidth=1.8, **style[name])
     for half_turn in (-math.pi, math.pi):

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from osa.constrained.penalties import AM, LA, LF, gram_penalty, head_penalty, mlp_penalty, projection_penalty
+from osa.modules import MLP, SelfAttention
 from osa.vit import VisionTransformer
 from pipeline.config.params import PositiveInt, Section, Seeds
-from pipeline.results.measures import attention_inputs
+from pipeline.results.measures import attention_inputs, blocks_of
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
@@ -42,9 +43,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Returns ‖∇‖₂ over all parameters, of the cross-entropy and of each penalty summed over blocks."""
-    inputs = list(zip(model.blocks, (x for _, x in attention_inputs(model, images)), strict=True))
+    blocks = [block for block, _, _ in blocks_of(model)]
+    inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}
-    losses |= {name: sum(term(block, x) for block, x in inputs) for name, term in TERMS.items()}
+    losses |= {name: sum((term(block, x) for block, x in inputs), torch.zeros(())) for name, term in TERMS.items()}
     return {name: norm_of_gradient(loss, model) for name, loss in losses.items()}
 
 
@@ -71,12 +73,12 @@ def attention_row(a: Tensor) -> dict[str, float]:
     return {"penalty": penalty.item()} | {name: values.mean().item() for name, values in means.items()}
 
 
-def weight_row(block: nn.Module) -> dict[str, float]:
+def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
     return {
-        "projections": projection_penalty(block.attention).item(),
-        "separate": projection_penalty(block.attention, separate=True).item(),
-        "heads": head_penalty(block.attention).item(),
-        "mlp": mlp_penalty(block.mlp).item(),
+        "projections": projection_penalty(attention).item(),
+        "separate": projection_penalty(attention, separate=True).item(),
+        "heads": head_penalty(attention).item(),
+        "mlp": mlp_penalty(mlp).item(),
     }
 
 

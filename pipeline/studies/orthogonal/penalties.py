@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from scipy.stats import gmean
-from torch import nn
 
 from osa.constrained.penalties import attention_matrix
+from osa.modules import MLP, SelfAttention
 from pipeline.config.looks import PALETTE, look_of
-from pipeline.results.measures import attention_inputs, condition, effective_rank, norm
+from pipeline.results.measures import attention_inputs, blocks_of, condition, effective_rank, norm
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, charts, check, comparison
@@ -38,9 +38,9 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
     model, images = copy.deepcopy(training.model).cpu().double(), training.data.test_images[:IMAGES].cpu().double()
     generator = loop.random_stream(0, "penalties/noise")
     noisy = images + NOISE * torch.randn(images.shape, generator=generator, dtype=images.dtype)
-    inputs = zip(model.blocks, attention_inputs(model, images), attention_inputs(model, noisy), strict=True)
+    inputs = zip(blocks_of(model), attention_inputs(model, images), attention_inputs(model, noisy), strict=True)
     rows, accuracies = [], under_noise(training)
-    for layer, (block, (attention, x), (_, y)) in enumerate(inputs, 1):
+    for layer, ((_, attention, mlp), (_, x), (_, y)) in enumerate(inputs, 1):
         a = attention_matrix(attention, x)
         change = (attention_matrix(attention, y) - a).norm(dim=-1)  # change of each row
         query, key, _ = attention.project(x)
@@ -49,13 +49,12 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
         row |= {"keys": norm(key).median().item(), "worst": worst_ratios(query[:FEW], key[:FEW]).max().item()}
         spectra = torch.linalg.eigvalsh(x @ x.mT).clamp(min=0)  # rounding may leave it below 0
         row |= {"tokens_rank": float(np.mean([effective_rank(values) for values in spectra]))}
-        rows.append(row | attention_numbers | weight_row(block) | spectral_row(block) | accuracies)
+        rows.append(row | attention_numbers | weight_row(attention, mlp) | spectral_row(attention, mlp) | accuracies)
     return rows
 
 
-def spectral_row(block: nn.Module) -> dict[str, float]:
-    """Returns ‖W‖₂ and κ(W): geometric means over the block's six matrices."""
-    attention, mlp = block.attention, block.mlp
+def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
+    """Returns ‖W‖₂ and κ(W): geometric means over a block's six matrices."""
     layers = (attention.query, attention.key, attention.value, attention.out, mlp.fc1, mlp.fc2)
     values = [torch.linalg.svdvals(layer.weight) for layer in layers]
     norms, kappas = [each[0].item() for each in values], [condition(each, rank=len(each)) for each in values]

@@ -44,8 +44,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
             if scale is None:
                 softmax += [identity | row for row in softmax_ratios(query, key, generator)]
             if scale is not None or identity["source"] == GAUSSIAN:
-                scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-                orthogonal += [identity | row for row in orthogonal_rows(query, key, scale, generator)]
+                own = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+                orthogonal += [identity | row for row in orthogonal_rows(query, key, own, generator)]
     return {"softmax": pd.DataFrame(softmax), "orthogonal": pd.DataFrame(orthogonal), "attained": attained()}
 
 

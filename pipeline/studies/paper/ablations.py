@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline import studies
 from pipeline.config import params
-from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.claims import Comparison, Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
@@ -33,9 +33,10 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
-    summary = {"has_baselines": has_baselines(lab), "rows": []}
+    summary: dict[str, Any] = {"has_baselines": has_baselines(lab), "rows": []}
     for rule in CLAIMS if summary["has_baselines"] else ():
         claim = claims[rule]
+        assert isinstance(claim, Comparison)
         if not whole.issuperset(claim.models):
             continue
         for pair, verdict in zip(claim.compare, claim.judge(results).values(), strict=True):

@@ -9,7 +9,7 @@ import math
 import random
 import re
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from osa.functional import orthogonal_attention
 from osa.linalg import EPSILON, newton_schulz_gram, phi1_times
+from osa.options import Method
 from osa.reference import newton_schulz_basis, qr_basis
 from pipeline.benchmarks import cost
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call
@@ -37,7 +38,7 @@ from pipeline.studies.lab import Lab
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 KEYS = ["sweep", "part", "pass"]
 TIMED = ("tokens", "widths")  # the sweeps that are timed
-METHODS = {  # attention by each method, named as the model that has it
+METHODS: dict[str, Method] = {  # attention by each method, named as the model that has it
     "osa_qr": "qr",
     "osa_ns": "newton_schulz",
     "osa_exact": "exact",
@@ -214,7 +215,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     operations of Eq. 7 and 6 when S and A are formed. Crossings and ratios are of a forward and a backward pass.
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
-    components = [
+    components: list[dict[str, Any]] = [
         {"part": part, "order": orders[name], "slopes": slopes(counts, part, FORWARD)} for part, name in ORDERS.items()
     ]
     whole = [(slopes(counts, part, direction), orders["osa"]) for part, direction in itertools.product(OSA, (FORWARD, BOTH))]
@@ -236,7 +237,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
     """Returns the exponents of a part's operations and memory along `JUDGED`; NaN for fewer than three sizes."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
-    exponents = {name: {} for name in QUANTITIES.values()}
+    exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
         rows = own[own["sweep"] == sweep].tail(FIT_POINTS)
         fits = len(rows) >= 3

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pipeline import studies
 from pipeline.config.params import Name, PositiveFloat
-from pipeline.statistics.claims import NOTHING, Accuracy, Results, read_claims
+from pipeline.statistics.claims import NOTHING, Accuracy, Results, read_claim
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import LEVEL, Verdict, power_of_ranks
 from pipeline.studies import Tables, comparison
@@ -29,9 +29,13 @@ class Settings(comparison.Settings):
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """The power of the comparison, and once all runs are there their accuracies and the verdict."""
-    claim = read_claims(CLAIMS_FILE)[CLAIM]
+    claim = read_claim(CLAIMS_FILE, CLAIM, Accuracy)
     sizes = [len(training.seeds) for training in settings.runs.values()]
-    summary = {"power": powers(claim, settings.spreads, settings.differences, sizes), "rows": [], "verdict": None}
+    summary: dict[str, Any] = {
+        "power": powers(claim, settings.spreads, settings.differences, sizes),
+        "rows": [],
+        "verdict": None,
+    }
     results = Results(tables)
     if verdict := judge(claim, results):
         rows = [{"variant": name, "accuracy": summary_of(results.accuracies(name))} for name in settings.runs]
@@ -43,7 +47,7 @@ def verdict(lab: Lab) -> Verdict | None:
     """The verdict for another study; None until all runs are there."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
-    return judge(read_claims(CLAIMS_FILE)[CLAIM], Results(tables))
+    return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:

@@ -8,6 +8,7 @@ It takes one core an hour and a half, so no DVC stage runs it: `python -m pipeli
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 import torch
@@ -15,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from osa.functional import orthogonal_attention_matrix
+from osa.modules import OrthogonalSelfAttention
 from osa.reference import skew
 from pipeline.config.looks import look_of
 from pipeline.config.params import PositiveInt
@@ -67,6 +69,7 @@ def extremes(training: Training) -> dict[str, float]:
     """Returns the largest ‖S‖₂, largest ‖A‖₂ and smallest σ_min(A) over layers, heads and the watched images."""
     norms, largest, smallest = [], [], []
     for layer, x in attention_inputs(training.model, training.data.test_images[:LAYER_IMAGES]):
+        assert isinstance(layer, OrthogonalSelfAttention)
         query, key, _ = layer.project(x)  # (images, heads, N, d_v)
         a = orthogonal_attention_matrix(query, key, scale=layer.scale(), **layer.options).double()
         values = torch.linalg.svdvals(a)  # (images, heads, N)
@@ -90,10 +93,11 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
     `failing` and `failing_double` are also totals.
     """
-    models, table = {}, tables["steps"]
+    models: dict[str, dict[str, Any]] = {}
+    table = tables["steps"]
     for name, training in settings.runs.items():
         own = table[table["name"] == name]
-        failing = {"float32": [], "float64": []}
+        failing: dict[str, list[int]] = {"float32": [], "float64": []}
         for (dtype, seed), run in own.groupby(["dtype", "seed"]):
             if not learns(run["loss"], settings.steps):
                 failing[dtype].append(seed)
@@ -123,7 +127,8 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     handles, single = [], tables["steps"][tables["steps"]["dtype"] == "float32"]
     for name in settings.runs:
         look = look_of(name, among=settings.runs)
-        learning, failing = [], []
+        learning: list[pd.DataFrame] = []
+        failing: list[pd.DataFrame] = []
         for _, run in single[single["name"] == name].groupby("seed"):
             (learning if learns(run["loss"], settings.steps) else failing).append(run)
         median = pd.concat(learning).groupby("step")[[*titles]].median()

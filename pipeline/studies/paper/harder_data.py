@@ -6,7 +6,7 @@ The claim is about points. Near 100 % a point is worth more, so we give the gap 
 
 from scipy.special import logit
 
-from pipeline.statistics.claims import CONTRAST_WEIGHTS, Results, read_claims
+from pipeline.statistics.claims import CONTRAST_WEIGHTS, Accuracy, Contrast, Results, read_claim
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import judge_contrast
 from pipeline.studies import Tables, comparison
@@ -21,13 +21,12 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     first = comparison.first_reading(lab)
     own, mnist, results = Results(tables), Results(first), Results(tables, first)
     models = {name: training.variant for name, training in settings.runs.items()}
-    claims = read_claims(CLAIMS_FILE)
-    footnote = claims["footnote_6"]
+    footnote = read_claim(CLAIMS_FILE, "footnote_6", Contrast)
     (gap,) = footnote.judge(results).values()
     in_log_odds = [[float(logit(value / 100)) for value in results.accuracies(model)] for model in footnote.models]
     osa = []
     for name in MATCHES:
-        claim = claims[name]
+        claim = read_claim(CLAIMS_FILE, name, Accuracy)
         for (model, _), verdict in zip(claim.compare, claim.judge(results).values(), strict=True):
             if model in models:
                 osa.append({"variant": models[model], "verdict": verdict})

@@ -54,9 +54,11 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
     """Returns the rate whose short training ends with the lowest train loss; None until all are there. A diverged training
     counts as an infinite loss."""
     requests = search_requests(settings, model, optimizer)
-    losses = {rate: comparison.last_loss(request, "train_loss", lab) for rate, request in requests.items()}
-    if None in losses.values():
-        return None
+    losses = {}
+    for rate, request in requests.items():
+        if (loss := comparison.last_loss(request, "train_loss", lab)) is None:
+            return None
+        losses[rate] = loss
     return min(losses, key=losses.__getitem__)
 
 

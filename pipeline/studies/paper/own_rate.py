@@ -13,7 +13,7 @@ from pydantic import Field
 
 from pipeline import studies
 from pipeline.config.params import Name, PositiveFloat, PositiveInt, Section, Seed, Seeds
-from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.claims import Accuracy, Results, read_claim
 from pipeline.statistics.intervals import summary_of
 from pipeline.statistics.verdicts import Verdict
 from pipeline.studies import Request, Study, Tables, comparison
@@ -59,7 +59,7 @@ def search_request(settings: Settings, model: str, rate: float) -> Request:
     return request(model, rate, settings.search_seed, held_out=settings.held_out)
 
 
-def best(losses: dict[float, float]) -> float:
+def best(losses: dict[float, Any]) -> float:
     """The rate with the lowest loss."""
     return min(losses, key=losses.__getitem__)
 
@@ -86,9 +86,9 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """The power of the comparison, and once all runs are there each model's rate, its losses by rate, and the verdict."""
-    claim, results, sizes = read_claims(CLAIMS_FILE)[CLAIM], Results(tables), [len(settings.seeds)] * 2
+    claim, results, sizes = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), [len(settings.seeds)] * 2
     power = decision.powers(claim, settings.spreads, settings.differences, sizes)
-    summary = {"power": power, "rows": [], "verdict": None}
+    summary: dict[str, Any] = {"power": power, "rows": [], "verdict": None}
     if verdict := decision.judge(claim, results):
         for model in settings.models:
             losses = searches(settings, model, lab)
@@ -104,7 +104,7 @@ def verdict(lab: Lab) -> Verdict | None:
     """The verdict for another study; None until all runs are there."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
-    return decision.judge(read_claims(CLAIMS_FILE)[CLAIM], Results(tables))
+    return decision.judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
 
 
 STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

@@ -12,6 +12,7 @@ the first reading in 1 to 3 %.
 
 import math
 from dataclasses import asdict
+from typing import Any
 
 from scipy.special import logit
 
@@ -38,7 +39,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
     """Compares a configuration's models with the paper's; returns its distance, and whether it is the recipe."""
-    models = {}
+    models: dict[str, dict[str, Any]] = {}
     for model, values in accuracies.items():
         if values:
             ours, (low, high) = summary_of(values), one_more_run(values)
@@ -46,11 +47,11 @@ def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, floa
             models[model] = {"ours": asdict(ours), "difference": ours.mean - paper[model], "is_within": is_within}
     odds = [float(logit(each["ours"]["mean"] / 100) - logit(paper[model] / 100)) for model, each in models.items()]
     distance = math.sqrt(sum(value**2 for value in odds) / len(odds)) if odds else None
-    is_complete = models.keys() == paper.keys()
+    is_complete, are_within = models.keys() == paper.keys(), all(each["is_within"] for each in models.values())
     return {
         "models": models,
         "distance": distance,
-        "is_the_recipe": is_complete and all(each["is_within"] for each in models.values()) and distance < LIMIT,
+        "is_the_recipe": is_complete and are_within and distance is not None and distance < LIMIT,
     }
 
 

@@ -7,6 +7,7 @@ accuracy may be that of one more seed, as other studies show that trained the sa
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import pandas as pd
 
@@ -85,7 +86,7 @@ def compared(pairs: Iterable[tuple[Run, EndedRun | None, EndedRun | None]]) -> p
 def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
     """Compares two trainings; accuracies in per cent, as training measured them."""
     new, old = after[0], before[0]
-    row = {"variant": run.variant, "seed": run.seed, "of": old.study}
+    row: dict[str, Any] = {"variant": run.variant, "seed": run.seed, "of": old.study}
     row["same_recipe"] = (new.config, new.numerics) == (old.config, old.numerics)
     row["same_points"] = new.files["history.csv"] == old.files["history.csv"]
     row["same_weights"] = new.weights == old.weights

@@ -34,7 +34,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     for condition, seed in itertools.product(settings.conditions, settings.seeds):
         m = matrix_with_condition(TOKENS, 2 * WIDTH, condition, generator=lab.generator(seed, f"m/{condition:g}")).float()
         value, direction = (lab.normal(seed, name, TOKENS, WIDTH).float() for name in ("value", "direction"))
-        scale = scale_for_norm(*m.double().chunk(2, dim=-1), SKEW_NORM)
+        query, key = m.double().chunk(2, dim=-1)
+        scale = scale_for_norm(query, key, SKEW_NORM)
         for method in METHODS:
             own = gradient(m, value, direction, scale.float(), method)
             dense = reference.newton_schulz_attention if method == "newton_schulz" else reference.orthogonal_attention

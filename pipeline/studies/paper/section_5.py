@@ -15,10 +15,13 @@ from pipeline.config import looks
 from pipeline.core import files
 from pipeline.statistics.claims import (
     CONTRAST_WEIGHTS,
-    Claim,
+    AnyClaim,
+    Comparison,
     Declared,
     Results,
+    Speed,
     epochs_to_reach,
+    read_claim,
     read_claims,
     read_spreads,
     target_loss,
@@ -42,7 +45,7 @@ FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training: ever
 
 def results_of(lab: Lab) -> Results:
     """Returns Table 2's runs."""
-    tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
+    tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     return Results(tables, guess_loss=math.log(lab.params.model.num_classes))
 
 
@@ -59,12 +62,13 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     }
 
 
-def judge_all(claims: dict[str, Claim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
+def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
     """Returns the verdict of each claim and comparison, and the paper's value if its Table 2 has one."""
-    declared, judged = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy), {}
+    declared = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
+    judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
         claim, judged[name] = claims[name], {}
-        models = [claim.models] if claim.kind == "drops" else claim.compare
+        models = claim.compare if isinstance(claim, Comparison) else [claim.models]
         for own, (key, verdict) in zip(models, claim.judge(results, declared).items(), strict=True):
             weights = (1, -1) if claim.kind == "accuracy" else CONTRAST_WEIGHTS.get(claim.kind)
             paper = declared.effect(own, weights) if weights else None
@@ -83,8 +87,9 @@ def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
     return judged
 
 
-def baseline(claim: Claim) -> str:
-    """Returns the model that a claim compares OSA with."""
+def baseline(claim: AnyClaim) -> str:
+    """Returns the model that a comparison compares OSA with."""
+    assert isinstance(claim, Comparison)
     return claim.compare[0][1]
 
 
@@ -101,7 +106,8 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
         The count of each verdict; the names of reproduced and of undecided comparisons; Holm's adjusted p-value of each; and
             how many hold together at a family-wise error of 5 %.
     """
-    verdicts = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY} | fresh
+    verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
+    verdicts |= fresh
     adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
     return count(verdicts.values()) | {
@@ -188,12 +194,12 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     """Draws the ratio of epochs over the train loss that both models reach, and marks where claims are judged."""
-    results, claims = results_of(lab), read_claims(CLAIMS_FILE)
+    results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None
     figure, panels = charts.panels(2, 2.7, sharey=True)
     for axes, name in zip(panels, ("osa_approaches_vit_speed", "osa_faster_than_noskip"), strict=True):
-        claim = claims[name]
+        claim = read_claim(CLAIMS_FILE, name, Speed)
         second = baseline(claim)
         for model in MODELS:
             table = epoch_ratios(results, model, second)

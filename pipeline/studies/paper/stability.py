@@ -3,7 +3,7 @@
 `osa_qr` computes the same function and never differentiates a decomposition, so its runs say nothing about this.
 """
 
-from pipeline.statistics.claims import Results, largest_rise, read_claims
+from pipeline.statistics.claims import Results, Stability, largest_rise, read_claim
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
@@ -11,7 +11,7 @@ from pipeline.studies.paper import CLAIMS_FILE
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the number of stable runs, the largest rise of train loss, and the lower 95 % bound of the stable share."""
-    results, claim = Results(tables), read_claims(CLAIMS_FILE)["qr_is_stable"]
+    results, claim = Results(tables), read_claim(CLAIMS_FILE, "qr_is_stable", Stability)
     (model,) = claim.models
     verdict = claim.judge(results)[model]
     rises = [largest_rise(curve) for curve in results.curves(model)]

@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from osa.functional import orthogonal_attention_matrix
+from osa.options import Method
 from osa.reference import skew
 from pipeline.config.params import PositiveFloat, Section, Seeds
 from pipeline.results.measures import (
@@ -62,7 +63,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     return {"errors": pd.DataFrame(rows)}
 
 
-def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: str, **options) -> list[dict]:
+def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> list[dict]:
     """A row for each precision and head, of the image with the largest error.
 
     Args:
@@ -84,7 +85,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: str
     return rows
 
 
-def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: str, **options) -> Tensor:
+def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
     """‖A − exp(S)‖₂, (...): A by `method` in the inputs' own dtype, exp(S) dense in float64 from the same inputs."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from osa.functional import orthogonal_attention
 from osa.init import stiefel_uniform
+from osa.options import Method
 from pipeline.config.params import PositiveFloat, Section, Seeds
 from pipeline.results.measures import METHODS, ORTHOGONAL, effective_rank
 from pipeline.studies import Study, Tables, charts
@@ -75,7 +76,7 @@ def _image_tokens(lab: Lab, seed: int) -> Tensor:
     return lab.model(config, seed).double().tokens(images[seed % len(images)][None])[0]
 
 
-def orthogonal_stacks(settings: Settings) -> dict[str, tuple[str, float]]:
+def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
     """Returns method and α of each stack of orthogonal attention."""
     return {f"{method}, alpha {alpha:g}": (method, alpha) for alpha, method in itertools.product(settings.alphas, METHODS)}
 

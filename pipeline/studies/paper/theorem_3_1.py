@@ -8,6 +8,7 @@ cond(M) and ‖S‖₂, and measure the layers of the models as initialised at t
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +39,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUND_COLUMNS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # the dash pattern for each condition number of M
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # the dash pattern for each condition number of M
 
 
 class Settings(Section):

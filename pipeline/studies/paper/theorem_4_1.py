@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from osa.functional import orthogonal_attention_matrix
+from osa.options import Method
 from osa.reference import skew
 from pipeline.config.params import Section, Seeds
 from pipeline.results.measures import METHODS, head, jacobian, norm, query_key_product, random_head, rounding
@@ -44,7 +45,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     return {"errors": pd.DataFrame(rows)}
 
 
-def terms_and_jacobian(x: Tensor, weights: tuple[Tensor, ...], scale: float, method: str) -> tuple[Tensor, Tensor, Tensor]:
+def terms_and_jacobian(
+    x: Tensor, weights: tuple[Tensor, ...], scale: float, method: Method
+) -> tuple[Tensor, Tensor, Tensor]:
     """J₁ and J₂ of Eq. 13, and J by automatic differentiation, (N·d, N·d) each.
 
     ∂A is the exponential's derivative in closed form. For Newton–Schulz, whose A is not exp(S), automatic differentiation

@@ -6,6 +6,7 @@ each layer, as initialised and trained, and κ(Σᵢ W^Vᵢ W^Oᵢ) of a whole l
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from osa.functional import orthogonal_attention, orthogonal_attention_matrix
+from osa.options import Method
 from osa.reference import skew
 from pipeline.config.looks import PALETTE
 from pipeline.config.params import Section, Seeds
@@ -63,7 +65,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     return {"alphas": pd.DataFrame(alphas), "layers": pd.DataFrame(layers)}
 
 
-def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: str) -> dict[str, float]:
+def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
     """Returns ‖S‖₂, ‖J₁‖₂ and the C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
 
     κ − 1 is given too: for small α the file's digits cannot tell κ from 1.
@@ -157,7 +159,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     charts.logarithmic(left, "x", "y", numticks=5)
 
     initial = tables["layers"]
-    lines = {
+    lines: dict[str, tuple[pd.Series, str, Any]] = {
         "whole layer": (_once(initial).groupby("layer")["kappa_sum"].median(), PALETTE[4], DOTTED),
         "one head": (initial[initial["source"] == MODEL].groupby("layer")["kappa"].median(), PALETTE[0], DOTTED),
     }

@@ -12,7 +12,7 @@ import pandas as pd
 
 from pipeline.benchmarks.measurements import OURS, TRAINED, measured
 from pipeline.core import files, provenance
-from pipeline.statistics.claims import NOTHING, read_claims
+from pipeline.statistics.claims import NOTHING, Speed, read_claim
 from pipeline.statistics.verdicts import Verdict
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
@@ -26,8 +26,9 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns, for each baseline and OSA model, the ratio of epochs, the least limit it keeps, and the ratio of seconds on
     each machine, NaN if the machine has not timed both."""
-    claims, results, machines, rows = read_claims(CLAIMS_FILE), results_of(lab), step_seconds(), []
-    for claim, model in itertools.product((claims[name] for name in SPEED), MODELS):
+    results, machines, rows = results_of(lab), step_seconds(), []
+    claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
+    for claim, model in itertools.product(claims, MODELS):
         second = baseline(claim)
         epochs = claim.verdict(model, second, results, NOTHING)
         if math.isfinite(epochs.estimate):

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from osa.vit import VisionTransformer
 from pipeline.config.params import PositiveInt, Section, Seeds
-from pipeline.results.measures import condition, gradient_norm, jacobian, power_iteration
+from pipeline.results.measures import blocks_of, condition, gradient_norm, jacobian, power_iteration
 from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
@@ -83,8 +83,8 @@ def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, 
     """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ without the MLPs but with the model's skips and norms; matrix-free."""
 
     def attend(x: Tensor) -> Tensor:
-        for block in model.blocks:
-            y = block.attention(block.norm1(x))
+        for block, attention, _ in blocks_of(model):
+            y = attention(block.norm1(x))
             x = x + y if block.skip else y
         return x  # (batch, N, d)
 

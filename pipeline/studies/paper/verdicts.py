@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from pipeline.config.params import PositiveInt, Section
-from pipeline.statistics.claims import Spreads, read_claims, read_spreads
+from pipeline.statistics.claims import Accuracy, Spreads, read_claims, read_spreads
 from pipeline.statistics.verdicts import CONTRADICTED, LEVEL, REPRODUCED, holm, judge
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
@@ -39,7 +39,7 @@ def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
     """The primary comparisons, each at its limit; "reproduced" if any of them is after Holm's correction."""
-    p_values = {}
+    p_values: dict[str, float] = {}
     parts = ((1, "above", declared.accuracy, normal[:3]), (-1, "below", declared.log_epochs, normal[3:]))
     for sign, side, spreads, own in parts:
         osa, *others = (
@@ -56,7 +56,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         rates = {word: Counter(words)[word] / settings.repetitions for word in (REPRODUCED, CONTRADICTED)}
         rows.append({"scenario": name, "truth": truth, "failing": failing, "n": n} | rates)
 
-    accuracies = [claims[name] for name in ABOUT_OSA if claims[name].kind == "accuracy"]
+    accuracies = [claim for name in ABOUT_OSA if isinstance(claim := claims[name], Accuracy)]
     for failing, n in itertools.product(FAILING, RUNS_OF_A_MODEL):
         for (first, second), limit in [(pair, -claim.margin_points) for claim in accuracies for pair in claim.compare]:
             normal = lab.normal(0, f"verdicts/{first}/{second}/{n}", settings.repetitions, 2, n, 2).numpy()

@@ -68,7 +68,7 @@ def _gradients(query, key, value, scale, number, grad, *options):
     inputs, output = GRAPHS.get(number.item()) or _recorded(query, key, value, scale, *options)
     with autograd_in_an_operator():
         grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)
-    return [x.clone(memory_format=torch.contiguous_format) for x in grads]  # query's and key's share memory
+    return [x.clone(memory_format=torch.contiguous_format) for x in grads]  # copies: some share memory
 
 
 def _recorded(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *options) -> tuple[list[Tensor], Tensor]:

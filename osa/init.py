@@ -199,9 +199,10 @@ def init_signal_preserving_attention_(
     """Weights whose query-key products are zero or small, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
     Args:
-        query_key: "zero_query", as in the paper, or "zero_key": this matrix is zero and the other an orthogonal draw; or
+        query_key: "zero_query", as in the paper: W^Q = 0, and W^K is an orthogonal draw; "zero_key": the reverse; or
             "small": both are orthogonal draws times 0.1.
-        value_out: draws W^V and W^O, "orthogonal", or "gaussian" from N(0, 1/d) (their Figure 9).
+        value_out: "orthogonal": W^V and W^O are each one orthogonal draw; or "gaussian": entries are drawn from N(0, 1/d)
+            (Figure 9 of He et al.).
 
     Raises:
         ValueError: query_key or value_out is unknown.

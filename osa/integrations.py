@@ -45,7 +45,7 @@ def timm_attention(
 
 
 class _PickledByCall(type):
-    """Metaclass of the classes that `_timm_class` returns. Pickle stores each as a call of it with these arguments."""
+    """Metaclass of the classes that `_timm_class` returns. Pickle stores each class as a call with `arguments`."""
 
     arguments: tuple[Method, int | None, float, float]
 
@@ -135,7 +135,7 @@ def register_with_transformers(
         raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
-    configurations: Any = PreTrainedConfig  # Any, as its type does not declare the attribute
+    configurations: Any = PreTrainedConfig  # Any: its type has no such attribute
     if not hasattr(configurations, CONFIG_KEY):
         configurations.orthogonal_attention = None
         configurations.to_dict = _with_attention(configurations.to_dict)

@@ -24,8 +24,8 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
     (1.875, -1.25, 0.375),
 )
 
-_SERIES_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that they do not cancel
-_MAX_DOUBLINGS = 14  # in a trace or on an accelerator, where ρ is not read
+_SERIES_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that little is cancelled
+_MAX_DOUBLINGS = 14  # used in a trace and on an accelerator, where ρ is not read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
 IMBALANCE = 128.0  # largest `imbalance` allowed: A = exp(S) is then orthogonal to about 100 eps max(1, ‖S‖₂)
 
@@ -255,7 +255,7 @@ def gram_factor(gram: Tensor) -> Tensor:
 
 
 def balanced(m: Tensor) -> Tensor:
-    """M T, which has the same S as M and the shortest possible columns: T is symplectic, T J Tᵀ = J.
+    """M T with the same S as M, and with columns as short as possible in each pair: T is symplectic, T J Tᵀ = J.
 
     S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. A 2×2 matrix of determinant 1 that multiplies a
     pair leaves its term unchanged. So the projection on the longer column is subtracted from the shorter one, and then one

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
-ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D; enough for singular values of 10⁻³
+ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D's, and one for singular values of 10⁻³
 EPSILON = 1e-7  # ε > 0 of Section 3, which gives no value; float32 rounds it away next to any ‖M‖_F above 2
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 

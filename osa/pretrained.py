@@ -145,7 +145,7 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
     """The type and the settings of a module, without its tensors and submodules."""
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in TRANSIENT}
     kind = parametrize.type_before_parametrizations(module)
-    if kind.__module__.startswith("torch.distributed."):  # a class that `replicate` derives
+    if kind.__module__.startswith("torch.distributed."):  # `replicate` replaces a class by a subclass
         kind = kind.__bases__[-1]
     return kind, settings
 
@@ -243,7 +243,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
             model = build_vit(**options)
         for each in names:
             check_model(each)
-    except (ValueError, TypeError, RuntimeError) as error:  # the last: nested too deep, or too large for memory
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: JSON too deep, sizes too large
         raise ValueError(f"{path} is no configuration of a model: {error}") from None
     for each in names:
         for option, value in MODELS[each].items():

@@ -40,7 +40,7 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] may be multiplied in either order: see `_is_small`
-CANCELLATION = 16.0  # S itself is used while scale · ‖Q‖_F ‖K‖_F ≤ 16 max(1, ‖S‖_F); independent entries have √(d/2) for 16
+CANCELLATION = 16.0  # largest scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used: √(d/2) for independent entries
 # eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
@@ -188,7 +188,7 @@ _ROUTES: dict[str, Callable[..., Tensor]] = {
     "polar_express": partial(_iterated, polar_express_gram),
 }
 
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # T of MᵀM, MᵀV and scale, with which A V = V + M T
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # computes T in A V = V + M T from MᵀM, MᵀV and scale
 
 
 @torch.no_grad()

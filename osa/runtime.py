@@ -42,7 +42,7 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Does what `torch.compiler.assume_constant_result` does, without the import of seconds that it causes."""
+    """Does what `torch.compiler.assume_constant_result` does, which would spend seconds on an import."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -60,7 +60,7 @@ def goes_to_onnx() -> bool:
 
 
 def known(size: int) -> int:
-    """Returns the size as an int even in a trace, which is then repeated for each size: the length of a range is an int."""
+    """Returns the size as an int even in a trace, since a range has a plain length. Each size is then traced again."""
     return len(range(size))
 
 
@@ -70,7 +70,7 @@ def has_values(x: Tensor) -> bool:
 
 
 def is_captured(x: Tensor) -> bool:
-    """True while a CUDA graph records the operations on x and runs none."""
+    """True while a CUDA graph captures the operations on x instead of running them."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -150,7 +150,7 @@ def _ieee_products() -> Iterator[None]:
 
 def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of function(*inputs) by autograd, for a backward pass that is differentiated in turn."""
-    views = [x.view_as(x) for x in inputs]  # views keep the gradients of inputs apart that depend on one another
+    views = [x.view_as(x) for x in inputs]  # views: an input may depend on another, and their gradients must stay apart
     needed = [x for x in views if x.requires_grad]
     grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
     return tuple(next(grads) if x.requires_grad else None for x in views)

@@ -59,7 +59,7 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Givens(torch.autograd.Function):
-    """`givens` of the angles (b, n(n − 1)/2), on the rows of Wᵀ.
+    """`givens` from angles (b, n(n − 1)/2): rotates the rows of Wᵀ, where W is the result.
 
     Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. It touches rows max(0, t − n + 1) to
     min(t, n − 1) only; reversing these rows exchanges p and q.
@@ -335,7 +335,7 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Views of each group's rows in the weights, with one batch entry per head; for W^O head by head, of its columns."""
+        """For each group, views of the weights, with one batch entry per head; of W^O, each head has a block of columns."""
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
     def _rows(self, attention: nn.Module, part: str) -> Tensor:

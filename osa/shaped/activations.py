@@ -68,7 +68,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1): times this, the weight that follows φ preserves the mean square (He et al. 2023, H.1).
+    """1/√E φ(z)² for z ~ N(0, 1), the factor of a weight after φ that restores the mean square 1 (He et al. 2023, H.1).
 
     Example:
         >>> round(gain(gelu), 3)

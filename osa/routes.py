@@ -92,9 +92,9 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
-        wide = _safe_dtype(m)
-        limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(wide).eps
-        return _by_cholesky(function, m.to(wide), value.to(wide), scale.to(wide), limit)
+        dtype = _safe_dtype(m)
+        limit = IMBALANCE * torch.finfo(m.dtype).eps / torch.finfo(dtype).eps
+        return _by_cholesky(function, m.to(dtype), value.to(dtype), scale.to(dtype), limit)
     if m.shape[-2] < m.shape[-1]:
         skew = _skew(query, scale * key)
         if _keeps_digits(skew, query, key, scale):

@@ -42,7 +42,7 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Does what `torch.compiler.assume_constant_result` does, which would spend seconds on an import."""
+    """Marks a result as constant in traces: `torch.compiler.assume_constant_result`, without its import of seconds."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 

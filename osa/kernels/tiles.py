@@ -16,7 +16,7 @@ import triton.language as tl
 MAX_ROWS = tl.constexpr(32)  # rows of a tile, and of the largest matrix that short/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
 LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which exp(S) has no correct digit in float32
-NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which no digit is correct in float32, as in osa/functional.py
+NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which no digit is correct in float32, as in osa/routes.py
 
 
 @triton.jit

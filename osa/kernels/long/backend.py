@@ -1,7 +1,7 @@
 """Orthogonal attention of long sequences and wide heads on CUDA: two passes over the tokens in each direction.
 
 The passes are the kernels of passes.py, with many programs for each matrix. Between them, torch computes T of V + M T and
-its gradient from Gram matrices, for all matrices at once, by the formulas of osa/functional.py.
+its gradient from Gram matrices, for all matrices at once, by the formulas of osa/routes.py.
 """
 
 import math

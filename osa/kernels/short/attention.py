@@ -1,6 +1,6 @@
 """Orthogonal attention on CUDA in one launch forward and one backward: Triton kernels, a program for a matrix at a time.
 
-The plain route of osa/functional.py gives the device hundreds of small products. Here one program computes all
+The plain route of osa/routes.py gives the device hundreds of small products. Here one program computes all
 products of one head of one sequence, sums as many terms of φ₁ as the norm of the head's matrix requires, and goes on with
 its next head. All methods have the form
 

@@ -7,7 +7,7 @@ Let, in the notation of `orthogonal_attention`, G = LᵀM and X = LᵀV. Then
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
-The gradients have the formulas of osa/functional.py: the chain rule through G and X, and for "qr" the gradient that does not
+The gradients have the formulas of osa/routes.py: the chain rule through G and X, and for "qr" the gradient that does not
 pass through the decomposition. The backward kernel computes the terms of φ₁ again (`phi1_gradients`) instead of saving them.
 """
 
@@ -149,7 +149,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
     """Stores A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄, and returns the gradient of c.
 
     The chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact", and likewise
-    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. "qr" takes them from `_ByBasis` in osa/functional.py:
+    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. "qr" takes them from `_ByBasis` in osa/routes.py:
     with U = φ₁([S]) X, Ū = φ₁(−[S]) F and A twice the skew part of the gradient of [S] for a fixed basis,
 
         A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.

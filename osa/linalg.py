@@ -8,7 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-from osa.options import EPSILON as EPSILON
 from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_grad
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ

@@ -21,7 +21,7 @@ from osa.kernels.launch import Inputs, padded
 from osa.kernels.long import backend as long
 from osa.kernels.short import backend as short
 from osa.linalg import Scale
-from osa.options import ITERATIONS
+from osa.options import EPSILON, ITERATIONS
 from osa.routes import plain_attention
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
@@ -359,7 +359,7 @@ def _agrees(
             if form != "short":  # ‖S‖₂ of 0.5, 5 and, on Hopper, 50, which takes three products a term
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
-            options = {"method": method, "num_iterations": None, "epsilon": linalg.EPSILON}
+            options = {"method": method, "num_iterations": None, "epsilon": EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, plain_attention))
         grad = grad.to(dtypes[-1])
         exact = [x.double().requires_grad_() for x in inputs]

@@ -45,7 +45,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import osa  # noqa: E402
 from osa import linalg, routes, runtime  # noqa: E402
-from osa.options import AttentionKind, Method  # noqa: E402
+from osa.options import EPSILON, AttentionKind, Method  # noqa: E402
 
 TOTAL_SECONDS = 570
 SHARES = {"machine": 25, "forms": 130, "attention": 130, "split": 40, "vit_b16": 70, "step": 70, "train": 70, "profile": 30}
@@ -109,7 +109,7 @@ def form(method: Method, batch: int, heads: int, tokens: int, width: int, dtype:
         first = time.perf_counter() - start
         again = outputs_and_gradients(call, inputs, grad)
         few = [x.detach()[:1, :2].cpu().double().requires_grad_() for x in inputs]
-        plain = partial(routes.plain_attention, scale=scale, method=method, num_iterations=None, epsilon=linalg.EPSILON)
+        plain = partial(routes.plain_attention, scale=scale, method=method, num_iterations=None, epsilon=EPSILON)
         expected = outputs_and_gradients(plain, few, grad[:1, :2].cpu().double())
         errors = [((x[:1, :2].cpu().double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
         yield (

@@ -197,21 +197,21 @@ BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 
 
 # mypy follows no class that is made at run time: to it, the options' own attributes are of any type
-ModelOptions: Any = options(
+ModelKeys: Any = options(
     Sizes,
     absent=("image_size", "in_channels"),  # follow from the data
     optional=("norm_eps",),
     num_classes={"ge": 2, "le": 10**4},
 )
-InitOptions: Any = options(Initialisation, optional=(), alpha={"ge": -1e6, "le": 1e6})
-VariantOptions: Any = options(Architecture)
+InitKeys: Any = options(Initialisation, optional=(), alpha={"ge": -1e6, "le": 1e6})
+VariantKeys: Any = options(Architecture)
 
 
-class Model(ModelOptions):
+class Model(ModelKeys):
     """Model sizes, except image size and channels, which follow from the data."""
 
 
-class Init(InitOptions):
+class Init(InitKeys):
     """Initialisation, the same for every architecture."""
 
 
@@ -233,7 +233,7 @@ class Train(Section):
     held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that a search tests on, instead of the test images
 
 
-class Variant(VariantOptions):
+class Variant(VariantKeys):
     """One model. A key is optional if it applies only to some kinds of attention, or to none of the paper's models."""
 
     penalty: Penalty | None = None

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from osa.linalg import EPSILON, POLAR_EXPRESS
+from osa.linalg import POLAR_EXPRESS
+from osa.options import EPSILON
 
 REPRESENTATIVES = ["osa_ns", "osa_iso", "vit", "espa_skip", "uspa_causal", "vskipinit"]  # models that have all parts
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from osa import linalg, reference, runtime
+from osa import reference, runtime
 from osa.functional import orthogonal_attention
 from tests.osa.helpers import DEGENERATE, relative_error, with_gradients
 
@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 from osa.kernels import launch, operators
 from osa.kernels.hopper import backend, fused, parts, stepped
 from osa.kernels.short import backend as short_backend
+from osa.options import EPSILON
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, symmetric_multiple
 from tests.osa.test_launch import traffic
@@ -67,7 +68,7 @@ def inputs_of(tokens, width, norm, *, mean=0.0, decay=0.0, heads=1, seed=0):
 def state(query, key, value, scale):
     """The state of each head after the forward pass: FUSED, STEPS or SPLIT_STEPS."""
     scale = scale.expand(*query.shape[:2], 1, 1)
-    return operators.HOPPER["exact"](query, key, value, scale, 0, linalg.EPSILON)[1].flatten().tolist()
+    return operators.HOPPER["exact"](query, key, value, scale, 0, EPSILON)[1].flatten().tolist()
 
 
 def allowed(form, norm):
@@ -262,10 +263,10 @@ def test_launches_and_operators_in_parts(in_parts):
     """Three and four launches, and one and two operators that add the parts up; then those for other heads."""
     query, key, value, scale = inputs_of(67, 8, 1.0)
     inputs, saved = (query, key, value, scale), torch.ones(1, 1, 1, 1)
-    forward = traffic(lambda: operators.HOPPER["exact"](*inputs, 0, linalg.EPSILON)).names
+    forward = traffic(lambda: operators.HOPPER["exact"](*inputs, 0, EPSILON)).names
     assert in_parts == ["gram", "mix", "apply", *["stepped_forward"] * 2] and len(forward) <= 10, forward
     in_parts.clear()
-    backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, linalg.EPSILON)).names
+    backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, EPSILON)).names
     own = ["gram", "products", "mix_backward", "apply_backward"]
     assert in_parts == [*own, *["stepped_backward"] * 2] and len(backward) <= 10, backward
 
@@ -277,10 +278,10 @@ def test_launches_and_operators(monkeypatch):
     launched, saved = [], torch.ones(1, 1, 1, 1)
     monkeypatch.setattr(launch, "launch", lambda kernel, *others: launched.append(kernel.fn.__name__))
     inputs = query, key, value, scale
-    forward = traffic(lambda: operators.HOPPER["exact"](*inputs, 0, linalg.EPSILON)).names
+    forward = traffic(lambda: operators.HOPPER["exact"](*inputs, 0, EPSILON)).names
     assert launched == ["forward_kernel", *["stepped_forward_kernel"] * 2] and len(forward) <= 10, forward
     launched.clear()
-    backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, linalg.EPSILON)).names
+    backward = traffic(lambda: torch.ops.osa.fused_exact_backward(*inputs, saved, value, 0, EPSILON)).names
     assert launched == ["backward_kernel", *["stepped_backward_kernel"] * 2] and len(backward) <= 10, backward
 
 

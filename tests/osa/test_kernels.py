@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from osa import linalg, reference, runtime
+from osa import reference, runtime
 from tests.osa.helpers import DEGENERATE, orthogonality_error, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux")
@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 
 from osa.kernels import launch, operators
 from osa.kernels.short.backend import Short
-from osa.options import ITERATIONS
+from osa.options import EPSILON, ITERATIONS
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_orthogonality import KINDS, ROUNDINGS, of_norm
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 
 def attend(query, key, value, scale, method, num_iterations=None):
-    return operators.attend(query, key, value, scale, method, num_iterations, linalg.EPSILON)
+    return operators.attend(query, key, value, scale, method, num_iterations, EPSILON)
 
 
 def attend_and_warn(*arguments):

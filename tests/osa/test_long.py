@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 from osa.kernels import launch, operators
 from osa.kernels.long import backend
 from osa.kernels.short import backend as short_backend
+from osa.options import EPSILON
 from tests.osa.interpreter import DEVICE, Races, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, scales
 from tests.osa.test_launch import traffic
@@ -109,7 +110,7 @@ def test_nothing_waits_for_the_device(monkeypatch, method, width, dtype):
     query, key, value = (x.to(dtype) for x in random(70, width, 3, (1, 2)))
     inputs, output = (query, key, value, scales(0.01, 0.01)), torch.empty_like(value)
     kernels = backend.Long(method)
-    saved, options = torch.zeros(kernels.saved_shape(query, value)), (2, linalg.EPSILON)
+    saved, options = torch.zeros(kernels.saved_shape(query, value)), (2, EPSILON)
     grads = tuple(map(torch.empty_like, inputs))
     monkeypatch.setattr(launch, "launch", lambda *x: None)
     forward = traffic(lambda: kernels.forward(inputs, output, saved, *options)).names

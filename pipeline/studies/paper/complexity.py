@@ -21,8 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from osa.functional import orthogonal_attention
-from osa.linalg import EPSILON, newton_schulz_gram, phi1_times
-from osa.options import Method
+from osa.linalg import newton_schulz_gram, phi1_times
+from osa.options import EPSILON, Method
 from osa.reference import newton_schulz_basis, qr_basis
 from pipeline.benchmarks import cost
 from pipeline.benchmarks.cost import BOTH, FORWARD, Call

@@ -19,8 +19,8 @@ from matplotlib.ticker import MultipleLocator
 from pydantic import Field
 from torch import Tensor
 
-from osa.linalg import EPSILON, POLAR_EXPRESS
-from osa.options import ITERATIONS
+from osa.linalg import POLAR_EXPRESS
+from osa.options import EPSILON, ITERATIONS
 from osa.reference import skew
 from pipeline.config.looks import INK, METHOD_LABELS, PALETTE, look_of
 from pipeline.config.params import PositiveFloat, PositiveInt, Section, Seeds

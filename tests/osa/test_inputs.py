@@ -108,7 +108,8 @@ def test_empty_inputs_are_taken_by_every_route(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_empty_inputs_are_taken_by_compiled_routes(method):
-    for case in EMPTY:
+    """Each kind by "exact", as the compiled operator of all methods but "qr_literal" does not look at the method."""
+    for case in EMPTY if method in ("exact", "qr_literal") else ["nothing"]:
         assert_taken(torch.compile(orthogonal_attention, backend="aot_eager", dynamic=False), case, method=method)
         torch.compiler.reset()
 

@@ -100,7 +100,7 @@ def forms(tiny: bool) -> Rows:
 
 
 def form(method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Rows:
-    """Its first use, and errors of values and gradients at each norm against the plain route on the CPU in float64."""
+    """Measures a form at each norm: its first use, and the errors of values and gradients against float64 on the CPU."""
     for norm in NORMS:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
@@ -249,7 +249,7 @@ def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) ->
 
 
 def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple]]]:
-    """Each launch of osa's kernels by name and number, to be made again by itself."""
+    """Each launch of osa's kernels, by name and number, as a function that repeats this launch alone."""
     from osa.kernels import launch
 
     start, found = launch.launch, []
@@ -529,7 +529,7 @@ def write_rows(path: Path, rows: Rows, until: float) -> None:
 
 
 def first_look(folder: Path) -> Iterator[str]:
-    """Decisive numbers first: errors, and the time of a step with OSA, and of a call."""
+    """Yields the decisive numbers: errors, then the times of a step with OSA and of a call."""
     forms_found = read_rows(folder / "forms.csv")
     kept = [row for row in forms_found if row["output"] != "nan"]  # NaN says that digits are lost
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]

@@ -51,7 +51,7 @@ def hint(name: object, known: Collection[str]) -> str:
 
 
 def ended(sentence: str) -> str:
-    """The sentence with a full stop, unless it asks."""
+    """Ends the sentence with a full stop, unless it is a question."""
     return sentence if sentence.endswith("?") else f"{sentence}."
 
 

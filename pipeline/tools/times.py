@@ -79,7 +79,7 @@ class Estimates:
 
 
 def _keys(run: Run | RunRecord) -> tuple:
-    """Keys that a run shares with more and more others: study and name; the variant; None, shared by all."""
+    """Keys from narrow to wide: study and name; the variant; None, which all runs share."""
     return (run.study, run.name), run.variant, None
 
 

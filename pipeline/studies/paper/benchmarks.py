@@ -28,8 +28,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns the time of Newton–Schulz over QR, for attention of one head of the paper's models: literal forms, and
-    ours."""
+    """Returns the time of Newton–Schulz over QR's, for attention of one head of the paper's models: of the literal
+    formulas, and of our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]

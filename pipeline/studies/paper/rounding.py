@@ -1,7 +1,6 @@
-"""Does rounding decide whether a run starts? We train one that does not start again, from weights that differ by a
-millionth.
+"""Does rounding decide whether a run starts?
 
-The runs differ from it by `train.perturbation` alone. If some start and others do not, a difference far below any choice of
+We repeat a run that did not start, with initial weights that differ by a millionth. The runs differ from it by `train.perturbation` alone. If some start and others do not, a difference far below any choice of
 a recipe decides. Nothing is shown until all runs are there.
 """
 

@@ -249,6 +249,7 @@ def typed_numbers(source: str) -> list[str]:
 def test_no_number_is_typed_into_a_template(subtests):
     assert typed_numbers("It takes 12 s") and typed_numbers('{{ "12 runs" if n }}') and not typed_numbers("{{ x[12] }}")
     templates = [path for path in TEMPLATES.rglob("*.md.j2") if path.name != "references.md.j2"]
+    assert templates
     for template in templates:
         with subtests.test(template=str(template.relative_to(TEMPLATES))):
             assert not typed_numbers(template.read_text(encoding="utf-8"))

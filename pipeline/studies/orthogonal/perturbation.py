@@ -115,7 +115,7 @@ def attained() -> pd.DataFrame:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the theorem's bound, a quarter of it, a case that attains this quarter, and the bound of orthogonal attention."""
+    """Checks the theorem's bound, a quarter of it, a case that attains the latter, and the bound of orthogonal attention."""
     softmax, orthogonal = (float(tables[name]["largest"].max()) for name in ("softmax", "orthogonal"))
     return {
         "stated": check(softmax, 1 + RATIO_ROUNDING),

@@ -1,7 +1,8 @@
 """Does rounding decide whether a run starts?
 
-We repeat a run that did not start, with initial weights that differ by a millionth. The runs differ from it by `train.perturbation` alone. If some start and others do not, a difference far below any choice of
-a recipe decides. Nothing is shown until all runs are there.
+We repeat a run that did not start, with initial weights that differ by a millionth. The runs differ from it by
+`train.perturbation` alone. If some start and others do not, a difference far below any choice of a recipe decides. Nothing
+is shown until all runs are there.
 """
 
 from typing import Any

@@ -7,7 +7,18 @@ import pytest
 
 from pipeline.core import files
 from pipeline.core.errors import UserError
-from pipeline.statistics.claims import GUESS_LOSS, Declared, Results, epochs_to_reach, read_claims, read_spreads, starts
+from pipeline.statistics.claims import (
+    GUESS_LOSS,
+    Accuracy,
+    Declared,
+    Loss,
+    Results,
+    epochs_to_reach,
+    read_claim,
+    read_claims,
+    read_spreads,
+    starts,
+)
 from pipeline.statistics.verdicts import CONTRADICTED, NOT_TESTABLE, NOT_TRAINED, OPEN_SAME, REPRODUCED
 
 BASICS = {"sentence": "It is so.", "place": "Section 5"}
@@ -44,6 +55,15 @@ def test_spreads_are_declared_beside_the_claims(tmp_path):
     files.write_json(path, {"spreads": {}, "It": own})
     with pytest.raises(UserError, match=r"should match .*'It'"):
         read_claims(path)
+
+
+def test_a_claim_is_asked_for_by_its_kind(tmp_path):
+    claim(tmp_path, kind="loss", compare=[["a", "b"]])
+    path = tmp_path / "claims.yaml"
+    assert read_claim(path, "it", Loss).compare == [["a", "b"]]
+    for name, kind in (("it", Accuracy), ("other", Loss)):
+        with pytest.raises(UserError, match=f"claims.yaml has no claim {name} of the kind {kind.__name__.lower()}"):
+            read_claim(path, name, kind)
 
 
 def test_accuracy_with_its_margin_and_the_papers_effect(tmp_path):

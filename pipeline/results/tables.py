@@ -24,8 +24,8 @@ TABLES, METRICS = Path("paper_outputs/tables"), "test_accuracy"
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
 RUN = ["variant", "seed"]
 STATUSES = ("finished", "diverged", "missing")
-RESULTS = [*FINALS, "calibration_error"]
-RUN_COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", *RESULTS]
+RUN_RESULTS = [*FINALS, "calibration_error"]
+RUN_COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", *RUN_RESULTS]
 MEASURED = {
     "per_class": ["class", "images", "accuracy"],
     "confusion": ["label", "prediction", "count"],
@@ -119,7 +119,7 @@ def as_table(name: str, value: Any) -> pd.DataFrame:
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
     """One row for each run, with test loss and accuracy from the evaluation. Diverged runs have no final results."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
-    table[RESULTS] = table[RESULTS].astype(float).where(table["status"] == "finished")
+    table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # integers even if a run has no value
     return table.astype(whole)
 

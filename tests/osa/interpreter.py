@@ -77,8 +77,11 @@ class Races:
     """Counts accesses to one address that a barrier should lie between, while a kernel runs in the interpreter.
 
     They are a read of what was written, a write over what was read through another tensor of pointers, and a second write.
-    Through the same pointers it is the same thread that reads and writes.
+    Through the same pointers it is the same thread that reads and writes. Beyond ENOUGH it counts no more: without barriers
+    the accesses to compare would grow with each one.
     """
+
+    ENOUGH = 1000
 
     def __init__(self, *, ignores_barriers: bool = False) -> None:
         self.found, self.barriers, self.ignores_barriers = 0, 0, ignores_barriers
@@ -91,16 +94,18 @@ class Races:
         load, store, barrier = kind.create_masked_load, kind.create_masked_store, kind.create_barrier
 
         def watched_load(builder, pointers, mask, *others):
-            addresses = self._addresses(pointers, mask)
-            self.found += sum(self._overlap(addresses, written) for written in self.writes)
-            self.reads.append(addresses)
+            if self.found <= self.ENOUGH:
+                addresses = self._addresses(pointers, mask)
+                self.found += sum(self._overlap(addresses, written) for written in self.writes)
+                self.reads.append(addresses)
             return load(builder, pointers, mask, *others)
 
         def watched_store(builder, pointers, value, mask, *others):
-            addresses = self._addresses(pointers, mask)
-            others_read = (read for read in self.reads if not np.array_equal(read, addresses))
-            self.found += sum(self._overlap(addresses, other) for other in (*others_read, *self.writes))
-            self.writes.append(addresses)
+            if self.found <= self.ENOUGH:
+                addresses = self._addresses(pointers, mask)
+                others_read = (read for read in self.reads if not np.array_equal(read, addresses))
+                self.found += sum(self._overlap(addresses, other) for other in (*others_read, *self.writes))
+                self.writes.append(addresses)
             return store(builder, pointers, value, mask, *others)
 
         def watched_barrier(builder):

@@ -141,7 +141,7 @@ def test_barriers_order_all_that_threads_read_of_each_other(method, norm):
         with Races(ignores_barriers=ignores_barriers).watch() as races:
             output = attend(query, key, value, scale, method, 2 if method == "newton_schulz" else None)
             torch.autograd.grad(output.sum(), (query, key, value))
-        assert races.barriers > 50 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
+        assert races.barriers > 50 and (races.found > races.ENOUGH if ignores_barriers else races.found == 0), races.found
 
 
 @pytest.mark.parametrize("degenerate", ["equal", "nearly equal", "dependent columns", "zeros"])
@@ -258,7 +258,7 @@ def test_phi1_alone_waits_where_threads_exchange():
     for ignores_barriers in (False, True):
         with Races(ignores_barriers=ignores_barriers).watch() as races:
             torch.autograd.grad(operators.phi1_times(z, y).sum(), z)
-        assert races.barriers > 20 and (races.found > 1000 if ignores_barriers else races.found == 0), races.found
+        assert races.barriers > 20 and (races.found > races.ENOUGH if ignores_barriers else races.found == 0), races.found
 
 
 def test_lower_precision_is_that_of_inputs_and_outputs_alone():

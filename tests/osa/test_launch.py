@@ -3,6 +3,7 @@
 Tensors of the CPU stand in for those of CUDA, or have no values; what a kernel computes is tested in test_kernels.py.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -238,7 +239,7 @@ def test_a_kernel_may_be_tried_in_a_transform():
 
 
 ALL_AT_ONCE = """
-import functools, sys, threading
+import functools, json, multiprocessing, sys, threading
 from unittest import mock
 import torch
 from triton import compiler
@@ -246,51 +247,57 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from osa.kernels import launch, operators
 
-form, count, dtype, shape = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3]), tuple(map(int, sys.argv[4:]))
-launch.multiprocessors = lambda device: 132
-operators.ThreadPoolExecutor = functools.partial(operators.ThreadPoolExecutor, count)  # however few the cores are
-device = mock.Mock(**{"get_current_target.return_value": GPUTarget("cuda", 90, 32), "get_current_device.return_value": 0})
-driver.set_active(device)
-everyone, compiled = threading.Barrier(count), []
+def compile_ahead(form, count, dtype, shape):
+    launch.multiprocessors = lambda device: 132
+    operators.ThreadPoolExecutor = functools.partial(operators.ThreadPoolExecutor, count)  # however few the cores are
+    target = {"get_current_target.return_value": GPUTarget("cuda", 90, 32), "get_current_device.return_value": 0}
+    driver.set_active(mock.Mock(**target))
+    everyone, compiled = threading.Barrier(count), []
 
-def compile(source, **options):
-    compiled.append(source.name)
-    everyone.wait(timeout=30)
-    return mock.MagicMock()
+    def compile(source, **options):
+        compiled.append(source.name)
+        everyone.wait(timeout=30)
+        return mock.MagicMock()
 
-compiler.compile = compile
-if form == "phi1":
-    inputs, options = [torch.zeros(shape), torch.zeros(shape)], {}
-    call = operators.phi1_times
-else:
-    inputs = [torch.zeros(shape, dtype=dtype) for _ in range(3)] + [torch.zeros(3, 1, 1)]
-    options = {"method": form, "num_iterations": None, "epsilon": 1e-7}
-    call = functools.partial(operators.attend, **options)
-operators._compile_ahead(form, inputs, options)
-assert len(compiled) == count, compiled
-output = call(*(x.requires_grad_() for x in inputs))
-output.backward(torch.zeros(output.shape, dtype=output.dtype))
-assert len(compiled) == count, compiled
+    compiler.compile = compile
+    if form == "phi1":
+        inputs, options = [torch.zeros(shape), torch.zeros(shape)], {}
+        call = operators.phi1_times
+    else:
+        inputs = [torch.zeros(shape, dtype=getattr(torch, dtype)) for _ in range(3)] + [torch.zeros(3, 1, 1)]
+        options = {"method": form, "num_iterations": None, "epsilon": 1e-7}
+        call = functools.partial(operators.attend, **options)
+    operators._compile_ahead(form, inputs, options)
+    assert len(compiled) == count, compiled
+    output = call(*(x.requires_grad_() for x in inputs))
+    output.backward(torch.zeros(output.shape, dtype=output.dtype))
+    assert len(compiled) == count, compiled
+
+for case in json.loads(sys.argv[1]):
+    process = multiprocessing.get_context("fork").Process(target=compile_ahead, args=case)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, case
 """
 
 
 @pytest.mark.slow
 @INTERPRETED
-@pytest.mark.parametrize(
-    "form, count, dtype, shape",
-    [
+def test_what_a_first_use_launches_is_compiled_side_by_side():
+    """Each compilation waits for all of them, and the call itself compiles nothing more. It needs no device.
+
+    Each case is a process that has compiled nothing, forked from one that has imported Triton.
+    """
+    cases = [
         ("exact", 6, "bfloat16", (2, 3, 300, 64)),
         ("exact", 10, "bfloat16", (1, 3, 1024, 64)),
         ("exact", 5, "float32", (2, 3, 300, 24)),
         ("qr", 2, "float32", (2, 3, 50, 16)),
         ("phi1", 2, "float32", (6, 32, 32)),
-    ],
-)
-def test_what_a_first_use_launches_is_compiled_side_by_side(form, count, dtype, shape):
-    """Each compilation waits for all of them, and the call itself compiles nothing more. It needs no device."""
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    arguments = [form, str(count), dtype, *map(str, shape)]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", ALL_AT_ONCE, *arguments], env=environment, check=True)
+    command = [sys.executable, "-W", "ignore", "-c", ALL_AT_ONCE, json.dumps(cases)]
+    subprocess.run(command, env=environment, check=True)
 
 
 @pytest.mark.usefixtures("untried")

@@ -180,8 +180,8 @@ def test_heads_have_a_scale_and_strides_of_their_own(norm):
     together = torch.stack(tensors, 2).permute(0, 3, 2, 1, 4)  # (batch, tokens, 3, heads, width)
     projected = [x.transpose(1, 2) for x in together.contiguous().unbind(2)]
     apart = [projected[0], tensors[1], tensors[2].mT.contiguous().mT]
+    form = state(*tensors, scale)[0]
     for query, key, value in (projected, apart):
-        form = state(query, key, value, scale)[0]
         assert max(errors("exact", query, key, value, scale)[:4]) < allowed(form, norm)
         assert torch.equal(attend(query, key, value, scale, "exact")[:, 1], value[:, 1])
 
@@ -288,9 +288,9 @@ def test_launches_and_operators(monkeypatch):
 @INTERPRETED
 @pytest.mark.parametrize("name", ["fused", "parts"])
 def test_the_first_use_would_notice_a_product_too_few(monkeypatch, request, name):
-    monkeypatch.setattr(operators, "TRIED_TOKENS", 128)  # few for the interpreter
+    monkeypatch.setattr(operators, "TRIED_TOKENS", 64)  # few for the interpreter
     launched = request.getfixturevalue("in_parts") if name == "parts" else []
-    kernel = name, "exact", DEVICE, (HALF,) * 3, 128, 16, 16  # types, rows and widths
+    kernel = name, "exact", DEVICE, (HALF,) * 3, 64, 16, 16  # types, rows and widths
     assert operators._agrees(*kernel) and ("mix_backward" in launched) == (name == "parts")
 
     def without_the_lower_half(x):

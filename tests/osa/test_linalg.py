@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from osa import reference
 from osa.functional import orthogonal_attention
 from osa.linalg import (
-    EPSILON,
     balanced,
     cholesky_qr_basis,
     newton_schulz_gram,
@@ -21,6 +20,7 @@ from osa.linalg import (
     resolvent_times,
     solve_by_cholesky,
 )
+from osa.options import EPSILON
 from osa.runtime import full_precision
 from tests.osa.helpers import Results, draw, orthogonality_error, relative_error
 

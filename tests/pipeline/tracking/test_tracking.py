@@ -347,8 +347,7 @@ def test_a_sync_with_nothing_new_does_without_torch(database):
     Run("vit", 0, [0.1, 0.5]).finish(), sync()
     code = "import sys; from pipeline.tracking.sync import sync; print(sync(), 'torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "(0, 1) False\n"
-    assert (trainings.FOLDER, trainings.TABLE_2) == (runs.RUNS, runs.TABLE_2)  # written twice for that reason
-    assert trainings.UNDER_WAY == runs.Run("vit", 0).scratch.parents[2] and experiment.NAME == PAPER.title
+    assert experiment.NAME == PAPER.title  # written twice for that reason
 
 
 def test_views_show_the_models_and_their_seeds(database):

@@ -54,6 +54,7 @@ MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exa
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
 NORMS = (2.0, 6.0, 40.0)  # ‖S‖₂: of the paper's trained heads a median of 0.2 to 1.6 by block, of ViT-B/16 as drawn 6
+TINY_NORMS = NORMS[:2]  # the interpreter takes long at 40
 Rows = Iterator[dict]
 
 
@@ -99,9 +100,11 @@ def forms(tiny: bool) -> Rows:
             yield from future.result()
 
 
-def form(method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype) -> Rows:
+def form(
+    norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
+) -> Rows:
     """Measures a form at each norm: its first use, and the errors of values and gradients against float64 on the CPU."""
-    for norm in NORMS:
+    for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
         start, grad = time.perf_counter(), torch.randn_like(inputs[2])
@@ -160,7 +163,7 @@ def attention_calls(tiny: bool) -> Rows:
     """Width 64 in bfloat16. The share of a kernel is that of a replay of its launch alone; "rest" is what is left."""
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
-        for norm in NORMS[::2] if tiny else NORMS:
+        for norm in TINY_NORMS if tiny else NORMS:
             inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, norm)
             call = partial(osa.orthogonal_attention, scale=scale, method="exact")
             for row in timings(call, inputs, with_launches=True):
@@ -461,7 +464,8 @@ def main() -> None:
     folder = chosen.into.resolve()
     with interpreted() if DEVICE.type == "cpu" else contextlib.nullcontext():
         if chosen.form is not None:
-            for row in form(*(TINY_FORMS if chosen.rehearse else FORMS)[chosen.form]):
+            norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
+            for row in form(norms, *found[chosen.form]):
                 print(json.dumps(row), flush=True)
             return
         if chosen.until:

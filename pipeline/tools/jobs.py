@@ -18,6 +18,7 @@ from pipeline.config import params
 from pipeline.config.params import Params, RunConfig
 from pipeline.core.errors import UserError
 from pipeline.data import idx
+from pipeline.results.runs import of_table_2
 from pipeline.training.run import TABLE_2, Run
 
 OF_TABLE_2 = (f"{TABLE_2}/*",)
@@ -57,11 +58,8 @@ def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Jo
 
 
 def table_2_jobs(settings: Params) -> list[Job]:
-    jobs = []
-    for name in settings.run.variants:
-        config = params.resolve(settings, name)
-        jobs += [(Run(name, seed), config) for seed in settings.run.seeds]
-    return jobs
+    configs = {name: params.resolve(settings, name) for name in settings.run.variants}
+    return [(run, configs[run.variant]) for run in of_table_2(settings)]
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -73,18 +74,19 @@ def random(tokens, width, value_width=3, batch=(1, 2), seed=0):
     return [x.detach().to(DEVICE) for x in draw(tokens, width, value_width, batch=batch, dtype=torch.float32, seed=seed)]
 
 
+class Race(Exception):
+    """Two threads access one address without a barrier between them."""
+
+
 class Races:
-    """Counts accesses to one address that a barrier should lie between, while a kernel runs in the interpreter.
+    """Finds accesses to one address that a barrier should lie between, while a kernel runs in the interpreter.
 
     They are a read of what was written, a write over what was read through another tensor of pointers, and a second write.
-    Through the same pointers it is the same thread that reads and writes. Beyond ENOUGH it counts no more: without barriers
-    the accesses to compare would grow with each one.
+    Through the same pointers it is the same thread that reads and writes. A kernel ends at its first race, with `Race`.
     """
 
-    ENOUGH = 1000
-
     def __init__(self, *, ignores_barriers: bool = False) -> None:
-        self.found, self.barriers, self.ignores_barriers = 0, 0, ignores_barriers
+        self.barriers, self.ignores_barriers = 0, ignores_barriers
         self.reads: list = []
         self.writes: list = []
 
@@ -94,18 +96,16 @@ class Races:
         load, store, barrier = kind.create_masked_load, kind.create_masked_store, kind.create_barrier
 
         def watched_load(builder, pointers, mask, *others):
-            if self.found <= self.ENOUGH:
-                addresses = self._addresses(pointers, mask)
-                self.found += sum(self._overlap(addresses, written) for written in self.writes)
-                self.reads.append(addresses)
+            addresses = self._addresses(pointers, mask)
+            self._compare(addresses, self.writes)
+            self.reads.append(addresses)
             return load(builder, pointers, mask, *others)
 
         def watched_store(builder, pointers, value, mask, *others):
-            if self.found <= self.ENOUGH:
-                addresses = self._addresses(pointers, mask)
-                others_read = (read for read in self.reads if not np.array_equal(read, addresses))
-                self.found += sum(self._overlap(addresses, other) for other in (*others_read, *self.writes))
-                self.writes.append(addresses)
+            addresses = self._addresses(pointers, mask)
+            others_read = (read for read in self.reads if not np.array_equal(read, addresses))
+            self._compare(addresses, [*others_read, *self.writes])
+            self.writes.append(addresses)
             return store(builder, pointers, value, mask, *others)
 
         def watched_barrier(builder):
@@ -129,5 +129,16 @@ class Races:
         return np.where(mask.data, pointers.data, 0)
 
     @staticmethod
-    def _overlap(a: np.ndarray, b: np.ndarray) -> int:
-        return np.setdiff1d(np.intersect1d(a, b), [0]).size
+    def _compare(addresses: np.ndarray, others: list[np.ndarray]) -> None:
+        for other in others:
+            if shared := np.setdiff1d(np.intersect1d(addresses, other), [0]).size:
+                raise Race(f"{shared} addresses")
+
+
+def assert_barriers_order(run: Callable[[Races], object], at_least: int) -> None:
+    """Asserts that `run(races)` has no race and more barriers than `at_least`, and that it races without them."""
+    with Races().watch() as races:
+        run(races)
+    assert races.barriers > at_least
+    with Races(ignores_barriers=True).watch() as races, pytest.raises(interpreter.InterpreterError, match="Race"):
+        run(races)

@@ -18,7 +18,7 @@ from osa.kernels import launch, operators
 from osa.kernels.hopper import backend, fused, parts, stepped
 from osa.kernels.short import backend as short_backend
 from osa.options import EPSILON
-from tests.osa.interpreter import DEVICE, Races, quick, random
+from tests.osa.interpreter import DEVICE, assert_barriers_order, quick, random
 from tests.osa.test_kernels import attend, attend_and_warn, errors, symmetric_multiple
 from tests.osa.test_launch import traffic
 
@@ -220,6 +220,17 @@ def test_what_has_no_digit_is_nan_and_leaves_the_others_alone():
         query, key, value = (x.detach() for x in (query, key, value))
 
 
+def in_order(monkeypatch, inputs):
+    """Returns a function that launches the kernels of a call and its gradients one after the other."""
+    start = launch.launch
+
+    def run(races):
+        monkeypatch.setattr(launch, "launch", lambda *x: (races.forget(), start(*x)))
+        torch.autograd.grad(attend(*inputs, "exact").float().sum(), inputs)
+
+    return run
+
+
 @INTERPRETED
 @pytest.mark.parametrize(
     "norm, more, form", [(0.3, {}, FUSED), (3.0, {"mean": 6.0}, STEPS), (0.3, {"mean": 30.0}, SPLIT_STEPS)]
@@ -228,13 +239,7 @@ def test_barriers_order_all_that_threads_read_of_each_other(monkeypatch, norm, m
     """One program takes two heads in turn. Without barriers kernels race."""
     inputs = [x.requires_grad_() for x in inputs_of(9, 8, norm, heads=2, **more)]
     assert state(*inputs)[0] == form
-    start = launch.launch
-    for ignores_barriers in (False, True) if form == FUSED else (False,):  # steps without barriers take minutes
-        with Races(ignores_barriers=ignores_barriers).watch() as races:
-            monkeypatch.setattr(launch, "launch", lambda *x, races=races: (races.forget(), start(*x)))
-            output = attend(*inputs, "exact")
-            torch.autograd.grad(output.float().sum(), inputs)
-        assert races.barriers > 5 and (races.found > races.ENOUGH if ignores_barriers else races.found == 0), races.found
+    assert_barriers_order(in_order(monkeypatch, inputs), at_least=5)
 
 
 @INTERPRETED
@@ -251,11 +256,8 @@ def test_under_a_compiler_without_a_break(monkeypatch):
 @INTERPRETED
 def test_barriers_in_parts(monkeypatch, in_parts):
     inputs = [x.requires_grad_() for x in inputs_of(67, 8, 0.3, heads=2)]
-    start = launch.launch
-    with Races().watch() as races:
-        monkeypatch.setattr(launch, "launch", lambda *x: (races.forget(), start(*x)))
-        torch.autograd.grad(attend(*inputs, "exact").float().sum(), inputs)
-    assert "mix_backward" in in_parts and races.barriers > 3 and races.found == 0, races.found
+    assert_barriers_order(in_order(monkeypatch, inputs), at_least=3)
+    assert "mix_backward" in in_parts
 
 
 @INTERPRETED

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton comes with torch for CUDA on Linux"
 from osa.kernels import launch, operators
 from osa.kernels.short.backend import Short
 from osa.options import EPSILON, ITERATIONS
-from tests.osa.interpreter import DEVICE, Races, quick, random
+from tests.osa.interpreter import DEVICE, assert_barriers_order, quick, random
 from tests.osa.test_orthogonality import KINDS, ROUNDINGS, of_norm
 
 
@@ -137,11 +137,12 @@ def test_barriers_order_all_that_threads_read_of_each_other(method, norm):
     query, key, value = (x.requires_grad_() for x in (query, key, value))
     scale = norm / torch.linalg.matrix_norm(reference.skew(query, key, 1.0), 2).float().max().detach().view(1, 1, 1)
     method = "exact" if method == "basis" else method
-    for ignores_barriers in (False, True):
-        with Races(ignores_barriers=ignores_barriers).watch() as races:
-            output = attend(query, key, value, scale, method, 2 if method == "newton_schulz" else None)
-            torch.autograd.grad(output.sum(), (query, key, value))
-        assert races.barriers > 50 and (races.found > races.ENOUGH if ignores_barriers else races.found == 0), races.found
+
+    def run(races):
+        output = attend(query, key, value, scale, method, 2 if method == "newton_schulz" else None)
+        torch.autograd.grad(output.sum(), (query, key, value))
+
+    assert_barriers_order(run, at_least=50)
 
 
 @pytest.mark.parametrize("degenerate", ["equal", "nearly equal", "dependent columns", "zeros"])
@@ -255,10 +256,7 @@ def test_phi1_alone(size, width):
 def test_phi1_alone_waits_where_threads_exchange():
     z, y = torch.randn(1, 29, 29), torch.randn(1, 29, 19)
     z = (9 * (z - z.mT) / torch.linalg.matrix_norm(z - z.mT, 2)).requires_grad_()
-    for ignores_barriers in (False, True):
-        with Races(ignores_barriers=ignores_barriers).watch() as races:
-            torch.autograd.grad(operators.phi1_times(z, y).sum(), z)
-        assert races.barriers > 20 and (races.found > races.ENOUGH if ignores_barriers else races.found == 0), races.found
+    assert_barriers_order(lambda races: torch.autograd.grad(operators.phi1_times(z, y).sum(), z), at_least=20)
 
 
 def test_lower_precision_is_that_of_inputs_and_outputs_alone():

@@ -95,7 +95,7 @@ def baseline(claim: AnyClaim) -> str:
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
     """Returns the verdicts of the comparisons in `FRESH` whose runs are all there; new seeds decide them."""
-    found = {name: verdict(lab) for name, verdict in FRESH.items()}
+    found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
 

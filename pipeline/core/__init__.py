@@ -1,1 +1,1 @@
-"""Used by every other package: writing files, errors for the user, git, and the provenance of results."""
+"""Writes files, reports errors to the user, runs git, and describes the provenance of results, for all other packages."""

@@ -1,4 +1,4 @@
-"""The argument parser of the commands, and errors that a user can fix, each in one sentence."""
+"""Parses the arguments of commands, and reports each error that a user can fix in one sentence."""
 
 import argparse
 import difflib
@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection
 
 
 class UserError(Exception):
-    """One sentence that names the key or file at fault and the remedy."""
+    """An error that the user can fix. The message is a sentence that names the key or file at fault and a remedy."""
 
 
 def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m pipeline COMMAND`. Its description is the first line of `about`, None under `python -OO`."""
+    """Creates the argument parser of a command. Its help shows the first line of `about`, the docstring of a module."""
     return argparse.ArgumentParser(prog=f"python -m pipeline {command}", description=(about or "").partition("\n")[0])
 
 
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command's `main`: a `UserError`, or a system error about a file, becomes one line and exit status 1."""
+    """Wraps a command's `main`: prints a UserError, or an OSError about a file, in one line and exits with status 1."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
@@ -45,7 +45,7 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def hint(name: object, known: Collection[str]) -> str:
-    """Ends a sentence about an unknown name: suggests the most similar known name, or lists all."""
+    """Returns the end of a sentence about an unknown name: it suggests the most similar known name, or lists all."""
     close = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
 

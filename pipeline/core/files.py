@@ -17,23 +17,23 @@ from pipeline.core.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and training does not need it
 
-ROOT = Path(__file__).resolve().parents[2]  # root of the repository whose code is running
-DIGITS = 6  # significant digits in files: later ones depend on the order of additions, and so on the number of threads
+ROOT = Path(__file__).resolve().parents[2]  # root of the repository that contains this file
+DIGITS = 6  # significant digits in files; later digits vary with the number of threads, as the order of additions does
 
 
 def resolve_user_path(path: str) -> Path:
-    """Resolves a user's path here, or else from DVC's root: `dvc exp run --temp` runs in a copy of the repository."""
+    """Returns the path if it exists here, else joined to DVC's root, as `dvc exp run --temp` runs in another folder."""
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Writes `data` to `path`, creating its folder. A reader sees the old bytes or the new ones, never a part.
+    """Writes `data` to `path`, creating its folder. A reader sees either the old file or the new one, both complete.
 
-    Removes the temporary files of killed processes.
+    Also removes temporary files that killed processes have left.
 
     Raises:
-        UserError: the system refuses, as when the disk is full or the folder read-only.
+        UserError: the file cannot be written, as when the disk is full or the folder read-only.
     """
     path = Path(path)
     try:
@@ -73,7 +73,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_alive(pid: int | str) -> bool:
-    """True if this machine has a process with this number; False for text that is no number."""
+    """True if a process with this id is running. False if the id is not a number."""
     try:
         os.kill(int(pid), 0)
     except (ProcessLookupError, ValueError, OverflowError):
@@ -89,17 +89,17 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Writes `value` in the form of `as_json`."""
+    """Writes `value` as JSON, formatted by `as_json`."""
     write_text(path, as_json(value))
 
 
 def as_json(value: object, sort_keys: bool = True) -> str:
-    """`value` as JSON, always with the same bytes. NaN and infinities become null; keys are sorted unless told otherwise."""
+    """Formats `value` as JSON; equal values give equal text. NaN and infinities become null. Keys are sorted by default."""
     return json.dumps(_finite(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n"
 
 
 def read_json(path: str | Path) -> Any:
-    """Reads JSON. Raises UserError naming the file if it is absent or not JSON."""
+    """Reads a JSON file. Raises UserError if the file is absent, unreadable or not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -111,12 +111,12 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_csv(path: str | Path, table: pd.DataFrame) -> None:
-    """Writes a table with floats to `DIGITS` significant digits."""
+    """Writes a table as CSV, with floats rounded to DIGITS significant digits."""
     write_text(path, table.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n"))
 
 
 def read_csv(path: str | Path) -> pd.DataFrame:
-    """Reads a table. Raises UserError naming the file if it is absent or not a table."""
+    """Reads a table from a CSV file. Raises UserError if the file is absent or not a table."""
     import pandas as pd
 
     try:
@@ -126,12 +126,12 @@ def read_csv(path: str | Path) -> pd.DataFrame:
 
 
 def rounded(value: float) -> float:
-    """`value` rounded as in files, so that a text that quotes it agrees with them."""
+    """Rounds `value` to DIGITS significant digits, so that texts show the same number as files."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def rounded_table(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with every float rounded as in files."""
+    """Rounds every float of a table by `rounded`."""
     return table.apply(lambda column: column.map(rounded) if column.dtype.kind == "f" else column)
 
 
@@ -142,7 +142,7 @@ def sha256(path: str | Path) -> str:
 
 
 def json_digest(value: object) -> str:
-    """The SHA-256 of a value as JSON."""
+    """The SHA-256 of a value's JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

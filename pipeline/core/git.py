@@ -1,7 +1,7 @@
 """Runs git in an environment that does not depend on the user's shell.
 
 Callers use the output formats that git keeps stable for programs (`--porcelain`, `-z`, `cat-file`): no colour, pager or diff
-tool changes them. Apart from SETTINGS the user's configuration applies, for instance its list of safe folders.
+tool changes them. Apart from SETTINGS, the user's configuration applies, for instance its list of safe folders.
 """
 
 import os
@@ -13,19 +13,19 @@ from pipeline.core.errors import UserError
 
 SETTINGS = {
     "core.hooksPath": os.devnull,  # a hook may need a program that is not installed, such as git-lfs
-    "core.fsmonitor": "false",  # runs a program that reports changed files
+    "core.fsmonitor": "false",  # git would otherwise start a program that reports changed files
     "status.showUntrackedFiles": "all",
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
 }
-FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # messages in English; reading takes no lock, so it blocks no commit
+FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English messages; no locks for reading, which could block a commit
 
 
 def run(*arguments: str, folder: Path | None = None, given: list[str] | None = None) -> str:
     """Runs git in `folder` (default: the working directory) and returns its output.
 
     Args:
-        given: strings for its standard input, each ended by a zero byte.
+        given: strings for git's standard input; a zero byte is written after each.
 
     Raises:
         UserError: git failed; the message includes its output.
@@ -44,7 +44,7 @@ def run(*arguments: str, folder: Path | None = None, given: list[str] | None = N
 
 
 def ask(*arguments: str, folder: Path | None = None) -> str | None:
-    """The output of git, stripped; None if git fails."""
+    """Runs git and returns its output without surrounding whitespace; None if git fails."""
     try:
         return run(*arguments, folder=folder).strip()
     except UserError:
@@ -52,7 +52,7 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment without variables such as GIT_DIR, which may point to another repository. GIT_CONFIG_* stay, as they
-    locate the user's configuration."""
+    """Returns the environment variables for git: FORM, and the current ones except GIT_DIR and the like, which may point to
+    another repository. GIT_CONFIG_* are kept, as they locate the user's configuration."""
     kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     return kept | FORM

@@ -1,4 +1,4 @@
-"""The provenance of results: machine, package versions, and commit of the code."""
+"""Describes the provenance of results: the machine, the versions of packages, and the commit of the code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch  # slow to import, and reading records does not need it
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
-WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words left out of a processor's name
+WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words omitted from a short name
 
 
 def describe_environment(device: torch.device) -> dict:
-    """Device, threads, platform and versions, in the form of a record."""
+    """Returns device, number of threads, platform and versions, with the keys of `records.Environment`."""
     import torch
 
     return {
@@ -34,7 +34,7 @@ def describe_environment(device: torch.device) -> dict:
 
 
 def machine(environment: dict) -> str:
-    """Short label of a machine: "AMD EPYC, 2 threads", or only the name of a GPU."""
+    """Labels a machine: "AMD EPYC, 2 threads" for a CPU, the name alone for a GPU."""
     if environment["device"] == "cuda":
         return environment["device_name"]
     threads = environment["num_threads"]
@@ -42,15 +42,15 @@ def machine(environment: dict) -> str:
 
 
 def short_name(environment: dict) -> str:
-    """A machine's name for the head of a column, such as “EPYC, 1 thread”."""
+    """Labels a machine briefly, as in the heading of a column: "EPYC, 1 thread"."""
     threads = None if environment.get("device") == "cuda" else environment["num_threads"]
     name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
     return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name
 
 
 def describe_commit() -> dict:
-    """The current commit, and True if a file that affects results differs from it. Both are None without git, and if ROOT
-    lies inside another repository."""
+    """Returns the current commit, and whether any file that affects results differs from it. Both are None if git is missing
+    or ROOT is not the root of a git repository."""
     top = git.ask("rev-parse", "--show-toplevel", folder=ROOT)
     if top is None or Path(top).resolve() != ROOT:
         return {"git_commit": None, "git_dirty": None}
@@ -59,7 +59,7 @@ def describe_commit() -> dict:
 
 
 def committed(path: Path) -> str | None:
-    """The text of a file in the last commit; None if the commit lacks it, without git, and outside this repository."""
+    """The text of a file in the last commit; None if the commit lacks the file, or without git."""
     path = path.resolve()
     if not path.is_relative_to(ROOT):
         return None
@@ -67,7 +67,7 @@ def committed(path: Path) -> str | None:
 
 
 def process_seconds() -> float:
-    """Seconds since this process started; CPU seconds where the system does not report the start."""
+    """Seconds since this process started. On systems without /proc, the seconds of CPU time that it has used."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # proc(5): starttime
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

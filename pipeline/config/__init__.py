@@ -1,1 +1,1 @@
-"""Configuration: the schema of params.yaml and paper.yaml, their reader, and the look of each model."""
+"""Defines and reads params.yaml, paper.yaml and the records of results, and gives each model its colour and dashes."""

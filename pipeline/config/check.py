@@ -1,6 +1,6 @@
 """Checks params.yaml against its schema.
 
-Every other stage waits for this stage. Its output never changes, so an edited parameter reruns only the stages that use it.
+DVC runs this stage before all others. Its output never changes, so an edited parameter reruns only the stages that use it.
 """
 
 from pathlib import Path

@@ -1,21 +1,22 @@
-"""The colour and dashes of each model, the same in all figures, and the figures' common style."""
+"""Defines the colour and dashes of each model, the same in all figures, and the style that all figures share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Okabe and Ito (2008): colours that colour-blind readers can tell apart, with the colour of the text for their black.
-# The last four, for the user's models, are from Tol (2021).
+# Colours that colour-blind readers can distinguish. All but the last four are from Okabe and Ito (2008), with INK in place
+# of black; the last four are from Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
-DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # with 11 colours: 66 looks
+DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
 # Colours that follow the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # of a line on the dark page: gives a contrast of 4; WCAG 2.2 (1.4.11) requires 3
-FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # osa.MODELS
+LEAST_LUMINANCE = 0.2  # least luminance of a line on the dark page, for a contrast of 4; WCAG 2.2 (1.4.11) requires 3
+# The models of osa.MODELS. The position of a model determines its look.
+FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
 FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
 FIXED += ("espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm")
-LOOK_OF_METHOD = {  # method of attention: the model whose look it borrows
+LOOK_OF_METHOD = {  # method of attention → model with the same look
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",
     "exact": "osa_exact",
@@ -34,9 +35,9 @@ METHOD_LABELS = {
 }
 LINE_WIDTH = 1.6
 STYLE = {
-    "svg.hashsalt": "figure_1",  # makes the names of elements the same in every run
+    "svg.hashsalt": "figure_1",  # gives the elements of an SVG the same ids in every run
     "svg.fonttype": "none",  # keeps text as text, for search and screen readers
-    "font.sans-serif": ["DejaVu Sans"],  # the layout uses its widths; a page sets another font
+    "font.sans-serif": ["DejaVu Sans"],  # its widths determine the layout; HTML pages set another font
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -71,7 +72,7 @@ class Look:
 
 
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
-    """The look of a model or method of attention. Models outside osa.MODELS get the next looks, in the order of `among`."""
+    """The look of a model or method of attention. Models outside osa.MODELS take the next looks, in the order of `among`."""
     name = LOOK_OF_METHOD.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
     place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)
@@ -79,7 +80,7 @@ def look_of(name: str, among: Iterable[str] = ()) -> Look:
 
 
 def on_page(colour: str) -> str:
-    """A colour in CSS. One that is too dark for a dark page is mixed with white there."""
+    """Returns a colour as CSS. In the dark scheme, a colour that is too dark is mixed with white."""
     if colour in ON_PAGE:
         return ON_PAGE[colour]
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -1,7 +1,7 @@
 """The typed schemas of params.yaml and pipeline/paper.yaml, and the configuration of a run, which follows from them.
 
-params.yaml is for the user to edit. paper.yaml holds the paper's numbers, its recipe in each reading, and the choices it
-leaves open.
+The user edits params.yaml. paper.yaml holds the paper's numbers, the recipe of training in each reading of the paper, and
+the details that the paper leaves open.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _distinct(items: list) -> list:
 
 
 def _drawable(text: str) -> str:
-    """Checks a label, and returns it unchanged. Figures and pages can then show it exactly as written."""
+    """Returns a label unchanged. Raises ValueError unless figures and pages can show it exactly as written."""
     if "$" in text:
         raise ValueError(f"{text!r} has a $, which figures take for mathematics; leave it out")
     if text.startswith("_"):
@@ -58,14 +58,14 @@ def _drawable(text: str) -> str:
 
 
 def _is_strange(letter: str) -> bool:
-    """True if the figures' font lacks the letter, or if it is written right to left, which figures would reverse."""
+    """True if the figures' font lacks the letter, or if the letter is written right to left, which figures would reverse."""
     from matplotlib import font_manager  # slow to import, and labels are mostly ASCII
 
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # also names a stage and a folder
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # for names of stages and folders too
 MAX_SEED = 2**31 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
@@ -88,7 +88,7 @@ class ImageFormat(NamedTuple):
 MNIST_LIKE = ImageFormat(1, 28, 10)
 PublishedSource = Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
 PUBLISHED = dict.fromkeys(get_args(PublishedSource), MNIST_LIKE) | {"cifar10": ImageFormat(3, 32, 10)}
-FIRST_READING = "first"  # default reading, for studies that train nothing
+FIRST_READING = "first"  # default reading of the paper
 USER_FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
 IMAGE_KEYS = ("source", "path", "resize")  # keys of the section data that choose the images
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
@@ -104,7 +104,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, raw: Any) -> Any:
-        """Refuses unknown keys first: after a misspelt key, pydantic would report the right one as missing."""
+        """Reports an unknown key first. For a misspelt key, pydantic would report that the correct key is missing."""
         if isinstance(raw, dict) and cls.model_config["extra"] == "forbid":
             for key in itertools.filterfalse(cls.model_fields.__contains__, raw):
                 shown = str(key).encode(errors="backslashreplace").decode()  # escapes lone surrogates
@@ -121,7 +121,7 @@ class Runs(Section):
 
 
 class Description(Section):
-    """data/folder/images.json."""
+    """The content of data/folder/images.json, which describes the user's images."""
 
     path: str
     resize: Size | None
@@ -145,14 +145,14 @@ class Data(Section):
 
     @property
     def images(self) -> ImageFormat:
-        """Properties of the data. Raises UserError if the source is a folder that fetch has not stored yet."""
+        """The format of the images. Raises UserError if they are the user's and fetch has not stored them yet."""
         if self.source != USER_FOLDER:
             return PUBLISHED[self.source]
         stored = self.description()
         return ImageFormat(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """Description of the user's stored images. Raises UserError if absent, or if it describes other images."""
+        """The description of the user's stored images. Raises UserError if it is absent or describes other images."""
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
@@ -175,12 +175,13 @@ def read_description(folder: str | Path) -> Description:
 def options(
     group: type, *, absent: Iterable[str] = (), optional: Iterable[str] | None = None, **limits: Any
 ) -> type[Section]:
-    """Makes a section from a group of `osa.ModelConfig` options: their names, types, bounds and choices.
+    """Creates a section of params.yaml from a dataclass of options in osa, with the same names, types, bounds and choices.
 
     Args:
-        absent: options to leave out of the section.
-        optional: options that a user may omit for the library's default. None: all that have a default.
-        limits: further bounds of an option, as keywords of `Field`.
+        group: the dataclass, such as `osa.options.Sizes`.
+        absent: options that the section does not have.
+        optional: options that the user may omit; None means all with a default. The library's default then applies.
+        limits: further bounds of an option, as keyword arguments of `Field`.
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
@@ -196,7 +197,7 @@ def options(
 BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 
 
-# mypy follows no class that is made at run time: to it, the options' own attributes are of any type
+# mypy cannot see the attributes of classes that are created at run time; the type Any accepts every attribute.
 ModelKeys: Any = options(
     Sizes,
     absent=("image_size", "in_channels"),  # follow from the data
@@ -212,7 +213,7 @@ class Model(ModelKeys):
 
 
 class Init(InitKeys):
-    """Initialisation, the same for every architecture."""
+    """The options of initialisation, the same for every architecture."""
 
 
 class Train(Section):
@@ -230,7 +231,7 @@ class Train(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "constant"
     perturbation: Annotated[int, Field(ge=0)] = 0  # seed of a perturbation of the initial weights; 0 for none
-    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that a search tests on, instead of the test images
+    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images on which a search tests, not on the test images
 
 
 class Variant(VariantKeys):
@@ -284,7 +285,7 @@ class Shared(Section):
         return self
 
     def check_images(self) -> None:
-        """Raises ValueError if the model has too few classes for the images. A folder must be fetched first."""
+        """Raises ValueError if the model has too few classes for the images. The user's images must be fetched first."""
         num_classes, source = self.data.images.num_classes, self.data.source
         if self.model.num_classes < num_classes:
             raise ValueError(
@@ -293,13 +294,13 @@ class Shared(Section):
 
 
 class RunConfig(Shared):
-    """Configuration of one run: the shared sections with the variant's overrides applied."""
+    """The configuration of one run: its variant, and the shared sections with the variant's overrides applied."""
 
     variant: Variant
 
     @model_validator(mode="after")
     def _model_fits(self):
-        is_absent = self.data.source == USER_FOLDER  # may not be fetched yet
+        is_absent = self.data.source == USER_FOLDER  # the images may not be fetched yet
         _ = self._options_for(ImageFormat(1, self.model.patch_size, 0)) if is_absent else self.options
         return self
 
@@ -318,14 +319,14 @@ class RunConfig(Shared):
 
 
 class Params(Shared):
-    """params.yaml, completed with the library's models and their labels."""
+    """The content of params.yaml, completed with the library's models and labels."""
 
     run: Runs
     variants: dict[Name, Variant]
     labels: Labels
 
     def label(self, variant: str) -> str:
-        """The label of a variant, or else its name."""
+        """The label of a variant, or its name if it has no label."""
         return self.labels.get(variant, variant)
 
     @model_validator(mode="after")
@@ -338,8 +339,8 @@ class Params(Shared):
 
 
 class OpenChoice(Section):
-    """A detail that the paper leaves open: what the paper says, if anything, what we do (`key` in params.yaml), and what we
-    tried instead."""
+    """A detail that the paper leaves open: what the paper says about it, if anything, our choice (`key` in params.yaml), and
+    the alternative that we tried."""
 
     topic: str
     paper: str | None
@@ -349,14 +350,14 @@ class OpenChoice(Section):
 
 
 class Paper(Section):
-    """pipeline/paper.yaml. The study of complexity validates `orders`."""
+    """The content of pipeline/paper.yaml. The study `complexity` validates `orders`."""
 
     title: str
     authors: str
     link: str
     table_2: dict[Name, float]
     labels: Labels
-    readings: dict[Name, Shared]  # recipe of Section 5 and Appendix D, with our choice where they are silent
+    readings: dict[Name, Shared]  # the recipe of Section 5 and Appendix D, with our choices for what both omit
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
 
@@ -382,7 +383,7 @@ def load(path: str | Path = "params.yaml") -> Params:
         if name not in written["variants"]:  # DVC needs the block in the file, as a dependency of the stage
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
-    for name in written["variants"]:  # the library's other models are checked when used
+    for name in written["variants"]:  # the models that only the library defines are checked when used
         resolve(params, name)
     return params
 
@@ -421,7 +422,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """The configuration of a model of osa.MODELS in a reading of the paper. It takes only the data from params.yaml.
+    """The configuration of a model of osa.MODELS in a reading of the paper. Only the data come from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.
@@ -448,7 +449,7 @@ def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overr
                 raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
             merged[section] |= values
     if merged["data"]["source"] != USER_FOLDER:
-        merged["data"] |= {"path": None, "resize": None}  # for a folder only
+        merged["data"] |= {"path": None, "resize": None}  # keys for the user's images only
     return validate(RunConfig, merged, where)
 
 
@@ -470,7 +471,7 @@ def parse_overrides(texts: list[str]) -> Overrides:
 
 
 def as_options(overrides: Overrides) -> list[str]:
-    """The inverse of `parse_overrides`: the command-line options, with --set."""
+    """The inverse of `parse_overrides`: {"train": {"epochs": 3}} gives ["--set", "train.epochs=3"]."""
     return [option for key, value in leaves(overrides).items() for option in ("--set", f"{key}={json.dumps(value)}")]
 
 
@@ -480,7 +481,7 @@ def leaves(overrides: Overrides) -> dict[str, Any]:
 
 
 def without_stage(arguments: list[str]) -> list[str]:
-    """Replaces the name of a stage in first place, as in train@osa_qr-10, by its parts, osa_qr and 10."""
+    """Splits a first argument that names a stage: train@osa_qr-10 becomes osa_qr and 10. Keeps all other arguments."""
     first, *others = arguments or [""]
     is_stage = re.fullmatch(r"(?:.*:)?(?:train|evaluate)@(.*)", first, re.DOTALL)
     return [*is_stage[1].split("-"), *others] if is_stage else arguments
@@ -507,5 +508,5 @@ def deep_merge(values: Any, changes: Any) -> Any:
 
 
 def as_yaml(value: Any) -> str:
-    """A scalar in the notation of params.yaml."""
+    """Formats a scalar as YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)

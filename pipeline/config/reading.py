@@ -18,21 +18,21 @@ from pipeline.core.errors import UserError, ended
 from pipeline.core.files import ROOT
 
 CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # git's conflict markers
-UNREADABLE = (YAMLError, ValueError, RecursionError)  # also an impossible date, or lists nested too deeply
+UNREADABLE = (YAMLError, ValueError, RecursionError)  # from bad syntax, an impossible date, or deep nesting
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def in_repository(path: str | Path) -> Path:
-    """The path in the working directory, or, if absent there, in the repository of the running code."""
+    """Returns the path if it exists in the working directory, else the same path in the repository of this code."""
     path = Path(path)
     return path if path.exists() else ROOT / path
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The file's content, unchecked. Raises UserError if it is absent or not YAML.
+    """Reads a YAML file without validating its content. Raises UserError if the file is absent or not YAML.
 
-    DVC uses the same parser, so we read the values that DVC tracks. PyYAML follows YAML 1.1, reads 1e-06 as text and 1:30 as
-    90, and accepts a key twice.
+    DVC uses the same parser, ruamel.yaml, so we read the values that DVC tracks. PyYAML follows YAML 1.1: it reads 1e-06 as
+    text and 1:30 as 90, and accepts duplicate keys.
     """
     text = ""
     try:
@@ -59,7 +59,7 @@ def _parsed(text: str) -> Any:
 
 
 def validate(schema: type[Schema], raw: Any, where: str) -> Schema:
-    """Converts `raw` to an object of the schema. Raises UserError that names `where` and the error in one sentence."""
+    """Converts `raw` to an object of the schema. Raises UserError, which names `where` and the first error."""
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
@@ -81,7 +81,7 @@ EXPECTATIONS = {  # in place of pydantic's messages, which name Python types
 
 
 def _sentence(error: ErrorDetails, raw: Any) -> str:
-    """Describes a validation error: the key, the expected value, and the one found."""
+    """Describes a validation error: the key, the expected value, and the value found."""
     key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
     if kind == "unknown_key":
         return "{}{key} is not a known key{hint}".format(f"{key}." if key else "", **error["ctx"])
@@ -101,7 +101,7 @@ def _short(value: Any) -> str:
 
 
 def _key(location: tuple, raw: Any) -> str:
-    """The key of an error, in dots, such as train.epochs."""
+    """The dotted key of an error's location, such as train.epochs."""
     parts = []
     for part in location:
         is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic adds the kind of a claim to the location
@@ -112,7 +112,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """The text with all digits (such as full-width ones) converted to ASCII, if YAML then reads a number; else None."""
+    """Converts all digits, such as full-width ones, to ASCII. Returns the text if YAML reads it as a number, else None."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

@@ -1,7 +1,7 @@
-"""record.json: the origin of a folder of results, and the SHA-256 of each file in it.
+"""Reads and writes record.json, which holds the provenance of a folder of results and the SHA-256 of each file in it.
 
-Every folder of results has one, whether of a run or of measurements. The record also holds the digest of its other keys.
-Every reader of results begins with `read_record`, which finds any changed byte in the folder before a number is used.
+Every folder of results has a record, of a run or of measurements. The record also holds a digest of its own content. Every
+reader of results first calls `read_record`, which detects any changed byte in the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 RECORD = "record.json"
-SHA256 = "sha256"  # the key whose value is the digest of all others
+SHA256 = "sha256"  # key of the digest of all other keys of the record
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Status = Literal["running", "finished", "diverged"]
@@ -39,14 +39,14 @@ class Environment(Section):
 
 
 class Record(Section):
-    """The origin of a folder of results."""
+    """The provenance of a folder of results."""
 
-    folder: str  # below paper_outputs
+    folder: str  # its path below paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
     commits: list[str | None] = Field(default_factory=list)  # one for each process, in order; None if unknown
-    dirty: bool | None = None  # True if one of the processes ran code or parameters that differ from its commit
-    settings: dict[str, Any] | None = None  # the study's section of parameters
+    dirty: bool | None = None  # True if any process ran with uncommitted code or parameters
+    settings: dict[str, Any] | None = None  # the study's section of params.yaml
 
     @property
     def commit(self) -> str | None:
@@ -55,7 +55,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The origin of a run. `folder` holds its curves; the weights lie elsewhere."""
+    """The provenance of a run. `folder` holds its curves; the weights lie in another folder."""
 
     run_key: str
     study: str
@@ -95,12 +95,12 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements, with digests of its present files; `made_by` are keys of `Record`."""
+    """Writes the record of a folder of measurements, with digests of its files. `made_by` gives other keys of the record."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 
 def read_record(folder: Path, schema: type[Kind], command: str) -> Kind:
-    """Reads the record of a folder and verifies all files of the folder. Errors suggest `command` to remake them.
+    """Reads the record of a folder and verifies the folder's files. Errors suggest `command`, which makes them again.
 
     Raises:
         UserError: the record is missing, damaged or of another folder, or a file does not match its digest.

@@ -1,4 +1,4 @@
-"""Lists and reads the files of a folder, or of a tar or zip archive without unpacking it."""
+"""Lists and reads the files of a folder or of a tar or zip archive. Archives are not unpacked."""
 
 import stat
 import tarfile
@@ -10,16 +10,17 @@ from typing import TypeVar
 
 from pipeline.core.errors import UserError
 
+# Files that operating systems and network storage create
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
-UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}  # of systems and NAS
-DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # errors of reading an archive
-UNIX = (3, 19)  # `create_system` of a zip's members: on Unix and macOS a name may contain a backslash
+UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}
+DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # raised for a damaged archive
+UNIX = (3, 19)  # values of `create_system` in a zip for Unix and macOS, where a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
-Member = tuple[str, int, Callable[[], bytes] | None]  # name, bytes, reader; None unless a regular file
+Member = tuple[str, int, Callable[[], bytes] | None]  # name, size, function that reads it; None unless a regular file
 
 
 def members(path: Path) -> Iterator[Member]:
-    """All files, except hidden ones and those that operating systems leave behind.
+    """Yields all files, except hidden files and files that operating systems create (UNSEEN).
 
     Raises:
         UserError: a member's path leads out of the archive, or the archive cannot be read.
@@ -43,7 +44,7 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """The members of an archive, without unpacking it. If members share a name, the last one counts, as when unpacking."""
+    """Yields the members of an archive. If members share a name, it yields only the last, which unpacking would keep."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -69,14 +70,14 @@ def name_in_zip(entry: zipfile.ZipInfo) -> str:
 
 
 def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
-    """The bytes of a member. Raises TarError if it is no file."""
+    """The bytes of a member. Raises TarError if it is not a file."""
     if (file := archive.extractfile(entry)) is None:
         raise tarfile.TarError(f"{entry.name} is no file")
     return file.read()
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """The last entry of each name, in the archive's order, which is the fastest to read if it is compressed."""
+    """The last entry of each name, in the order of the archive: a compressed archive is fastest to read in order."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file

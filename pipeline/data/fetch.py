@@ -1,10 +1,10 @@
 """Fetches a data set as four verified files in data/SOURCE.
 
-Their digest, which records also hold, is in paper_outputs/data/SOURCE.txt.
+Writes their digest, which records also hold, to paper_outputs/data/SOURCE.txt.
 
-`data.source` names the data set, or the command does: `python -m pipeline fetch kmnist`. MNIST, Fashion-MNIST, KMNIST and
-CIFAR-10 come from the first mirror that works. OSA_MNIST_MIRROR etc. give a folder or URL to try before the others. `sample`
-and `folder` need no network: sample.py and images.py create them.
+The data set is `data.source` in params.yaml, or the command names another: `python -m pipeline fetch kmnist`. MNIST,
+Fashion-MNIST, KMNIST and CIFAR-10 come from the first mirror that works. OSA_MNIST_MIRROR etc. name a folder or URL to try
+before the mirrors. `sample` and `folder` need no network: sample.py and images.py create them.
 """
 
 import base64
@@ -27,15 +27,15 @@ from pipeline.core.errors import UserError, command_parser, entry_point, without
 from pipeline.data import idx
 
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
-FILES = {  # SHA-256; torchvision supplies MD5 digests for the other data sets
+FILES = {  # MNIST's files and their SHA-256; for the other data sets torchvision has MD5 digests
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 MIRROR_VARIABLE = "OSA_{}_MIRROR"
-MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # size of the download
-TIMEOUT_SECONDS = 20  # without receiving a byte
+MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # sizes of the downloads
+TIMEOUT_SECONDS = 20  # longest wait for the next byte
 LARGEST_BYTES = 2**28  # of a download; CIFAR-10 has 2**27.3
 
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fetch(source: str) -> None:
-    """Downloads a data set into its folder, except for files already there and intact.
+    """Downloads a data set into its folder, except files that are already there and intact.
 
     Each file is checked before it replaces an older one, so that a failed download changes nothing.
 
@@ -133,7 +133,7 @@ def _download(url: str, digest: str) -> bytes:
 
 
 def _digest_like(content: bytes | bytearray, known: str) -> str:
-    """The digest of `content`, with the algorithm of the known digest."""
+    """The digest of `content`, by the algorithm of the digest `known`, MD5 or SHA-256."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 
 
@@ -143,7 +143,7 @@ def _convert_cifar(archive: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as opened:
-            opened.extraction_filter = getattr(tarfile, "data_filter", None)  # from 3.11.4 on
+            opened.extraction_filter = getattr(tarfile, "data_filter", None)  # exists from Python 3.11.4 on
             opened.extractall(folder)
         for split in ("train", "t10k"):
             read = CIFAR10(folder, train=split == "train")

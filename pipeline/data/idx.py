@@ -1,8 +1,9 @@
-"""Loads a data set: checks the four files of the fetch stage, and puts them on the device as bytes.
+"""Loads a data set: checks the four files that the fetch stage wrote, and puts their bytes on the device.
 
-Data sets are gzipped IDX files. The user's images are NumPy files (.npy), memory-mapped, so that only parts in use are read.
-IDX (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") is a header of big-endian 32-bit words, a
-magic number 0x0800 + (number of dimensions) and then each dimension, followed by the unsigned bytes in C order.
+Published data sets are gzipped IDX files. The user's images are memory-mapped NumPy files (.npy), so that only parts in use
+are read. An IDX file (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") begins with a header of
+big-endian 32-bit words: the magic number 0x0800 + (number of dimensions), then each dimension. The array follows, as
+unsigned bytes in C order.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 
 IDX_IMAGES, IDX_LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # for the splits train and t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
-LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # for up to 256 classes, and for more
+LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # of labels, for up to 256 classes and for more
 
 
 @dataclass(frozen=True)
 class Images:
     """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of the 256 levels, on one device.
 
-    Indexing, slicing and `split` return scaled float32 images. Looking up each level's value gives the same bits as scaling
-    all images beforehand, in a quarter of the memory.
+    Indexing, slicing and `split` look up the value of each level and return float32 images. They have the same bits as if
+    all images had been scaled beforehand, which would take four times the memory.
     """
 
     pixels: torch.Tensor
@@ -58,7 +59,7 @@ class Images:
         return replace(self, pixels=self.pixels[which])
 
     def split(self, size: int) -> Iterator[torch.Tensor]:
-        """All images in order, `size` at a time."""
+        """Yields all images in order, as float32, `size` at a time."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
 
@@ -82,10 +83,10 @@ class DataSet:
     sha256: str
 
     def hold_out(self, which: torch.Tensor) -> DataSet:
-        """Moves training images into the test split, in place of the test images; the others remain for training.
+        """Returns a data set that tests on some of the training images, and trains on the others. Drops the test images.
 
         Args:
-            which: indices of the training images to move, int64.
+            which: indices of the training images to test on, int64.
         """
         import torch
 
@@ -141,9 +142,10 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 
 
 def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
-    """SHA-256 of the bytes of train images, train labels, test images and test labels: the `sha256` of `read_data`.
+    """The SHA-256 of a data set's bytes, in the order train images, train labels, test images, test labels, as in `DataSet`.
 
-    `num_own_classes` is that of user's images whose description is not written yet.
+    Args:
+        num_own_classes: number of classes of the user's images, if their description is not written yet.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
@@ -177,7 +179,7 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _histogram(images: np.ndarray) -> np.ndarray:
-    """Counts the pixels of each level, (256,). Takes 2²⁰ at a time: `bincount` converts each pixel to 64 bits."""
+    """Counts the pixels of each level, (256,). Takes 2²⁰ at a time to save memory: `bincount` converts pixels to 64 bits."""
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
     for start in range(0, len(pixels), 2**20):
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
@@ -185,7 +187,7 @@ def _histogram(images: np.ndarray) -> np.ndarray:
 
 
 def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
-    """Writes an array in NumPy's format part by part, since it may exceed the memory. The file is whole or absent.
+    """Writes an array in NumPy's format, part by part since it may exceed the memory. A failure leaves no partial file.
 
     Raises:
         UserError: the file cannot be written, as when the disk is full.
@@ -201,12 +203,12 @@ def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterab
 
 
 def label_type(num_classes: int) -> np.dtype:
-    """The dtype of stored labels: one byte for up to 256 classes, as in the published digests, and two for more."""
+    """The dtype of stored labels: uint8 for up to 256 classes, as in published data sets, and uint16 for more."""
     return LABEL_TYPES[num_classes > 256]
 
 
 def as_idx(array: np.ndarray) -> bytes:
-    """A gzipped IDX file of unsigned bytes. It holds no timestamp, so that equal arrays give equal files."""
+    """Returns a gzipped IDX file of unsigned bytes. It has no timestamp, so that equal arrays give equal files."""
     header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
     return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8).tobytes()]), mtime=0)
 
@@ -218,7 +220,7 @@ def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
 
 
 def num_train_images(folder: str | Path) -> int:
-    """The number of the user's training images, read from a header. Raises UserError if they are not stored."""
+    """The number of the user's training images, from the header of their labels. Raises UserError if they are not stored."""
     return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
 
 
@@ -234,7 +236,7 @@ def _num_own_classes(folder: str | Path) -> int | None:
 
 
 def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
-    """Images (n, C, H, W) uint8 and labels (n,) of the training split, then of the test split."""
+    """Reads and checks images (n, C, H, W) uint8 and labels (n,), first for training and then for testing."""
     arrays: list[np.ndarray] = []
     is_own, num_classes = num_own_classes is not None, num_own_classes or params.MNIST_LIKE.num_classes
     names, read = ((OWN_IMAGES, OWN_LABELS), _map_own) if is_own else ((IDX_IMAGES, IDX_LABELS), _read_idx)
@@ -253,7 +255,7 @@ def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
 
 
 def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Reads a gzipped IDX file. The array is uint8, not empty, and its `ndim` is one of `dimensions`."""
+    """Reads a gzipped IDX file as uint8. Raises UserError if it is empty, or its `ndim` is not in `dimensions`."""
     try:
         content = gzip.decompress(path.read_bytes())
     except FileNotFoundError:
@@ -270,11 +272,11 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     values = np.frombuffer(content, np.uint8, offset=header_size)
     if values.size != math.prod(shape):
         raise _unusable(path, f"has {values.size} values where its header says {math.prod(shape)}")
-    return values.reshape(shape).copy()  # an array over `bytes` is read-only
+    return values.reshape(shape).copy()  # without the copy, the array is read-only
 
 
 def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Memory-maps an array of pixels or labels. It is not empty, and its `ndim` is one of `dimensions`."""
+    """Memory-maps an array of pixels or labels. Raises UserError if it is empty, or its `ndim` is not in `dimensions`."""
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except FileNotFoundError:

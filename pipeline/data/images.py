@@ -1,9 +1,9 @@
-"""Converts the user's images, a folder or a tar or zip archive, to the four files that training reads.
+"""Converts the user's images, in a folder or a tar or zip archive, to the four files that training reads.
 
-The layout is that of torchvision's ImageFolder, train/CLASS/IMAGE and test/CLASS/IMAGE, in any format that Pillow reads.
-An image is stored as a viewer shows it, with its EXIF orientation and colour profile applied. Images that are not square,
-have more than 8 bits or are transparent are refused. The common size and colour depend on all images, so the decoded pixels
-wait in a file, not in memory.
+Images lie in train/CLASS/ and test/CLASS/, as for torchvision's ImageFolder, in any format that Pillow reads. An image is
+stored as a viewer shows it, with its EXIF orientation and colour profile applied. Images that are not square, have more than
+8 bits or are transparent are refused. The common size and mode are known only after all images are decoded, so a temporary
+file, not memory, holds the pixels until then.
 """
 
 import hashlib
@@ -28,19 +28,20 @@ from pipeline.core.errors import UserError
 from pipeline.data import archives, idx
 
 SPLITS = {"train": "train", "test": "t10k"}  # split → its name in the stored files
-WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # some programs unpack a Windows zip into such names
+WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # in names that some programs give to the files of a Windows zip
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
-HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # brands of ISO/IEC 23008-12, four bytes into a file
+HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # bytes of a HEIC file from the fifth on (ISO/IEC 23008-12)
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
-Decoded = tuple[str, int, int]  # its mode, its size, and the offset of its pixels in the spool
+Decoded = tuple[str, int, int]  # an image's mode, its size, and the offset of its pixels in `spool`
 
 
 def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
     All images are resized (bilinear) to one size: `data.resize`, or else the most common. They are stored as grey if all
-    pixels are grey, else in colour. The order takes one image of each class in turn, so that every stretch is balanced.
+    pixels are grey, else in colour. Each
+    split takes one image of each class in turn, so that every part of it is balanced.
 
     Raises:
         UserError: `data.path` cannot be read, has another layout, or holds an unusable image.
@@ -62,7 +63,7 @@ def convert(wanted: params.Data, out: Path) -> None:
             print(f"{others} of {len(images)} images are resized to {size} x {size}.")
         if num_grey and mode == "RGB":
             print(f"{num_grey} of {len(images)} images are grey, and stored in colour as the others are.")
-        (out / params.DESCRIPTION).unlink(missing_ok=True)  # removed first, written last: marks a complete folder
+        (out / params.DESCRIPTION).unlink(missing_ok=True)  # removed first and written last, it marks a complete folder
         digests = {split: store_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
     if shared := sum(each in known for each in digests["test"]):
@@ -76,7 +77,7 @@ def convert(wanted: params.Data, out: Path) -> None:
 def store_split(
     out: Path, split: str, images: dict[ImagePath, Decoded], classes: list[str], mode: str, size: int, spool: BinaryIO
 ) -> list[bytes]:
-    """Writes images and labels of a split. Returns a digest of the pixels of each image."""
+    """Writes the images and the labels of a split. Returns the digest of each image's pixels."""
     places, digests = in_turns([place for place in images if place[0] == split]), []
 
     def rows() -> Iterator[np.ndarray]:
@@ -98,7 +99,7 @@ def store_split(
 
 
 def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter[int]]:
-    """Reads the images under train/ and test/, and counts the images of each size. Writes the pixels to `spool`."""
+    """Decodes the images under train/ and test/, and writes their pixels to `spool`. Also counts the images of each size."""
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # half, as the pixels are stored a second time
     images: dict[ImagePath, Decoded] = {}
     sizes: Counter[int] = Counter()
@@ -177,7 +178,7 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
 
 
 def problem_of(image: Image.Image) -> str | None:
-    """Why an image must be refused, and the remedy; None if it can be used."""
+    """Says why an image must be refused, and the remedy. Returns None if the image can be used."""
     if image.width != image.height:
         return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
     if image.mode.startswith(("I", "F")):
@@ -194,7 +195,7 @@ def as_seen(image: Image.Image) -> Image.Image:
     image, content = ImageOps.exif_transpose(image), image.info.get("icc_profile")
     if content:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(content))
-        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # viewers ignore others
+        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # else viewers ignore it
             image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB") or image
     image = image.convert(mode)
     red, *others = image.split()
@@ -206,7 +207,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
 
 
 def in_turns(places: list[ImagePath]) -> list[ImagePath]:
-    """The first image of every class, then the second, and so on."""
+    """Sorts images by turns: the first image of every class, then the second image of every class, and so on."""
     counts: Counter[str] = Counter()
     ranked = []
     for place in sorted(places):

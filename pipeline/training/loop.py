@@ -1,6 +1,6 @@
-"""One training: initial model, batches, step, and the points of Figure 1.
+"""Trains a model: builds it, draws batches, takes steps, and computes the points of Figure 1.
 
-Everything that cannot affect the results, such as progress bar, record and checkpoints, is left to an `Observer`.
+An `Observer` does everything that cannot affect the results, such as the progress bar, the record and the checkpoints.
 """
 
 import hashlib
@@ -25,26 +25,27 @@ from pipeline.data import idx
 from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
-PERTURBATION = 1e-6  # relative, about ten times float32's rounding error
-EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: fit into a CPU's cache; keep a GPU's launches few
+PERTURBATION = 1e-6  # relative size, about ten times float32's rounding error
+EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images; small batches fit into a CPU's cache, large ones need few launches
 
 
 def configure_torch() -> None:
-    """Makes a seed give the same bits in every run on the same machine, and lets large CPU tensors use huge pages.
+    """Configures torch so that a seed gives the same bits in every run on one machine, and large CPU tensors use huge pages.
 
-    Huge pages save time and change no bit; `THP_MEM_ALLOC_ENABLE=0` turns them off. Torch reads this variable at its first
-    allocation, so call this function before.
+    Huge pages save time and change no bit; `THP_MEM_ALLOC_ENABLE=0` turns them off. Call this function before torch first
+    allocates memory, which is when it reads this variable.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # aids debugging, at a pass over memory
+    # Filling new tensors with NaN would only help to debug, and would cost a pass over memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
 
 
 def random_stream(seed: int, name: str) -> Generator:
-    """A separate generator for each use of randomness, so that adding one does not change the others' draws."""
+    """Returns the generator of one use of randomness, `name`. A new use does not change the draws of the others."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -73,14 +74,14 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """AdamW, with Muon beside it if `train.optimizer` is "muon".
+    """Creates AdamW, and Muon too if `train.optimizer` is "muon".
 
-    Muon updates the weight matrices of the blocks; AdamW the embeddings, the head, biases, norms and alpha. Muon's update is
-    scaled to a root mean square of 0.2 times the rate, which AdamW's tends to have (Liu et al. 2025, "Muon is scalable for
-    LLM training", Section 2.2), so that both can share a learning rate and a decay.
+    Muon then updates the weight matrices of the blocks, and AdamW the embeddings, the head, biases, norms and alpha. Muon's
+    update is scaled to a root mean square of 0.2 times the learning rate, as AdamW's update typically has (Liu et al. 2025,
+    "Muon is scalable for LLM training", Section 2.2). Both can then share a learning rate and a weight decay.
 
-    Weight decay applies to every parameter, or to weight matrices alone, but never to the parameters of a parametrisation:
-    there it would pull an orthogonal weight back to its initial value.
+    Weight decay applies to every parameter if `train.decay_all`, else to matrices only. It never applies to the parameters
+    of a parametrisation, where it would pull an orthogonal weight back to its initial value.
     """
     train = config.train
 
@@ -115,7 +116,7 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 
 
 def rate_factor(train: Train, step: int, steps: int) -> float:
-    """The schedule's factor for the learning rate in step 1, …, `steps`.
+    """The factor by which the schedule scales the learning rate in a step, 1 ≤ `step` ≤ `steps`.
 
     It rises linearly to 1 at step `warmup_steps`. After that it stays 1, or falls along a half cosine to 0 at the last step.
     """
@@ -129,7 +130,7 @@ def rate_factor(train: Train, step: int, steps: int) -> float:
 @torch.no_grad()
 @parametrize.cached()
 def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor) -> tuple[float, float]:
-    """Mean cross-entropy and accuracy over a whole split."""
+    """Returns the mean cross-entropy and the accuracy over a whole split."""
     loss, correct = torch.zeros((), device=labels.device), torch.zeros((), device=labels.device, dtype=torch.long)
     size = EVALUATION_BATCH[images.device.type]
     for x, y in zip(images.split(size), labels.split(size), strict=True):
@@ -159,12 +160,12 @@ class Observer:
         """Called before an evaluation, once the device has finished all steps."""
 
     def on_evaluation(self) -> None:
-        """Called after a point was added to the history: the time for a checkpoint."""
+        """Called after a point was added to the history. A checkpoint can be written then."""
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
-    """Loads the data of a training. With `train.held_out`, random training images, the same for every seed, replace the test
-    images, so that a search never sees the test set."""
+    """Loads the data of a training. If `train.held_out` > 0, that many random training images replace the test images, so
+    that a search never sees the test set. They are the same for every seed."""
     data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
     if count >= total:
@@ -230,21 +231,21 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Adds a point of Figure 1: `train`, the mean since the last point, and an evaluation of the whole test set."""
+        """Adds a point of Figure 1: `train`, which is loss and accuracy since the last point, and both on the test set."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
 
     def batches(self, epoch: int, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and labels of each step of an epoch, after the first `done` steps."""
+        """Yields the images and labels of each step of an epoch. Skips the first `done` steps."""
         order = self.sampler.order(self.seed, epoch).to(self.device)
         for batch in order.split(self.config.train.batch_size)[done : self.sampler.steps]:
             yield self.data.train_images[batch], self.data.train_labels[batch]
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of the optimisers. Returns the loss and the number of correct predictions before it, on the device.
+        """Takes a training step. Returns the loss and the number of correct predictions before the update, on the device.
 
-        With a graph, the next step overwrites both.
+        With a CUDA graph, the next step overwrites both returned tensors.
         """
         self.progress.step += 1
         if self.rate_factor is not None:
@@ -284,10 +285,10 @@ class Training:
 
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
-        """Scales the updates made inside the context by the schedule's factor.
+        """Multiplies the change of every parameter inside the context by the schedule's factor.
 
-        The updates of AdamW and Muon are linear in the learning rate, decay included, so scaling the update scales the rate.
-        A CUDA graph would freeze a float learning rate, and torch's Muon accepts only floats.
+        This is the same as scaling the learning rate, as updates of AdamW and Muon, weight decay included, are linear in it.
+        We cannot scale the rate itself: a CUDA graph would freeze a float, and torch's Muon accepts only floats.
         """
         if self.rate_factor is None:
             yield
@@ -318,7 +319,7 @@ class Batches:
 
 
 class _Total:
-    """Sums loss and correct predictions on the device, from one `take` to the next."""
+    """Sums the loss and the correct predictions since the last `take`, on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -330,7 +331,7 @@ class _Total:
         self.count += count
 
     def take(self) -> tuple[float, float]:
-        """Returns mean loss and accuracy, and starts again from 0."""
+        """Returns the mean loss and the accuracy, and resets the sums to 0."""
         result = self.loss.item() / self.count, self.correct.item() / self.count
         self._reset()
         return result

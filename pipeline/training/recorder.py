@@ -32,8 +32,8 @@ from pipeline.training.run import Run
 
 FORGOTTEN_SECONDS = 24 * 3600  # age at which the checkpoint of an interrupted training with other settings is deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
-PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # parts of a run's seconds, over all its processes
-# raised by torch.load
+PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # the phases of a run, timed over all its processes
+# Raised when a damaged checkpoint is read
 NOT_A_CHECKPOINT = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 
 Watch = Callable[[Training], list[dict[str, float]]]
@@ -45,12 +45,12 @@ def train(
     """Trains a run and writes its files. Resumes an interrupted run. Uses CUDA if available.
 
     Args:
-        watch: called at every point of the curves; the rows it returns become watched.csv.
+        watch: function called at every point of the curves; the rows that it returns become watched.csv.
         eager: do not use a CUDA graph.
         seconds_before: seconds that the process has spent on imports.
 
     Returns:
-        The record as written here; the file may by then be that of another training of the same run.
+        The record of this training. Another training of the same run may have overwritten the file since.
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
@@ -75,7 +75,7 @@ class Times:
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
     seconds: float = 0.0
     training_seconds: float = 0.0  # without the evaluations
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # `seconds` leaves out "start"
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # `seconds` excludes "start"
     images: int = 0
     commits: list[str | None] = field(default_factory=list)  # one for each process
     dirty: bool | None = None  # True if a process had uncommitted changes
@@ -94,7 +94,7 @@ class Recorder(Observer):
     Other processes read the progress of a run in the scratch folder.
     """
 
-    bar: tqdm  # from `restore` on
+    bar: tqdm  # set by `restore`
 
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
@@ -141,13 +141,13 @@ class Recorder(Observer):
         self._has_stepped = False
 
     def _spent_on(self, phase: str) -> None:
-        """Adds the time since the last call to `phase`."""
+        """Adds the time since the last call of this method to the time of `phase`."""
         now = time.perf_counter()
         self.times.phases[phase] += now - self._last
         self._last = now
 
     def on_step(self, num_images: int) -> None:
-        if not self._has_stepped and self.training.device.type == "cuda":  # compiles kernels, records the graph
+        if not self._has_stepped and self.training.device.type == "cuda":  # the first step compiles kernels
             torch.cuda.synchronize()
             self._spent_on("compiling")
         self._has_stepped = True
@@ -178,7 +178,7 @@ class Recorder(Observer):
         self.times.seconds = self._before + time.perf_counter() - self._start
 
     def metrics(self) -> dict:
-        """The last point, not the best, with the number of steps and parameters."""
+        """The last point of the curves (not the best), the numbers of steps and parameters, and whether the run diverged."""
         progress = self.training.progress
         last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
         return last | {
@@ -240,7 +240,7 @@ class Recorder(Observer):
         return record
 
     def clear(self) -> None:
-        """Removes the scratch folder, and those of this run's trainings with other settings, if old."""
+        """Removes this training's scratch folder, and old scratch folders of the same run with other settings."""
         for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
             if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -254,14 +254,14 @@ def save_checkpoint(path: Path, training: Training, times: Times) -> None:
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
-    buffer = io.BytesIO()  # torch.save would store the file's name; from memory, the bytes depend only on the state
+    buffer = io.BytesIO()  # given a path, torch.save would store the file's name; now the bytes depend only on the state
     torch.save(state, buffer)
     content = buffer.getvalue()
     files.write_bytes(path, hashlib.sha256(content).digest() + content)
 
 
 def restore_checkpoint(path: Path, training: Training) -> Times:
-    """Restores a training from `save_checkpoint`, and returns its times."""
+    """Restores a training from a checkpoint, and returns the saved times. Raises ValueError if the digest differs."""
     written = path.read_bytes()
     digest, content = written[:DIGEST_BYTES], written[DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:

@@ -1,13 +1,13 @@
-"""A run and its files.
+"""Names and reads the files of a run.
 
     paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json, and watched.csv if the study
                                                   watches its models; git tracks them
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
-STUDY is table_2 for the runs of Table 2, and tries for the user's experiments, which git does not track; other studies have
-their own name. record.json identifies the run and holds the digest of each file. Every reader of a run begins with
-`Run.record`, which checks both.
+STUDY is table_2 for the runs of Table 2, tries for the user's experiments, which git does not track, and otherwise the name
+of a study. record.json identifies the run and holds the digest of each file. Every reader of a run first calls `Run.record`,
+which verifies the identity and the digests.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
-SCRATCH = Path(".checkpoints")  # of runs while they train
-# Older values of osa.NUMERICS whose runs stay valid. In 2, "exact" balances other heads, which changes last digits, and
-# "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
+SCRATCH = Path(".checkpoints")  # folder of runs that are training
+# Older values of osa.NUMERICS; their runs remain valid. Two things changed with value 2: "exact" balances other heads, which
+# changes last digits, and "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def scratch(self) -> Path:
-        """The folder of the run while it trains."""
+        """The folder of the run while it trains; `Recorder` appends a key to its name."""
         return SCRATCH / self.study / self.name / str(self.seed)
 
     @property
@@ -110,7 +110,7 @@ class Run:
         return f"python -m pipeline fan_out --only '{self}'"
 
     def record(self) -> RunRecord | None:
-        """The run's record; None if no training has finished. Weights may be absent: git does not track all of them.
+        """Reads the run's record and verifies its files; None if no training has ended. Weights may be absent from a clone.
 
         Raises:
             UserError: the record is damaged or belongs to another run, or a file does not match its digest.
@@ -124,13 +124,13 @@ class Run:
         return record
 
     def ended_record(self) -> RunRecord:
-        """The record of a run that has ended. Raises UserError if no training has, or as `record`."""
+        """The run's record. Raises UserError as `record` does, and if no training has ended."""
         if (record := self.record()) is None:
             raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
         return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """True if the run is complete and `matches` the configuration."""
+        """True if the run is complete and its record `matches` the configuration."""
         try:
             record = self.record()
         except UserError:
@@ -142,7 +142,7 @@ class Run:
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:
-        """The points of the curves. Where the loss is not finite, the accuracy means nothing, and is NaN too."""
+        """The points of the curves. If a loss is not finite, its accuracy has no meaning, and becomes NaN."""
         table = files.read_csv(self.files["history"])
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())

@@ -1,6 +1,6 @@
-"""Claims about trained models: each is a sentence of a claims.yaml in pipeline/studies, with a rule to judge it from runs.
+"""Judges claims about trained models. Each claims.yaml in pipeline/studies lists claims, with a sentence and a rule each.
 
-A claim names runs as the tables do: by variant in Table 2, and by entry of the study's list elsewhere. Its first comparison
+A claim refers to the runs of Table 2 by variant, and to the runs of a study by their names in its list. Its first comparison
 is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
 """
 
@@ -31,9 +31,9 @@ from pipeline.statistics.verdicts import (
     power_of_ranks,
 )
 
-GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of a guess among ten classes; nats and per cent
-CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # of the models' mean accuracies
-TRAINS = 0.5  # a run trains if its last train loss is below this share of a guess's loss
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of guessing among ten classes, in nats and per cent
+CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # weights of the models' mean accuracies
+TRAINS = 0.5  # a run trains if its last train loss is below this share of the loss of a guess
 
 
 class Results:
@@ -50,7 +50,7 @@ class Results:
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
-        """The existing runs of a name, or only those with this status."""
+        """The existing runs of a name, or only the runs with this status."""
         runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
         return runs if status is None else runs[runs["status"] == status]
 
@@ -110,7 +110,7 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 
 @dataclass(frozen=True)
 class Declared:
-    """Numbers declared before the runs, for a test's power: the paper's accuracies and our spreads, by model."""
+    """Numbers declared before the runs, for computing power: by model, the paper's accuracy and our standard deviation."""
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +129,7 @@ NOTHING = Declared()
 
 
 class Claim(Section):
-    """A sentence, its place in the paper, and its rule. A prediction also says, before its runs, what to expect and why."""
+    """A sentence, its place in the paper, and its rule. A prediction also says, before its runs, what it expects and why."""
 
     sentence: str
     place: str
@@ -137,7 +137,7 @@ class Claim(Section):
     why: str | None = None
 
     def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
-        """The verdict of each comparison, the primary one first."""
+        """Returns the verdict of each comparison, the primary one first."""
         raise NotImplementedError
 
 
@@ -145,7 +145,7 @@ Sought = TypeVar("Sought", bound=Claim)
 
 
 class Comparison(Claim):
-    """Claims for each pair of models that the first is better."""
+    """A claim about the first and the second model of each pair."""
 
     compare: Annotated[list[Annotated[list[Name], Field(min_length=2, max_length=2)]], Field(min_length=1)]
 
@@ -195,7 +195,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """The first model reaches a target train loss in less than a factor times the second model's epochs.
+    """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
 
     The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part
     (`of_training`) of training. A run that never reaches it takes infinitely many epochs.
@@ -244,7 +244,7 @@ class Contrast(Claim):
 
 
 class Stability(Claim):
-    """More than a share of a model's runs are stable: they do not diverge, nor rise far above their lowest train loss."""
+    """More than a share of a model's runs are stable: they do not diverge, and their train loss never rises far."""
 
     kind: Literal["stability"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -263,7 +263,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More (or fewer) than a share of each model's runs train: their last train loss is below half of a guess's."""
+    """More (or fewer) than a share of each model's runs train: their last train loss is below half the loss of a guess."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -301,11 +301,11 @@ class Spreads(Section):
     """Standard deviations of runs by name, declared before the runs that a claim is about."""
 
     accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # in percentage points
-    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of the logarithm of the epochs to a loss
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of the logarithm of the epochs to reach a loss
 
 
 class ClaimsFile(Section):
-    """The content of a claims.yaml: `spreads`, and under every other key a claim of this name."""
+    """The content of a claims.yaml: `spreads`, and a claim under every other key, which is its name."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[Name, AnyClaim]
@@ -314,7 +314,7 @@ class ClaimsFile(Section):
 
 
 def read_claims(path: str | Path) -> dict[str, AnyClaim]:
-    """Reads a claims.yaml: the claims by name. Raises UserError if an entry does not fit its kind of claim."""
+    """Reads the claims of a claims.yaml, by name. Raises UserError if an entry does not fit its kind of claim."""
     return dict(_read(path).__pydantic_extra__)
 
 
@@ -327,7 +327,7 @@ def read_claim(path: str | Path, name: str, kind: type[Sought]) -> Sought:
 
 
 def read_spreads(path: str | Path) -> Spreads:
-    """Reads the spreads of a claims.yaml. Raises UserError as `read_claims`."""
+    """Reads the spreads of a claims.yaml. Raises UserError as `read_claims` does."""
     return _read(path).spreads
 
 
@@ -337,18 +337,18 @@ def _read(path: str | Path) -> ClaimsFile:
 
 
 def trains(loss: float) -> bool:
-    """True if a run with this last train loss trains."""
+    """True if a run's last train loss shows that it trains: it is below half the loss of a guess."""
     return loss < TRAINS * GUESS_LOSS
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
-    """True if the mean train loss at the first point in the second half of training is clearly below a guess's."""
+    """True if a run starts: at the first point in the second half of training, its train loss is clearly below a guess's."""
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """The geometric mean over runs of the lowest train loss in the first part of training; NaN without runs."""
+    """The geometric mean, over runs, of the lowest train loss in the first part of training; NaN without runs."""
     lowest = []
     for curve in curves:
         epochs, losses = _points(curve)
@@ -369,7 +369,7 @@ def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
 
 
 def _points(curve: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Epoch and train loss of each point, as arrays: simulations need them thousands of times, and pandas is slow."""
+    """Epoch and train loss of each point, as NumPy arrays: simulations use them thousands of times, and pandas is slow."""
     return curve["epoch"].to_numpy(float), curve["train_loss"].to_numpy(float)
 
 

@@ -1,7 +1,7 @@
-"""Means, spreads and intervals over seeds. pipeline/statistics/verdicts.py draws conclusions from them.
+"""Computes means, spreads and intervals over seeds. pipeline/statistics/verdicts.py draws conclusions from them.
 
-Models are compared as independent samples: models with different blocks and the same seed share only the order of batches,
-and measured correlations over seeds are negative as often as positive.
+Models are compared as independent samples. With the same seed, models with different blocks share only the order of batches,
+and the measured correlations over seeds are negative as often as positive.
 """
 
 import math
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 CONFIDENCE = 0.95  # of the intervals in tables
-LEAST_RUNS = 3  # for a prediction interval
+LEAST_RUNS = 3  # fewest runs for a prediction interval
 UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom, if the spread is unknown
 Values = Sequence[float] | NDArray
 Samples = Sequence[Values]
@@ -22,9 +22,9 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Summary:
-    """n values: mean, standard deviation (ddof 1), the interval of the mean from `low` to `high`, and the range.
+    """Statistics of n values: mean, standard deviation (ddof 1), confidence interval of the mean (`low`, `high`) and range.
 
-    At n = 0 everything is NaN; at n = 1 `std`, `low` and `high` are.
+    If n = 0, all are NaN; if n = 1, only `std`, `low` and `high`.
     """
 
     n: int
@@ -37,7 +37,7 @@ class Summary:
 
 
 def summary_of(values: Values) -> Summary:
-    """Mean, spread and Student's t-interval of finite values: mean ± t(0.975, n − 1) std / √n."""
+    """Summarises finite values. The interval is Student's: mean ± t(0.975, n − 1) std / √n."""
     array = np.asarray(values, dtype=float)
     n = len(array)
     if n == 0:
@@ -48,7 +48,7 @@ def summary_of(values: Values) -> Summary:
 
 
 def quantile(confidence: float, df: float) -> float:
-    """Student's t for a two-sided interval of this confidence; NaN if df ≤ 0."""
+    """The quantile of Student's t for a two-sided interval of this confidence; NaN if df ≤ 0."""
     return float(stdtrit(df, (1 + confidence) / 2)) if df > 0 else math.nan
 
 
@@ -65,7 +65,7 @@ class Estimate:
     def of_spreads(
         cls, value: float, weights: Sequence[float], variances: Sequence[float], sizes: Sequence[int]
     ) -> "Estimate":
-        """Welch's estimate, from the variances of the samples."""
+        """Welch's estimate, from the value of the contrast and the variances and sizes of the samples."""
         each = [weight**2 * variance / size for weight, variance, size in zip(weights, variances, sizes, strict=True)]
         variance = sum(each)
         df = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
@@ -104,11 +104,11 @@ def t_interval(samples: Samples, weights: Sequence[float], confidence: float = C
 
 
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
-    """A `contrast` of mean accuracies, with the error expected for other runs on other images.
+    """A `contrast` of mean accuracies, with a standard error for new runs on new images.
 
-    All models see the same images. The contrasts on each image, averaged over runs, therefore form one more sample, and
-    Welch's standard error adds its variance to the variances over runs. The interaction of run and image counts in both. A
-    bootstrap over runs and images sums the same parts, but with five runs it finds four fifths of the variance, and no t.
+    All models see the same images. The contrast on each image, averaged over runs, is therefore one more sample. Welch's
+    standard error adds its variance to the variances over runs; both include the interaction of run and image. A bootstrap
+    over runs and images adds the same variances, but with five runs underestimates them by a fifth, and uses no t quantile.
 
     Args:
         samples: for each model (runs, images): 1 if the run classifies the image correctly, else 0; at least two runs.
@@ -120,7 +120,7 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
 
 def one_more_run(values: Values) -> Interval:
-    """Prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n); (NaN, NaN) for a single value."""
+    """The prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n). (NaN, NaN) for a single value."""
     low, high = t_interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 

@@ -1,4 +1,4 @@
-"""The rule of a verdict. The study `verdicts` simulates its error rates and its power.
+"""Judges claims by statistical tests. The study `verdicts` simulates the error rates and the power of the tests.
 
 A claim says that a number lies above or below a limit. The tests are one-sided at 5 %, and exact where possible:
 
@@ -6,23 +6,23 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
                                     estimate is Hodges and Lehmann's: the median of all differences between a run of the
                                     first and a run of the second model. The bounds are the differences at which the test's
                                     decision changes (five runs against five: the 5th smallest and the 5th largest of 25)
-    a ratio of two models           the same, of logarithms. A run that never reaches the target takes infinitely long; two
-                                    infinite values tie
+    a ratio of two models           the same test, on logarithms. A run that never reaches the target takes infinitely many
+                                    epochs; two infinite values tie
     a contrast of three or four     Welch's t: with three to five runs per model, no rank test can decide
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
 
     reproduced              the test of the claim has p ≤ 5 %
     contradicted            the test of the opposite has p ≤ 5 %
-    open, same direction    neither; the estimate lies on the claim's side of the limit
-    open, other direction   neither; the estimate does not lie on the claim's side
+    open, same direction    neither test has; the estimate lies on the claim's side of the limit
+    open, other direction   neither test has; the estimate does not lie on the claim's side
     not testable here       replaces "open" if the test's power at the paper's effect, with spreads declared before the runs,
                             is below one half
     not trained             a model has no run
 
-Ranks give a failed run the last place, whatever its value: it counts, and does not hide the others. A diverged run counts as
-a guess. A run fails to start if it diverges, or if its mean train loss at the first point in the second half of training is
-above log(classes) − 0.1. Tables show how many runs start, and their mean; a target loss comes from the second model's runs
-that start. Verdicts on differences and contrasts use all runs.
+A rank test ranks a failed run last, whatever its value, so that one failure counts but does not hide the other runs. A
+diverged run counts as a guess. A run fails to start if it diverges, or if its mean train loss at the first point in the
+second half of training is above log(classes) − 0.1. Tables show the number of runs that start, and the mean of these runs. A
+target loss comes from the second model's runs that start. Verdicts on differences and contrasts use all runs.
 """
 
 import functools
@@ -45,9 +45,9 @@ LEVEL = 0.05  # level of each one-sided test
 TWO_SIDED = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
 MARGIN_OF_A_START = 0.1  # nats below the loss of a guess
-SIMULATED = 10_000  # experiments per estimate of power
+SIMULATED = 10_000  # number of simulated experiments per estimate of power
 TIE_DECIMALS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
-ROUNDING = 1e-12  # of a p-value: if all of three runs exceed three others, p is exactly 1/20
+ROUNDING = 1e-12  # tolerance of a p-value: if three runs all exceed three others, p is exactly 1/20
 _WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # from best to worst
 
 
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """The word for claims of other papers, and our own: confirmed, not confirmed or undecided in our setting."""
+        """The word for claims of other papers and our own claims: confirmed, not confirmed or undecided in our setting."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
@@ -146,7 +146,7 @@ def _verdict(
     side: str,
     power: float = math.nan,
 ) -> Verdict:
-    """Chooses the word from the p-values of both one-sided tests."""
+    """Makes a verdict, with the word that follows from the p-values of both one-sided tests."""
     other = "below" if side == "above" else "above"
     if p[side] <= LEVEL + ROUNDING:
         word = REPRODUCED
@@ -172,7 +172,7 @@ def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
 
 @functools.cache
 def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
-    """At index s, the number of ways to choose n of the ranks with sum s."""
+    """Returns, at index s, the number of ways to choose n of the ranks so that their sum is s."""
     ways = np.zeros((n + 1, sum(ranks) + 1))
     ways[0, 0] = 1
     for rank in ranks:
@@ -223,7 +223,7 @@ def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequen
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values. Rejecting those up to 5 % keeps the family-wise error at 5 %."""
+    """Holm's adjusted p-values, by name. To reject all values up to 5 % keeps the family-wise error at 5 %."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

@@ -1,11 +1,11 @@
 """Measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
-Writes for each run, to paper_outputs/evaluations: loss, accuracy, calibration error, per-class accuracy, confusion matrix
-and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the theorems.
-Git tracks the files: adding a run requires neither the other runs' weights nor measuring them again.
+Writes a file for each run to paper_outputs/evaluations: loss, accuracy, calibration error, per-class accuracy, confusion
+matrix and mistakes on the full test set, and the quantities of the theorems for each layer and head of orthogonal attention.
+Git tracks the files, so that a new run requires neither the weights of the other runs nor their evaluation.
 
-`mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so this
-gives every prediction in a tenth of the space.
+`mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so
+`mistakes` determines every prediction in a tenth of the space.
 """
 
 import copy
@@ -33,7 +33,7 @@ from pipeline.training.run import Run
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # number of test images for measuring the attention
-TOLERANCE_IMAGES = 5  # images whose prediction may differ from training's by rounding, on other batch sizes and devices
+TOLERANCE_IMAGES = 5  # images whose prediction may change between training and evaluation, by rounding
 
 
 @entry_point
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:
-    """The content of evaluation.json: a run's measurements, empty if it diverged, and digests of its metrics and weights."""
+    """The content of evaluation.json: digests of metrics and weights, and measurements, empty if the run diverged."""
     record = run.ended_record()
     training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
     if record.status == "diverged":
@@ -61,7 +61,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """The measurements of a finished run, rounded as in files."""
+    """Measures a finished run. Numbers are rounded as in files."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)
@@ -101,8 +101,8 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> floa
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
-    """Raises UserError if the accuracy differs from training's by more than TOLERANCE_IMAGES images. Rounding depends on
-    batch size, threads and device, and may change a few predictions."""
+    """Raises UserError if the measured accuracy and the accuracy in training differ by more than TOLERANCE_IMAGES images.
+    Rounding depends on batch size, threads and device, and may change a few predictions."""
     if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
             f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "
@@ -117,7 +117,7 @@ def confusion_matrix(labels: torch.Tensor, predictions: torch.Tensor, num_classe
 
 
 def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
-    """One row for each class with images."""
+    """Returns the accuracy of each class that has images, in a row for each."""
     images = confusion.sum(axis=1)
     classes = images.nonzero()[0]
     accuracy = confusion.diagonal()[classes] / images[classes]
@@ -139,10 +139,10 @@ def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor
     """Measures the quantities of the theorems, for each head of a layer with the input x (images, N, d).
 
     alpha                    α of Eq. 5
-    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), over the images; A in the model's method and precision
+    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), A by the model's method; maximum and median over the images
     exp_error_max, _median   ‖A − exp(S)‖₂ (Theorem 2.1)
     norm_max, _median        ‖S‖₂
-    size_max                 μ = |α|/√d_v · ‖M‖₂²; the rounding error of "exact" grows with it
+    size_max                 μ = |α|/√d_v · ‖M‖₂²; the rounding error of "exact" grows with μ
     condition_median         condition number of M = [Q, K]
     weight_kappa             κ(W̃) (Theorem 4.2)
     jacobian_kappa           κ(J) of the first head on the first image (Theorem 4.4); NaN for other heads

@@ -1,7 +1,7 @@
 """Measures the quantities in the paper's theorems, as functions of tensors.
 
-Everything is float64 unless a dtype is given. Matrices are dense, as in the theorems, and small enough for that. N is the
-number of tokens, d the width of the model, d_v the width of a head, M = [Q, K] (N×2d_v), and `scale` is α/√d_v of Eq. 5.
+Everything is float64 unless a dtype is given. Matrices are small, and stored dense as in the theorems. N is the number of
+tokens, d the width of the model, d_v the width of a head, M = [Q, K] (N×2d_v), and `scale` is α/√d_v of Eq. 5.
 """
 
 import math
@@ -20,45 +20,45 @@ from osa.vit import VisionTransformer
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # number of images for measuring a layer
-PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products of typical error √n · eps, for which 32 n eps is ample
+PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 products, each with a typical error of √n · eps: 32 n · eps is enough
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
-    """32 n · eps: a tolerance for the relative error of a chain of matrix products with inner dimension n = `length`.
+    """Returns 32 n · eps, a tolerance for the relative error of successive matrix products. n is their inner dimension.
 
-    The error of one product is at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically √n · eps.
+    One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and of √n · eps typically.
     """
     return PRODUCTS_OF_PHI1 * length * torch.finfo(dtype).eps
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """The spectral norm ‖·‖₂ of (..., n, m), (...)."""
+    """The spectral norm ‖·‖₂, (..., n, m) → (...)."""
     return torch.linalg.matrix_norm(matrix, 2)
 
 
 def exponential(s: Tensor) -> Tensor:
-    """exp(S) of a skew-symmetric S (..., n, n), from the eigenvalues of the Hermitian iS, with an error of n eps ‖S‖₂.
+    """exp(S) of a skew-symmetric S, (..., n, n), from the eigenvectors of the Hermitian iS. Its error is n · eps · ‖S‖₂.
 
-    torch.linalg.matrix_exp is not accurate enough as a reference: for a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2
-    its error reaches 3.3e-10, even for a plane rotation by 0.04 (PyTorch issue 196592: a wrong coefficient at degree 8).
+    torch.linalg.matrix_exp is too inaccurate for a reference. For a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2, a
+    coefficient at degree 8 is wrong (PyTorch issue 196592). The error reaches 3.3e-10, even for a plane rotation by 0.04.
     """
     values, vectors = torch.linalg.eigh(1j * s)
     return ((vectors * torch.exp(-1j * values).unsqueeze(-2)) @ vectors.mH).real
 
 
 def orthogonality_error(y: Tensor) -> Tensor:
-    """Returns ‖YᵀY − I‖₂, or ‖YYᵀ − I‖₂ where Y is wide, for Y (..., m, n): (...)."""
+    """‖YᵀY − I‖₂ if m ≥ n, else ‖YYᵀ − I‖₂, for a Y, (..., m, n) → (...)."""
     y = y.mT if y.shape[-2] < y.shape[-1] else y
     return norm(y.mT @ y - torch.eye(y.shape[-1], dtype=y.dtype, device=y.device))
 
 
 def effective_rank(eigenvalues: Tensor) -> float:
-    """exp(−Σ pᵢ log pᵢ) with pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): 1 if only one λᵢ ≠ 0; n if n are equal, others 0."""
+    """exp(−Σ pᵢ log pᵢ), pᵢ = λᵢ/Σλ (Roy and Vetterli 2007). It is n if n eigenvalues are equal and all others are 0."""
     return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
 
 
 def mean_cosine(cosines: Tensor) -> Tensor:
-    """Returns the mean cosine of two different tokens, (...), for the cosines of all pairs, (..., N, N)."""
+    """The mean cosine over all pairs of different tokens, (..., N, N) → (...). The cosines on the diagonal are 1."""
     n = cosines.shape[-1]
     return (cosines.sum((-2, -1)) - n) / (n * n - n)
 
@@ -72,7 +72,7 @@ def matrix_with_condition(tokens: int, width: int, condition: float, *, generato
 
 
 def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
-    """The scale for which ‖S‖₂ = `skew_norm`, (), float64."""
+    """The scale at which S of this query and key has ‖S‖₂ = `skew_norm`. Returns a scalar tensor."""
     return skew_norm / norm(skew(query, key, 1.0))
 
 
@@ -104,8 +104,10 @@ def query_key_product(w_query: Tensor, w_key: Tensor) -> Tensor:
 
 
 def condition(singular_values: Tensor, rank: int) -> float:
-    """The effective condition number σ_max/σ_min>0 (Section 4.1). The singular values descend, and the first `rank` are not
-    zero."""
+    """The effective condition number (Section 4.1), the ratio of the largest to the smallest nonzero singular value.
+
+    Singular values are in descending order. The first `rank` of them are not zero.
+    """
     return (singular_values[0] / singular_values[rank - 1]).item()
 
 
@@ -125,15 +127,15 @@ def gradient_norm(module: nn.Module, least_dimensions: int = 0) -> float:
 
 
 def head(x: Tensor, weights: tuple[Tensor, ...], scale: float | Tensor, **method) -> Tensor:
-    """OSA(X) = A(X) X W^V W^O of one head (Eq. 5), (..., N, d), with weights W^Q, W^K, W^V (d, d_v) and W^O (d_v, d)."""
+    """One head's OSA(X) = A(X) X W^V W^O (Eq. 5), (..., N, d), for weights W^Q, W^K, W^V (d, d_v) and W^O (d_v, d)."""
     w_query, w_key, w_value, w_out = weights
     return orthogonal_attention(x @ w_query, x @ w_key, x @ w_value, scale=scale, **method) @ w_out
 
 
 def jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """∂vec f(X)/∂vec X, (outputs, N·d), with vec column by column as in Eq. 12.
+    """∂vec f(X)/∂vec X, (outputs, N·d). vec stacks columns, as in Eq. 12.
 
-    One backward pass differentiates each output at its own copy of X.
+    A single backward pass differentiates all outputs, each at its own copy of X.
 
     Args:
         function: (batch, N, d) → (batch, n, m) or (batch, m), independently for each item of the batch.
@@ -186,7 +188,7 @@ def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dic
 
 
 def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]]:
-    """Each block, its attention and its MLP, with the types of a model that `osa.create_model` makes."""
+    """Returns each block with its attention and its MLP. The assertions tell mypy their types."""
     blocks = []
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -197,7 +199,7 @@ def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]
 
 
 def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[SelfAttention, Tensor]]:
-    """Each block's attention and its input, (images, N, d)."""
+    """Yields the attention of each block and the input of the attention, (images, N, d)."""
     x = model.tokens(images)
     for block, attention, _ in blocks_of(model):
         yield attention, block.norm1(x)

@@ -29,7 +29,7 @@ def of_table_2(settings: Params) -> list[Run]:
 
 
 def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
-    """The runs with a record, of one study or of all, and their records.
+    """Yields each run that has a record, and the record, for one study or for all.
 
     Raises:
         UserError: a run is damaged or incomplete.
@@ -45,8 +45,8 @@ def accuracy(metrics: dict) -> float:
 
 
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
-    """Tables of named runs. `runs`: a row for each run, missing ones too. `histories`: the points of the existing runs.
-    `watched`: the rows that a study watched during training, if any."""
+    """Returns tables of named runs: `runs` has a row for each run, even if it is missing, `histories` the points of the
+    existing runs, and `watched` the rows that a study recorded during training. Without such rows, `watched` is absent."""
     import pandas as pd
 
     rows, histories, watched = [], [], []
@@ -65,10 +65,10 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Status and results of a run. A run on other images counts as missing, as params.yaml sets the images of all studies.
+    """Status and results of a run. A run trained on other images than params.yaml selects counts as missing.
 
     Raises:
-        UserError: the run in this place has another configuration.
+        UserError: the stored run has another configuration.
     """
     record = run.record()
     if record is None or any(getattr(record.config.data, key) != getattr(config.data, key) for key in IMAGE_KEYS):

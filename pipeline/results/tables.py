@@ -1,7 +1,7 @@
 """Tabulates the runs of Table 2 and summarises them over seeds: `python -m pipeline tables`.
 
-The tables stage lists the runs in params.yaml. A run without results is marked as missing, a diverged run is counted, and
-other runs in the folder are left out.
+The tables stage lists the runs of params.yaml and ignores other runs in the folder. It marks a run without results as
+missing, and counts diverged runs.
 """
 
 import sys
@@ -117,7 +117,7 @@ def as_table(name: str, value: Any) -> pd.DataFrame:
 
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
-    """One row for each run, with test loss and accuracy from the evaluation. Diverged runs have no final results."""
+    """Returns a row for each run, with test loss and accuracy from the evaluation; for a diverged run they are NaN."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # integers even if a run has no value

@@ -1,11 +1,11 @@
-"""Writes the pages: `python -m pipeline report paper` report.html and report.md, `research` research.html and research.md.
+"""Writes the pages: `python -m pipeline report paper` writes report.html and report.md, `research` research.html and .md.
 
-    python -m pipeline report paper --only theorem_2_2    summarises this study again, keeps the others' numbers
+    python -m pipeline report paper --only theorem_2_2    summarises this study again, keeps the numbers of the others
     python -m pipeline report readme                      writes the result into README.md, between its markers
-    python -m pipeline report demonstration               report.html and report.md on trainings alone, as in quickstart/
+    python -m pipeline report demonstration               report.html and report.md without studies, as in quickstart/
 
-templates/ holds the text, one template for each section. Studies summarise their tables, and the numbers go to
-paper_outputs/numbers and into the text. Nothing depends on time or chance: the same files give the same bytes.
+templates/ holds the text, one template for each section. Studies summarise their tables as numbers, which are written to
+paper_outputs/numbers and shown in the text. Nothing depends on time or chance: the same files give the same bytes.
 """
 
 import base64
@@ -35,9 +35,9 @@ from pipeline.studies import study
 from pipeline.studies.lab import Lab
 from pipeline.training.run import RUNS
 
-PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # template: file
+PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # template → name of the file
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
-QUOTED = {"paper": ("ablations", "harder_data")}  # page: studies of the other page that it quotes
+QUOTED = {"paper": ("ablations", "harder_data")}  # page → studies of the other page that it quotes
 NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # one folder in each per page
 NARROW_FIGURES = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
@@ -64,8 +64,8 @@ def studies_on(name: str) -> list[str]:
 
 
 def make_page(name: str, only: str | None = None) -> None:
-    """Writes the numbers, figures and files of a page. Raises UserError, before writing anything, if an input is out of date
-    for DVC."""
+    """Writes a page, its numbers and its figures. Raises UserError, before it writes anything, if DVC considers an input out
+    of date."""
     if only is None:
         check_current(name)
     elif only not in studies_on(name):
@@ -112,7 +112,7 @@ def check_current(*pages: str) -> None:
 
 
 def common(lab: Lab) -> dict[str, Any]:
-    """The content that all pages share, apart from studies."""
+    """Returns the variables that the templates of all pages share. Studies add others."""
     trained = table_2.read_records(lab)
     rows = table_2.rows(lab)
     content: dict[str, Any] = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
@@ -129,8 +129,8 @@ def common(lab: Lab) -> dict[str, Any]:
 def write_figure(
     path: Path, of_page: str, sources: list[str], lab: Lab, draw: Callable[[], Figure | None], *, png: bool = False
 ) -> None:
-    """Writes a figure for wide screens, one for narrow screens, and on request a PNG; nothing if `draw` returns None. Draws
-    only if the inputs have changed since the last time."""
+    """Writes a figure for wide screens, a copy for narrow screens, and, if `png`, a PNG. Writes nothing if `draw` returns
+    None, and calls `draw` only if the inputs have changed."""
 
     def files_of() -> dict[str, str]:
         if (figure := draw()) is None:
@@ -148,7 +148,7 @@ def write_figure(
 
 
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
-    """Returns a study's numbers, {} if not measured yet, and writes its figures. `commits` trained the runs of Table 2."""
+    """Writes a study's figures. Returns its numbers, {} if it is not measured yet. The `commits` trained Table 2's runs."""
     one = studies.get(name)
     settings = studies.settings(name)
     tables: studies.Tables = {}
@@ -214,7 +214,7 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 
 def table_sources(of_page: str, *owners: str) -> Markup:
-    """A line that links to the numbers of a section's tables, and to the code of their studies."""
+    """Returns a line that links to the numbers in a section's tables, and to the code of the studies."""
     names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}  # theorem 2.1
     links = [f"[{name}](numbers/{of_page}/{owner}.json)" for owner, name in names.items()]
     return Markup(f"<small>Numbers: {', '.join(links)} ([code](../{code_of(owners[0]).parent})).</small>")
@@ -225,7 +225,7 @@ def code_of(owner: str) -> Path:
 
 
 def source_line(path: str, of_page: str) -> str:
-    """A line that links to the data and the code of a figure."""
+    """Returns a line that links to the data and the code of a figure."""
     stem = Path(path).stem
     owner = next((each for each in studies_on(of_page) if stem in studies.get(each).figures), None)
     if owner is None:
@@ -236,7 +236,7 @@ def source_line(path: str, of_page: str) -> str:
 
 
 def write_readme() -> None:
-    """Writes each block of README.md between markers, from the template with the marker's name."""
+    """Fills each block between markers in README.md from the template with the marker's name."""
     check_current(*STAGES)
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}

@@ -20,13 +20,13 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# A raised letter is followed by an invisible one that returns to the baseline: not every browser supports baseline-shift.
+# An invisible letter after the raised one returns to the baseline, since not every browser supports baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
 CACHE = Path(".checkpoints/figures")  # cache of drawn figures
 RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
 NARROW_INCHES = 3.6, 2.8  # inches: width of a figure for phones, and maximal height of a panel
-INVISIBLE = re.compile(  # parts of matplotlib's files that a page does not need
+INVISIBLE = re.compile(  # parts of matplotlib's SVG that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
     re.DOTALL,
@@ -87,7 +87,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     """The figure as SVG, with superscripts and subscripts, and its sources as metadata. Equal figures give equal bytes."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
     text = _save(figure, "svg", metadata).decode()
-    # matplotlib names clips and markers by digests of coordinates, and their last bits vary from layout to layout
+    # matplotlib names clips and markers by digests of coordinates, whose last bits vary. We number the names instead.
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
@@ -136,7 +136,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """Rewrites an SVG polyline with relative steps, in tenths of a point, which halves its bytes. Keeps other paths."""
+    """Rewrites a polyline of an SVG in relative steps of tenths of a point, with half the bytes. Keeps other paths."""
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]

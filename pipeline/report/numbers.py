@@ -56,7 +56,7 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
 
 
 def fixed(value: float, digits: int) -> str:
-    """A fixed number of decimals, from the value as rounded in files; − as minus sign, a dash for a missing number."""
+    """Formats a value, rounded as in files, with `digits` decimals and − as minus sign; a dash for a missing number."""
     return ABSENT if pd.isna(value) else f"{rounded(value):z.{digits}f}".replace("-", "−")
 
 
@@ -82,7 +82,7 @@ def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """An interval from `low` to `high`, e.g. 96.1 to 97.5. A single missing end is infinite: JSON files have no infinity."""
+    """An interval from `low` to `high`, e.g. 96.1 to 97.5. One missing end means infinity, which JSON lacks."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT
@@ -100,13 +100,13 @@ def words(count: int) -> str:
 
 
 def span(counts: Iterable[int]) -> str:
-    """The range of numbers in words: three, or one to three."""
+    """The range of `counts` in words: three, or one to three."""
     least_first = sorted(counts)
     return " to ".join(dict.fromkeys(map(words, least_first[:1] + least_first[-1:])))
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers in order, with consecutive ones as a range: 0 to 4 and 7."""
+    """Lists whole numbers in order, and consecutive numbers as a range: 0 to 4 and 7."""
     groups: list[list[int]] = []
     for value in sorted(numbers):
         if groups and value == groups[-1][-1] + 1:

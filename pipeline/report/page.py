@@ -1,4 +1,4 @@
-"""Renders pages: templates to Markdown in GitHub's form, and Markdown to HTML."""
+"""Renders templates to GitHub's Markdown, and Markdown to HTML."""
 
 import functools
 import html
@@ -20,11 +20,11 @@ from pipeline.report import numbers
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
-MARKS = {  # class and mark of a badge; "open" for all other words
+MARKS = {  # word → CSS class and mark of its badge; other words have the class "open"
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
-TOGETHER = re.compile(r"(?<=\d) (?=[±×])|(?<=[±×]) (?=[\d−])")  # spaces that must not break a number
+TOGETHER = re.compile(r"(?<=\d) (?=[±×])|(?<=[±×]) (?=[\d−])")  # spaces at which a line must not break
 SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters with a meaning in Markdown
 
 
@@ -46,7 +46,7 @@ def to_json(value: Any) -> Any:
 
 
 def template_environment(label: Callable[[str], str]) -> jinja2.Environment:
-    """The environment of the templates, with filters and autoescape."""
+    """Creates the Jinja environment of the templates, with our filters and with autoescape."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -68,7 +68,7 @@ def template_environment(label: Callable[[str], str]) -> jinja2.Environment:
 
 
 def by(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Mapping[str, Any]]:
-    """Indexes rows by their value for a key: `table_2 | by("variant")`."""
+    """Indexes rows by their value of a key: `table_2 | by("variant")`."""
     return {row[key]: row for row in rows}
 
 
@@ -102,8 +102,8 @@ def _markdown() -> MarkdownIt:
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
     """Renders the body of a page. Also returns its sections as (anchor, title up to a colon).
 
-    A paragraph with only an image becomes a figure: `drawings` maps its path to inline SVG, and `source` to a line on data
-    and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
+    A paragraph with only an image becomes a figure. From the image's path, `drawings` gives inline SVG, and `source` a line
+    that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):

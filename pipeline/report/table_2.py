@@ -1,4 +1,4 @@
-"""The pages' numbers outside studies: Table 2, and cost and provenance of its runs."""
+"""Computes the numbers of Table 2, and the cost and provenance of its runs. Studies compute all other numbers of a page."""
 
 import itertools
 import math
@@ -52,8 +52,11 @@ def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
 
 
 def rows(lab: Lab) -> list[dict[str, Any]]:
-    """A row for each model: the paper's test accuracy; ours, over the runs that start; the prediction interval of one more
-    run, if at least three start; the other runs' accuracies; and the one-sided 95 % bound on the share that starts."""
+    """Returns a row for each model: the paper's test accuracy, and statistics of ours over the runs that start.
+
+    A row also has the prediction interval of one more run (if at least three start), the accuracies of the runs that do not
+    start, and a one-sided 95 % bound on the share of runs that start.
+    """
     tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
@@ -86,8 +89,11 @@ def share_above(values: Sequence[float], level: float) -> float:
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares all models with the paper: how many of its numbers lie in our prediction intervals, how many of our means lie
-    below its numbers, and the widest interval. `p` tests, two-sided, that each of its numbers is one more run (Stouffer)."""
+    """Counts the paper's accuracies inside our prediction intervals and our means below the paper's, over all models.
+
+    `widest` is the width of the widest interval. `p` is the two-sided p-value, by Stouffer's method, of the hypothesis that
+    each of the paper's accuracies is one more run.
+    """
     judged = [row for row in rows if row["is_within"] is not None]
     widths = [row["one_more_run"]["high"] - row["one_more_run"]["low"] for row in judged]
     p = [share_above(row["accuracies"], row["paper"]) for row in judged]
@@ -102,7 +108,7 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
-    """`rows` as a table, in per cent and percentage points."""
+    """Converts the rows of Table 2 to a table for a CSV file, in per cent and percentage points."""
     listed = []
     for row in rows:
         ours, difference = row["ours"], row["difference"]
@@ -121,8 +127,8 @@ def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
 
 
 def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """The least and most parameters of Table 2's models, and for each kind of machine its seeds and the least and most
-    minutes of a run."""
+    """Returns the smallest and largest number of parameters of Table 2's models. Also lists each kind of machine, with the
+    seeds that it trained and the minutes of its shortest and longest run."""
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
         machines[provenance.short_name(record.environment.model_dump())].append((seed, record.seconds / 60))
@@ -137,7 +143,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """For Table 2 and each study that trains: number of runs, hours in total, and the variants trained on each machine."""
+    """Returns the number of runs, the hours in total and the variants by machine, for Table 2 and each study that trains."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}
@@ -153,7 +159,7 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
 
 
 def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """Provenance of Table 2's runs: for each property, the number of runs with each value."""
+    """Summarises the provenance of Table 2's runs: counts the runs with each value of each property."""
     listed = list(records.values())
     counts: dict[str, Counter[str]] = {key: Counter() for key in PROPERTIES}
     for record in listed:

@@ -1,9 +1,9 @@
-"""Shows the runs in MLflow, as a copy of the files under paper_outputs/runs and .checkpoints."""
+"""Copies the runs under paper_outputs/runs and .checkpoints into MLflow, which shows them."""
 
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # how long the end of a training waits for MLflow; one more for each further run
+PATIENCE_SECONDS = 60  # a training that ends waits so long for MLflow, and 1 s longer for each further run
 
 
 def sync_quietly(*runs: object) -> None:

@@ -1,7 +1,7 @@
-"""Shows the runs in MLflow, as a copy of the files under paper_outputs/runs.
+"""Copies the runs under paper_outputs/runs into MLflow, which shows them.
 
-    python -m pipeline tracking sync            bring MLflow up to date with the runs, and with those that train now
-    python -m pipeline tracking sync --models   with the trained models of Table 2 too
+    python -m pipeline tracking sync            import all runs that have ended or are training
+    python -m pipeline tracking sync --models   import the trained models of Table 2 too
     python -m pipeline tracking ui              serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
 
 The store is mlflow.db at the repository root, or MLFLOW_TRACKING_URI if set.

@@ -1,4 +1,4 @@
-"""The experiment in MLflow: finds, creates and updates its runs."""
+"""Finds, creates and updates the runs of our experiment in MLflow."""
 
 import getpass
 import os
@@ -27,8 +27,8 @@ Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over t
 of them, and `ViT, init.head=zeros` has that value replaced. Parameters are named as in `params.yaml`; the tag `run` is the
 folder under `paper_outputs/runs`.
 """
-GREY = "#808080"  # replaces INK, which MLflow's dark scheme would hide
-MOST_RUNS = 50_000  # MLflow's limit for one search
+GREY = "#808080"  # in place of INK, which is invisible in MLflow's dark scheme
+MOST_RUNS = 50_000  # MLflow's limit on the results of a search
 
 
 def name_of(run: "Run") -> str:
@@ -37,7 +37,7 @@ def name_of(run: "Run") -> str:
 
 
 class Experiment:
-    """The experiment and its views. Creates them if absent."""
+    """The experiment in MLflow. The constructor creates the experiment and its views if they are absent."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -55,7 +55,7 @@ class Experiment:
 
     @cached_property
     def params(self) -> Any:
-        """params.yaml, or None if invalid: an unfinished edit must not stop an import."""
+        """The content of params.yaml. None if it is invalid, since an unfinished edit must not stop an import."""
         from pipeline.config import params  # imports torch, which takes seconds
 
         with suppress(UserError):
@@ -91,7 +91,7 @@ class Experiment:
         return self.client.create_run(self.id, start, tags, self._title(tags))
 
     def _title(self, tags: dict[str, str]) -> str:
-        """The title: "OSA (QR), seed 0"; "ViT, init.head=zeros" with an override; "ViT, depth" in the study depth."""
+        """A run's title: "OSA (QR), seed 0"; "ViT, init.head=zeros" with an override; "ViT, depth" in the study depth."""
         variant, study = tags["variant"], tags["study"]
         label = self.params.label(variant) if self.params else variant
         replaced = re.split(r"\+(?=[a-z])", tags["name"].removeprefix(variant))[1:]
@@ -103,7 +103,7 @@ class Experiment:
     def write(
         self, run: "Run", tags: Mapping[str, str], values: Sequence[Value] = (), parameters: Mapping[str, str] | None = None
     ) -> None:
-        """Writes metrics and changed parameters, and changed tags last: an interrupted write is then repeated."""
+        """Writes metrics, changed parameters and, last, changed tags. The next sync repeats an interrupted write."""
         from mlflow.entities import Metric, Param, RunTag
 
         parameters = parameters or {}
@@ -118,7 +118,7 @@ class Experiment:
         """Logs the run's data set, for MLflow's column Dataset."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow takes 36 characters
+        data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow's limit is 36 characters
         self.client.log_inputs(run.info.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
     def end(self, run: "Run", status: str, at: int) -> None:

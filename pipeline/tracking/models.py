@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
-    """Logs a trained model with its MLflow run, and registers it. Returns its address; "" without weights.
+    """Logs a trained model with its MLflow run, and registers it. Returns its address, or "" if the weights are absent.
 
-    torch.export writes the model, without pickle, and MLflow can load it without this code. The export takes seconds and
-    comes first, so that an interruption rarely leaves a logged model without files.
+    torch.export writes the model without pickle, and MLflow can load it without this code. The export takes seconds, so it
+    comes before all calls of MLflow. An interruption then rarely leaves a logged model without files.
 
     Raises:
         UserError: the weights do not match the record.
@@ -59,6 +59,6 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
             raise
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    place = logged.artifact_location  # MLflow would look up models:/ID in its global store
+    place = logged.artifact_location  # given models:/ID, MLflow would search its global store
     client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

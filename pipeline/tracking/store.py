@@ -1,4 +1,4 @@
-"""MLflow's store: its address, its client, and remedies for its errors."""
+"""Finds and opens MLflow's store, and suggests remedies for its errors."""
 
 import gc
 import logging
@@ -24,7 +24,7 @@ ENVIRONMENT = {  # set before importing MLflow, unless the user has set them
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of the user's settings that we keep for a database. Others could change its address, or the server's.
+# Prefixes of the variables that we keep if the store is a database. Others could change its address or the server's.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # connections to databases and artifacts
 ARTIFACTS = "mlartifacts"
@@ -34,11 +34,11 @@ LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "logged_models": ("artifact_location",),
     "model_versions": ("source", "storage_location"),
 }
-LOCK_SECONDS = 30  # waiting for another process to finish writing
+LOCK_SECONDS = 30  # longest wait for another process that writes
 
 
 def root() -> Path:
-    """The repository root, also when DVC runs a stage in a temporary copy."""
+    """The root of the repository, even when DVC runs a stage in a temporary copy of it."""
     return Path(os.environ.get("DVC_ROOT") or ".").resolve()
 
 
@@ -59,15 +59,15 @@ def database() -> Path | None:
 
 
 def artifacts() -> str | None:
-    """The address of the artifacts, next to the database, which several clones may share. None for a server."""
+    """The address of the artifacts. They lie next to the database, which several clones may share. None for a server."""
     if address().startswith("http"):
         return None
     return ((database() or root() / "mlflow.db").resolve().parent / ARTIFACTS).as_uri()
 
 
 def make_settings_ours() -> None:
-    """Sets MLflow's environment. A server named by the user needs all the user's settings. For a database, and for the
-    server that `make ui` starts on it, only the settings in KEPT_SETTINGS remain."""
+    """Sets MLflow's environment variables. If the store is a database, first removes the user's variables that are not in
+    KEPT_SETTINGS, also for the server that `make ui` starts. If the store is a server, keeps them all."""
     if not address().startswith("http"):
         for name in [
             name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS)
@@ -77,8 +77,8 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Updates the addresses of artifacts in an SQLite store, if the store was moved or copied together with them. `old` is
-    their former address."""
+    """Updates the addresses of artifacts in an SQLite store that was moved or copied together with its artifacts. `old` is
+    the former address of the artifacts."""
     import sqlalchemy
 
     new = artifacts()
@@ -120,7 +120,7 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            partial = path.with_name(f"{path.name}.partial")  # a kill could leave half of the tables
+            partial = path.with_name(f"{path.name}.partial")  # renamed when complete: a kill could leave half of the tables
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
             os.replace(partial, path)
@@ -146,7 +146,7 @@ def errors_as_user_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception, why: str) -> str:
-    """A remedy that loses no run. We never suggest deleting the user's own store, as it may hold other runs."""
+    """Returns a remedy that loses no run. It never suggests deleting a store, which may hold other runs of the user."""
     is_ours = not os.environ.get(URI_VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"

@@ -1,7 +1,7 @@
 """Brings MLflow up to date with the files: a parent run for each configuration, and under it a child for each seed.
 
-A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the family. It can therefore run
-at any time, in several processes and after an interruption, without duplicating runs.
+A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family. It can
+therefore run at any time, in several processes and after an interruption, without duplicating runs.
 """
 
 import math
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from pipeline.config.params import RunConfig
 
-ENDED = ("FINISHED", "FAILED")  # MLflow's status of finished and diverged runs
+ENDED = ("FINISHED", "FAILED")  # status in MLflow of finished and of diverged runs
 COSTS = ("seconds", "images_per_second")
-OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # tags, from a record
+OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # keys of a record that become tags
 ENVIRONMENT_TAGS = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
 SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
@@ -38,7 +38,7 @@ REPORT = ("figure_1.svg", "report.html")  # artifacts attached to each model of 
 
 
 def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports into MLflow what it lacks of the finished runs and of the runs in training.
+    """Imports into MLflow all runs, and points of runs in training, that it lacks.
 
     Args:
         only: Prefixes of names; empty for all. A sync of one run then reads only its family.
@@ -80,7 +80,7 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
-    """Calls `function`. If the run cannot be read, or MLflow refuses it, warns and returns None, so that others go on."""
+    """Calls `function`. If the run cannot be read or MLflow refuses it, warns and returns None, not to stop other runs."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -91,7 +91,7 @@ def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> 
         if error.error_code != "INVALID_PARAMETER_VALUE":
             raise
         why = store.cause(error)
-    if training.path.exists():  # else the training has just ended
+    if training.path.exists():  # otherwise the training has just ended, and its record has moved
         tqdm.write(f"warning: {training.path} is not imported: {why}", sys.stderr)
     return None
 
@@ -119,7 +119,7 @@ class Family:
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
         self.experiment, self.name, self.runs = experiment, name, runs  # newest first
         self.known = {(name_of(run), run.info.start_time): run for run in runs}
-        self.seen: set[str] = set()  # MLflow runs that belong to a file
+        self.seen: set[str] = set()  # ids of the MLflow runs with files
         self.has_changed = False  # True if `runs` is out of date
         self.parents: dict[str, Run] = {}  # one for each configuration
         self.surplus: list[Run] = []  # duplicate parents, to delete
@@ -138,7 +138,7 @@ class Family:
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
                 return False
         tags, metrics, values = _tags(training), training.metrics(), training.values()
-        checksum, self.has_changed = _checksum(training, tags), True  # first of all: broken files must not leave a run
+        checksum, self.has_changed = _checksum(training, tags), True  # before a run is created, as files may be broken
         if is_new := run is None:
             own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
             own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
@@ -157,7 +157,7 @@ class Family:
         return is_new
 
     def _once(self, training: TrackedTraining, metrics: dict) -> list[Value]:
-        """The metrics with a single value."""
+        """Returns the metrics that have a single value, not a curve."""
         once = {}
         for key in COSTS:
             if (value := getattr(training.record, key)) is not None:
@@ -174,7 +174,7 @@ class Family:
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
-        """Marks this machine's runs as killed if they still count as running, but have no files."""
+        """Marks the runs of this machine as killed that MLflow shows as running but that have no files."""
         for run in self.runs:
             is_ours = run.data.tags.get("host") == platform.node()
             if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:
@@ -187,9 +187,8 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            if (
-                name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys()
-            ):  # tags were deleted: import restores them
+            # Skips runs without these tags. The user has deleted some, and the next sync restores them.
+            if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
             self.surplus.append(self.parents.pop(configuration))
@@ -205,8 +204,8 @@ class Family:
             self._attach_report(parent)
 
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2 only runs with
-        the configuration in params.yaml count, if there are any."""
+        """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2, if runs with the
+        configuration in params.yaml have ended, only they count."""
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
         current: set[str] = set()
@@ -218,7 +217,7 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The configuration in params.yaml of this model of Table 2, with each data set; empty if there is only one."""
+        """The digests of the configuration in params.yaml, one per data set. Empty unless Table 2 has runs of several."""
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
         if settings is None or variant not in settings.variants:
@@ -230,8 +229,8 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """The parent of the children with these tags. A new parent in Table 2 starts now, so that MLflow lists it first when
-        no view is open."""
+        """Returns the parent of children with these tags, and creates it if absent. In Table 2 a new parent starts now, as
+        MLflow then lists it first when no view is open."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
@@ -242,8 +241,8 @@ class Family:
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
         """Updates a parent's statistics over the newest ended run of each seed, if these runs have changed.
 
-        A parent has no mean curves: MLflow only appends to a metric, and would draw the means before and after each new seed
-        as one zigzag.
+        A parent has no mean curves. MLflow can only append to a metric, and after a new seed it would draw the old and the
+        new means as one zigzag.
         """
         newest: dict[int, Run] = {}
         for child in children:

@@ -18,16 +18,16 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training.run import RUNS, SCRATCH, Run
 
-# in this order, as MLflow shows metrics in the order of logging, and its page Compare opens with the first
+# MLflow shows metrics in the order of logging, and opens its page Compare with the first.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-LOST_SECONDS = 3600  # a training without a new point for so long counts as killed
-STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # record: MLflow
+LOST_SECONDS = 3600  # a training counts as killed if it adds no point for so long
+STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → in MLflow
 
 Value = tuple[str, float, int, int]  # a metric's key and value, milliseconds since 1970, step
 
 
 class TrackedTraining:
-    """A training, found by its record: paper_outputs/runs/STUDY/NAME/SEED/record.json once it has ended."""
+    """A training, identified by the path of its record: in RUNS if the training has ended, in SCRATCH if it is running."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class TrackedTraining:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the files; during training only of the record, which changes with each point.
+        """The digest of a training's files. While it runs, the digest of its record alone, which changes with each point.
 
         Raises:
             UserError: a file is a link, which could expose any file on this machine.
@@ -57,7 +57,7 @@ class TrackedTraining:
 
     @cached_property
     def run(self) -> Run:
-        """The run, which has the paths of other files. Raises UserError if the record belongs to another run."""
+        """The run of the record, with the paths of its files. Raises UserError if the record belongs to another run."""
         if self.has_ended:
             return Run.at(self.path.parent)
         return Run(self.record.variant, self.record.seed, self.record.study, self.record.overrides)
@@ -68,7 +68,7 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """When the training ended, or, if still running, the time of its last point."""
+        """The time of the end of the training, or of its last point if it is running, in milliseconds."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
@@ -87,9 +87,9 @@ class TrackedTraining:
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """The points of the curves, with accuracies in per cent. Where a loss is not finite, the accuracy is left out too.
+        """The points of the curves, with accuracies in per cent. If a loss is not finite, it and the accuracy are left out.
 
-        The times are in the record. During training, the history may be one point ahead of it.
+        Values come from the history, times from the record. During training, the history may have one more point.
         """
         values = []
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
@@ -111,7 +111,7 @@ class TrackedTraining:
 
 
 def find(beginnings: Sequence[str] = ()) -> list[TrackedTraining]:
-    """The trainings with a name that begins with one of `beginnings`, or all."""
+    """Finds the trainings with names that begin with one of `beginnings`. By default, finds all."""
     paths = sorted(RUNS.glob("*/*/*/record.json")) + sorted(SCRATCH.glob("*/*/*-*/record.json"))
     return [training for training in map(TrackedTraining, paths) if training.name.startswith(tuple(beginnings) or "")]
 

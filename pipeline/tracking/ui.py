@@ -52,8 +52,8 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
-    """Prints the addresses of the two views once the server answers, then syncs again and again."""
-    from pipeline.tracking import sync, trainings  # takes seconds, while the server starts
+    """Prints the addresses of the two views once the server answers. Then syncs whenever a record changes."""
+    from pipeline.tracking import sync, trainings  # takes seconds; the server starts meanwhile
 
     opened = store.connect()
     with store.errors_as_user_errors():
@@ -65,7 +65,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     print(f"{'Their curves':<16}{page}seeds&compareRunsMode=CHART", flush=True)
     seen = None
     while server is None or server.poll() is None:
-        # Sync from time to time without a new point too, to notice killed trainings.
+        # Sync from time to time even without a new point, to notice killed trainings.
         points = [(training.path, _age(training.path)) for training in trainings.find()]
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
-    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()  # may hold a password, and `ps` would show an argument
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()  # may hold a password; `ps` shows arguments
     cli()

@@ -5,14 +5,14 @@ import json
 from pipeline.tracking.trainings import LOGGED_CURVES
 from pipeline.training.run import TABLE_2
 
-# Widths of columns, 823 pixels with the tick box: a window of 1440 pixels leaves this much beside MLflow's panels.
+# Widths of columns. With the tick box they sum to 823 pixels, which a window of 1440 pixels has beside MLflow's panels.
 MODEL_WIDTHS = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
 SEED_WIDTHS = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
-OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # the second: creation time
+OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDateAndNestInfo: creation time
 
 
 def views() -> dict[str, str]:
-    """The views in MLflow's format, by the key in their address. A version that cannot read one shows its default."""
+    """The views in MLflow's format, by the key in their address. If MLflow cannot read a view, it shows its default view."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]
@@ -34,7 +34,7 @@ def _state(query: str, order: str, is_ascending: bool, widths: dict[str, int], c
         "selectedColumns": [*columns],
         "columnOrder": [*placed],
         "columnWidths": placed,
-        "runsHiddenMode": "SHOW_ALL",  # the default draws only the ten newest
+        "runsHiddenMode": "SHOW_ALL",  # by default, MLflow draws only the ten newest runs
         "chartsSearchFilter": f"^({'|'.join(chart['metricKey'] for chart in charts)})$",
         "compareRunSections": [{"uuid": "curves", "name": "Model metrics", "display": True, "isReordered": False}],
         "compareRunCharts": charts,

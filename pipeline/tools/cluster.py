@@ -1,7 +1,7 @@
-"""Trains runs on the nodes of a Ray cluster. The nodes have neither code nor data: each gets one archive with both.
+"""Trains runs on the nodes of a Ray cluster. The nodes have neither code nor data: each receives one archive with both.
 
-A node unpacks the archive into a folder named by its digest, and all its trainings read that folder. The driver writes the
-archive to a file and passes it to Ray memory-mapped, since the data may exceed the memory.
+A node unpacks the archive into a folder named by the digest of the archive, from which all trainings on the node read. The
+driver writes the archive to a file and passes it to Ray memory-mapped, since the data may exceed the memory.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from pipeline.tools.jobs import Job, command, execute
 from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to the nodes, with the data
-RETRIES = 3  # on other nodes, after a node dies
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # in Ray's messages
+RETRIES = 3  # how often a training is repeated on another node if its node dies
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # in Ray's messages about them
 
 Ended = Callable[[list, float], list]  # (tasks, seconds) → the tasks that end within `seconds`
-Receive = Callable[[Run, Any], None]  # (run, task): stores the files of a finished run
+Receive = Callable[[Run, Any], None]  # (run, task) → None: stores the files of a finished run
 
 
 @contextmanager
 def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tuple[dict[Any, Run], Ended, Receive]]:
-    """Submits trainings to a cluster, each on a core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU.
+    """Submits trainings to a cluster. Each uses a core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU.
 
     Yields:
-        The run of each task, a function that waits for tasks, and one that receives the files of a task.
+        The runs by task, a function that waits for tasks, and a function that stores the files of a finished task.
 
     Raises:
         UserError: Ray is not installed, or the address has no cluster.
@@ -61,7 +61,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # Ray copies no pages of this exact type
+            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # Ray does not copy plain arrays
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
@@ -102,7 +102,7 @@ def files_of(run: Run) -> list[Path]:
 
 
 def receive(run: Run, contents: dict[Path, bytes]) -> None:
-    """Stores the files of a run, its record last. The record gets the commit, which only this machine knows."""
+    """Stores the files of a run, its record last. Adds the commit to the record, as the nodes do not know it."""
     *others, record_path = files_of(run)
     for path in others:
         if path in contents:
@@ -114,7 +114,7 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 
 
 def ship(sources: set[str], path: Path) -> str:
-    """Writes an archive with code, parameters and data, and returns its digest. Uncompressed: the data are compressed."""
+    """Writes an uncompressed archive of code, parameters and data, which are mostly compressed. Returns its digest."""
     with zipfile.ZipFile(path, "w") as archive:
         for path_or_folder in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
             for file in sorted(path_or_folder.rglob("*")) if path_or_folder.is_dir() else [path_or_folder]:
@@ -138,11 +138,11 @@ def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths:
 
 
 def unpacked(pages: np.ndarray, digest: str) -> Path:
-    """The folder on this node with the unpacked archive. The first training unpacks it; the others wait."""
+    """Returns the folder on this node with the unpacked archive. The first training unpacks it; the others wait."""
     folder = Path(tempfile.gettempdir(), f"osa-{digest}")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # only this user can read it; left over if killed
+            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # only this user can read it; a kill leaves it behind
             archive = begun / "shipped.zip"
             pages.tofile(archive)
             zipfile.ZipFile(archive).extractall(begun)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.tools import install, locks
 
-LEAST_DISK = 2e9  # bytes, for data and weights, and DVC's copies of both
+LEAST_DISK = 2e9  # bytes, for data and weights and for DVC's copies of both
 Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if `make reproduce` needs it
 
 
@@ -30,13 +30,13 @@ def main() -> None:
 
 
 def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
-    """The lines of a check. A check that fails becomes a line too."""
+    """Returns the lines of a check. If the check raises an exception, returns a line about it."""
     what = check.__name__.rstrip("_")
     try:
         return list(check())
     except ImportError as error:
         return [(what, f"not checked, without {error.name or error}", "`make setup`", False)]
-    except Exception as error:  # noqa: BLE001  the other checks still help
+    except Exception as error:  # noqa: BLE001  the other checks must still run
         return [(what, "cannot be checked", str(error).partition("\n")[0] or repr(error), True)]
 
 

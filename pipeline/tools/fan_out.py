@@ -1,12 +1,13 @@
 """Trains all missing or stale runs, several at once: `python -m pipeline fan_out`.
 
-It trains the runs of Table 2, or with `--only` others, of any study. Each runs in a separate process on this machine, with
-one thread or a share of a GPU. With `--cluster ADDRESS` they run on the nodes of a Ray cluster (requirements-cluster.txt),
-which receive code, data and parameters and send back each run's files. If a node dies, its trainings restart on other nodes.
-After an interruption, the same command resumes each run at the last point of its curves; on a cluster it starts them again.
+It trains the runs of Table 2, or with `--only` other runs, of any study. Each run trains in a separate process on this
+machine, with one thread or a share of a GPU. With `--cluster ADDRESS`, runs train on the nodes of a Ray cluster
+(requirements-cluster.txt), which receive code, data and parameters and send back each run's files. If a node dies, its
+trainings restart on other nodes. After an interruption, the same command resumes each run at the last point of its curves;
+on a cluster, it starts each run again.
 
-`--print` only writes the commands, to run them by other means. DVC and MLflow are told of runs in groups, as they end. At
-the start they are told of runs trained without this command.
+`--print` only prints the commands, for other ways to run them. The command registers runs with DVC and MLflow in groups, as
+they end, and first registers runs that were trained without it.
 """
 
 import argparse
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options shared by all commands that train several runs at once."""
+    """Adds the options of all commands that train several runs at once. Returns the parser."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
     per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
     parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
@@ -100,7 +101,7 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def single_instance(lock: Path) -> Iterator[None]:
-    """Holds a lock. Meanwhile SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+    """Holds a lock inside the context. Also makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
     Raises:
         UserError: another process holds the lock, or the user interrupts this one.
@@ -121,7 +122,7 @@ def single_instance(lock: Path) -> Iterator[None]:
 def train_all(
     jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int = 1
 ) -> Iterator[list[Run]]:
-    """Trains on a cluster or on this machine. Yields newly ended runs in groups, after showing them in MLflow."""
+    """Trains on the cluster at `address`, or on this machine. Imports ended runs into MLflow, and yields them in groups."""
     if address:
         finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
     else:
@@ -134,8 +135,8 @@ def train_all(
 
 
 def at_once(per_gpu: int) -> int:
-    """The number of trainings at a time on this machine: `per_gpu` per GPU, or one per core without a GPU."""
-    import torch  # slow, and mostly nothing is left to train
+    """The number of trainings at a time on this machine: `per_gpu` for each GPU or, without GPUs, one for each core."""
+    import torch  # slow, and rarely needed: usually nothing is left to train
 
     if count := torch.cuda.device_count():
         return count * per_gpu
@@ -146,11 +147,11 @@ def at_once(per_gpu: int) -> int:
 
 
 def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Passes on the runs that have ended, and prints a line for each. After every wait, also without a new run, it shows the
-    progress of all trainings and the time left."""
+    """Yields the groups of ended runs from `finished`, and prints a line for each run. After every group, even an empty one,
+    it shows the progress of all trainings and the time left."""
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    shown, news = 0.0, None  # epochs shown, which never decrease; state at the last forecast
+    shown, news = 0.0, None  # epochs shown, which never decrease; runs and epochs at the last forecast
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
@@ -185,7 +186,7 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # the run has just ended
             own = records.parse(path, RunRecord, f"delete {path.parent}")
-            done = len(own.timestamps) - 1  # points, without the one at step 0
+            done = len(own.timestamps) - 1  # points after the first, which is at step 0
             if done > 0 and matches(own, config):
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own.seconds / done
@@ -196,8 +197,8 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
 
 
 def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
-    """The time left for runs of these durations, `at_a_time` at once, `since` seconds after the forecast; unknown once the
-    forecast has passed."""
+    """Formats the time left for runs that take `seconds`, `at_a_time` at once. `since` is the age of this forecast in
+    seconds. The time left is unknown if a duration is None, or once `since` exceeds the forecast."""
     known = [each for each in seconds if each is not None]
     if len(known) < len(seconds):
         return "time left unknown"
@@ -213,8 +214,9 @@ def has_dvc() -> bool:
 
 
 def adopt(settings: Params, no_tracking: bool) -> None:
-    """Tells DVC and MLflow of current runs of Table 2 that DVC does not know, or DVC would train them again. They were
-    trained by hand, by the commands of `--print`, on another machine, or before a kill.
+    """Registers current runs of Table 2 that DVC does not know with DVC and MLflow, as DVC would train them again.
+
+    Such runs were trained by hand, by the commands of `--print`, on another machine, or before a kill.
 
     Raises:
         UserError: `dvc commit` fails.
@@ -236,7 +238,7 @@ def adopt(settings: Params, no_tracking: bool) -> None:
 
 
 def commit(runs: list[Run]) -> list[str]:
-    """Tells DVC of new runs of Table 2, or it would train them again. The runs of studies are not DVC stages.
+    """Registers new runs of Table 2 with DVC, which would otherwise train them again. Runs of studies are not DVC stages.
 
     Returns the stages for which `dvc commit` failed.
     """
@@ -254,8 +256,8 @@ def commit(runs: list[Run]) -> list[str]:
 
 
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
-    """Trains on this machine, `at_a_time` runs at once. Yields the runs that have ended, sometimes none. An interrupt ends
-    all trainings."""
+    """Trains on this machine, `at_a_time` runs at once. After each wait, yields the runs that have ended, sometimes none. An
+    interrupt ends all trainings."""
     import torch
 
     count = torch.cuda.device_count()
@@ -274,7 +276,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
 
     def take(run: Run, future: Future) -> None:
         if error := future.exception():
-            for other in futures:  # runs under way continue, but no other starts
+            for other in futures:  # runs that have started continue, but no other starts
                 other.cancel()
             raise error
 
@@ -286,7 +288,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
             yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, take)
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
-            while PROCESSES or not all(future.done() for future in futures):  # one may be about to start
+            while PROCESSES or not all(future.done() for future in futures):  # a process may be about to start
                 for process in set(PROCESSES):
                     process.terminate()
                 time.sleep(0.05)
@@ -294,13 +296,13 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
 
 
 def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[list[Run]]:
-    """Trains on a cluster. Yields the runs that have ended and sent their files, sometimes none."""
+    """Trains on a cluster. After each wait, yields the runs that have ended and sent their files, sometimes none."""
     with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
         yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)
 
 
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Yields the runs of the tasks that `wait` returns, sometimes none, after `take` has taken their results.
+    """Waits for tasks by `wait`, and passes each ended task to `take`. After each wait, yields their runs, sometimes none.
 
     Raises:
         UserError: a task failed. Raised only after all other tasks, which may take hours, have ended.

@@ -1,7 +1,7 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-It needs only Python, even a version too old for the other code. On Linux, PyTorch has a build for CPUs on its own index, and
-one with CUDA on PyPI. A machine without a GPU gets the build for CPUs, or PyPI's if PyTorch's index is unavailable.
+It needs only Python, even a version too old for the other code. On Linux, PyTorch's own index has a build for CPUs, and PyPI
+a build with CUDA. A machine without a GPU gets the build for CPUs, or PyPI's build if PyTorch's index is unavailable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def update(options: argparse.Namespace) -> None:
-    """Installs each requirements file that differs from its copy in the environment."""
+    """Installs the packages of each requirements file that differs from its copy in the environment."""
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
@@ -77,7 +77,7 @@ def has_python(venv: Path) -> bool:
 
 
 def is_installed(path: Path, venv: Path) -> bool:
-    """True if the environment has a copy of these requirements, which is written after all are installed."""
+    """True if the environment has an equal copy of this requirements file. The copy is written after installation."""
     copy = venv / path.name
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
@@ -92,7 +92,7 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
     """Creates the environment with this Python, or, if its version does not fit, with one that uv finds or fetches."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
-        path.unlink(missing_ok=True)  # notes on an environment without Python
+        path.unlink(missing_ok=True)  # left from an environment that has lost its Python
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif options.uv:
@@ -130,7 +130,7 @@ def announce(venv: Path, size: str) -> None:
 
 
 def choose(venv: Path, torch: str) -> str:
-    """Chooses the source of PyTorch: as installed before, as requested, or as the machine needs."""
+    """Chooses the source of PyTorch: the source used before, or the requested one, or the one that fits the machine."""
     if sys.platform != "linux":
         return PYPI  # the only build there
     if torch_build(venv):
@@ -151,7 +151,7 @@ def has_gpu() -> bool:
 
 
 def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryIO) -> bool:
-    """Installs torch and torchvision from PyTorch's index; False if it does not answer or lacks them."""
+    """Installs torch and torchvision from PyTorch's index. Returns False if the index does not answer or lacks them."""
     if torch_build(options.venv) != CPU and not answers(public(options.index) + "/torch/"):
         return False
     announce(options.venv, "about 2 GB, with PyTorch for CPUs")
@@ -191,7 +191,7 @@ def install_all(path: Path, options: argparse.Namespace, log: BinaryIO) -> None:
 
 
 def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool:
-    """Installs packages with uv or pip. True if successful."""
+    """Installs packages with uv or pip. Returns True if successful."""
     python = str(options.venv / "bin/python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     command = [options.uv, "pip", "install", "--python", python] if options.uv else pip
@@ -199,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Runs a command. True if successful. Its messages go to the log; a terminal shows the last one and the seconds."""
+    """Runs a command and writes its messages to the log. A terminal shows the last message. Returns True if successful."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

@@ -23,7 +23,7 @@ from pipeline.training.run import TABLE_2, Run
 
 OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
-PROCESSES: set[subprocess.Popen] = set()  # trainings under way
+PROCESSES: set[subprocess.Popen] = set()  # processes of trainings that are running
 
 
 def missing(jobs: list[Job]) -> list[Job]:
@@ -31,7 +31,7 @@ def missing(jobs: list[Job]) -> list[Job]:
 
 
 def is_trained(run: Run, config: RunConfig) -> bool:
-    """True if a run is current, was trained on the present data, and, in Table 2, has its weights for the evaluation."""
+    """True if a run is current and used the present data. Runs of Table 2 also need their weights, for the evaluation."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.ended_record().data_sha256 == source_digest(config.data.source)
@@ -63,7 +63,7 @@ def table_2_jobs(settings: Params) -> list[Job]:
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
-    """The runs that a study compares; most studies have none."""
+    """The runs that a study compares; most studies compare no runs."""
     if (trainings := studies.get(study).trainings) is None:
         return []
     from pipeline.studies.lab import Lab  # imports torch
@@ -88,7 +88,7 @@ def command(run: Run) -> list[str]:
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Runs Python with one thread in a folder with code, parameters and data, and shows its warnings.
+    """Runs Python on one thread, in a folder that has code, parameters and data. Prints the warnings of the process.
 
     Raises:
         RuntimeError: the process fails.

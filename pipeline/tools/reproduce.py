@@ -17,7 +17,7 @@ from pipeline.tools import fan_out, times
 from pipeline.tools.jobs import missing, source_digest, table_2_jobs
 
 README, OUTPUTS = Path("README.md"), Path("paper_outputs")
-UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # parts of lines of DVC that leave nothing to know
+UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # lines of DVC with these words tell nothing new
 
 
 @entry_point
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     trained = bring_up_to_date(
         settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
     )
-    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # skips the check with DVC, as all is current
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # so that the report does not check with DVC again
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
@@ -79,7 +79,7 @@ def repro(*options: str) -> None:
 
 
 def summary_line(trained: int) -> str:
-    """A sentence on how many runs were trained, and if the results are as committed."""
+    """A sentence that says how many runs were trained, and whether the results are as committed."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."

@@ -4,8 +4,8 @@ It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out f
 and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
 The steps that can fail come first: git resets its index and writes the committed files to .restored/DATE.incoming/. After
-that, files only move. A failure undoes everything. After a kill, every file is in its place or in .restored/DATE/, and the
-next call completes the work.
+that, files only move. If a step fails, all steps are undone. After a kill, every file is in its place or in .restored/DATE/,
+and the next call completes the work.
 """
 
 import errno
@@ -26,7 +26,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # most parts of a path in a printed list: paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # printed paths have at most five parts: paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
 OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unfinished(affected, states)
     refuse_links_and_folders(affected)
     back = sorted({*affected} & {*committed})
-    # Weights move before their records: after a kill in between, the record still differs and leads the next call to them.
+    # Weights move before records. After a kill in between, the next call still finds the changed record, and so the weights.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
     print_paths(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
@@ -82,9 +82,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def restore(folder: Path, affected: list[str], staged: list[str], moving: list[str], back: list[str]) -> None:
-    """Resets the index of the `affected` paths, moves the files `moving` to the folder, and puts the committed `back`.
+    """Resets git's index for `affected`, moves the files `moving` to the folder, and restores the committed files `back`.
 
-    The folder also receives the `staged` versions of files. If anything fails, everything is undone.
+    All arguments are paths. The folder also receives the versions of `staged` in the index. A failure undoes everything.
     """
     incoming = folder.with_name(folder.name + INCOMING)
     index, index_before = Path(git.run("rev-parse", "--git-path", "index").rstrip("\n")), incoming / ".index"
@@ -131,7 +131,7 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 
 
 def refuse_while_others_work() -> None:
-    """Raises UserError while a stage, a training or DVC runs here: it would write to the restored files."""
+    """Raises UserError while a stage, a training or DVC runs here, which could write to the restored files."""
     if others := [*locks.held(), *locks.stages()]:
         raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
@@ -139,7 +139,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Reports where an earlier, killed call has moved files, and removes its copies of committed files."""
+    """Says where an earlier call, killed, has moved files. Removes its copies of committed files."""
     for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -147,7 +147,7 @@ def tell_of_interrupted() -> None:
 
 
 def refuse_hidden(outputs: list[str]) -> None:
-    """Raises UserError if git's index hides changes of outputs, which the list of changes would then lack.
+    """Raises UserError if flags in git's index hide changes of outputs: `changed_paths` would then lack them.
 
     A sparse checkout also sets skip-worktree, but its files are absent.
     """
@@ -190,9 +190,9 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 
 
 def changed_paths() -> dict[str, str]:
-    """The paths that differ from the last commit, with the two letters of git's short status, for index and disk.
+    """The paths that differ from the last commit, with git's two letters of status: in the index, and on the disk.
 
-    Disregards the user's global gitignore: it may list *.csv, and runs have CSV files.
+    Ignores the user's global gitignore, which may list *.csv, while runs have CSV files.
     """
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
@@ -218,7 +218,7 @@ def is_output(path: str, outputs: list[str]) -> bool:
 
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
-    """The weights, ignored by git, of the runs with an affected record: they will not match the restored record."""
+    """The weights of runs with an affected record, if git ignores them. They would not match the restored record."""
     records = filter(None, map(RECORD_PATH.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
@@ -226,7 +226,7 @@ def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
 
 
 def new_folder() -> Path:
-    """A new folder for this restoration, named by date and time."""
+    """The path of a new folder for this restoration, named by date and time."""
     name = time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = sorted(MOVED_ASIDE.glob(f"{name}*"))
     return MOVED_ASIDE / (f"{name}-{len(taken)}" if taken else name)
@@ -243,7 +243,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """The line for a path: the topmost folder above it that is not `known`, or the folder of its run, or else the path."""
+    """Returns the topmost folder above a path that is not `known`, or else the folder of its run, or else the path."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
@@ -253,7 +253,7 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes the index's versions of files below a folder. Raises UserError if git omits one."""
+    """Writes the versions of files in git's index to a folder. Raises UserError if git omits a file."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")

@@ -1,6 +1,6 @@
-"""Compares the bits of the working tree with those of a commit: `python -m pipeline same_bits COMMIT`.
+"""Compares weights trained by the working tree and by a commit, bit by bit: `python -m pipeline same_bits COMMIT`.
 
-It compares the weights of every model after its first steps on the sample, on this machine. If an edit changes them,
+It compares the weights of every model after the first steps on the sample, on this machine. If an edit changes the weights,
 increment `osa.NUMERICS`; DVC then retrains.
 """
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def model_digests(tree: Path) -> dict[str, str]:
-    """The digest of each model, computed with the code and the parameters of a tree. The tree must contain this file."""
+    """The digest of each model's weights, trained with the code and parameters in `tree`, which must contain this file."""
     command, settings = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"], os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=settings, check=True, encoding="utf-8", stdout=subprocess.PIPE)
     return json.loads(done.stdout)

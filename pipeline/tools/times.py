@@ -1,4 +1,4 @@
-"""Estimates the time of trainings, from the records of earlier ones, and of other stages, as measured once on one thread."""
+"""Estimates the time of trainings from the records of earlier trainings, and of other stages from one measurement."""
 
 from bisect import insort
 from collections import defaultdict
@@ -16,7 +16,7 @@ from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 in other published data sets
 
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # by group or study
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # by group or study; on one thread
 OTHER_SECONDS = 5  # of any other stage
 
 
@@ -27,10 +27,10 @@ def of_stage(name: str) -> float:
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
-    """A number proportional to a training's time: patches seen × blocks. None if it needs user's images that are not here.
+    """A number proportional to a training's time: patches seen × blocks. None if the user's images for it are not here.
 
     Args:
-        data_sha256: digest of the training's data, to compare with the user's images that are here.
+        data_sha256: digest of the data that a run was trained on. The result is None if the user's images now differ.
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
@@ -45,14 +45,14 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
 
 
 class Estimates:
-    """Estimates the time of trainings from the records of earlier ones, which are read at the first question."""
+    """Estimates the time of trainings from the records of earlier trainings. Reads the records at the first estimate."""
 
     def __init__(self, known: Iterable[RunRecord]) -> None:
         self._known = known
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """For each device (None for all) and key of `_keys`: its records' seconds per `relative_cost`, ascending."""
+        """Seconds per `relative_cost` of the records, ascending, by kind of device (None for all) and by key of `_keys`."""
         paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
             _note(record, paces)
@@ -63,10 +63,10 @@ class Estimates:
         _note(record, self._paces)
 
     def of(self, run: Run, config: RunConfig) -> float | None:
-        """Estimated seconds: the median over records of the same run, else of the same variant, else over all; None without
-        records.
+        """Estimates the seconds of a run, from the median over records of the same run, else of the same variant, else over
+        all records. Returns None without records.
 
-        If there are records of this machine's kind of device, CPU or GPU, only they count.
+        If this machine's kind of device, CPU or GPU, has records, only these count.
         """
         if (cost := relative_cost(config)) is None:
             return None
@@ -79,7 +79,7 @@ class Estimates:
 
 
 def _keys(run: Run | RunRecord) -> tuple:
-    """Keys from narrow to wide: study and name; the variant; None, which all runs share."""
+    """The keys of a run, from the most specific: study and name; the variant; None, which all runs share."""
     return (run.study, run.name), run.variant, None
 
 

@@ -1,7 +1,7 @@
 """Trains one variant with one seed: `python -m pipeline train osa_qr 0`.
 
-Runs on CUDA if available, as a CUDA graph with the same results as without, else on the CPU. After an interruption, the same
-command resumes at the last point of the curves, and ends with the same bits as an uninterrupted run.
+It uses CUDA if available, else the CPU. On CUDA, a graph launches each step and does not change the results. After an
+interruption, the same command resumes at the last point of the curves, and ends with the same bits as an uninterrupted run.
 
 With `--set train.learning_rate=1e-3` the run is a try, stored under paper_outputs/runs/tries, which DVC and git ignore.
 """

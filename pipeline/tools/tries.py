@@ -1,7 +1,7 @@
 """Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-It trains every combination of values and seeds, several at once, unless trained before. A table compares test accuracies by
-ranks, as the claims on the page do. Records stay under paper_outputs/runs/tries, which git and DVC ignore; weights are
+It trains every combination of values and seeds, several at once, and skips trained ones. A table compares test accuracies by
+a rank test, as verdicts on claims do. Records stay under paper_outputs/runs/tries, which git and DVC ignore; weights are
 deleted.
 """
 
@@ -24,7 +24,7 @@ from pipeline.tools.jobs import Job, missing, source_digest
 from pipeline.training.run import TRIES, Run
 
 HEADS = ["Model", "Table 2", "tried", "Difference", f"{TWO_SIDED:.0%} interval", "Reading"]
-READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdict on "the tried model is better": word
+READINGS = {REPRODUCED: "higher", CONTRADICTED: "lower"}  # verdict on "the tried model is better" → word in the table
 
 
 class Trained(NamedTuple):
@@ -80,13 +80,13 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
 
 
 def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, ResultsBySeed]:
-    """Trains the missing runs of the grid, and deletes their weights. Returns all runs, by model and the values that vary.
+    """Trains the missing runs of the grid, and deletes their weights. Returns all results, by model and by seed.
 
     Raises:
         UserError: a combination is impossible, the data are missing, or a training fails.
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
-    for _, config in jobs:  # fail before any process starts
+    for _, config in jobs:  # checks the data before any process starts
         if config.data.source == params.USER_FOLDER:
             config.data.description()
         source_digest(config.data.source)

@@ -1,4 +1,4 @@
-"""All commands: `python -m pipeline` lists them, `python -m pipeline train --help` explains one."""
+"""Runs a command: `python -m pipeline` lists all commands, `python -m pipeline train --help` explains one."""
 
 import ast
 import importlib
@@ -44,7 +44,7 @@ def path(module: str) -> Path:
 
 
 def docstring(module: str) -> str:
-    """The module's docstring, read from its file: importing is slow, and `python -OO` drops docstrings."""
+    """Reads a module's docstring from its file, since importing is slow and `python -OO` drops docstrings."""
     return ast.get_docstring(ast.parse(path(module).read_text(encoding="utf-8"))) or ""
 
 

@@ -1,1 +1,1 @@
-"""Writes files, reports errors to the user, runs git, and describes the provenance of results, for all other packages."""
+"""Common code of all other packages: files, errors for the user, git, and the provenance of results."""

@@ -1,4 +1,4 @@
-"""Parses the arguments of commands, and reports each error that a user can fix in one sentence."""
+"""Parses the arguments of commands, and reports in one sentence each error that a user can fix."""
 
 import argparse
 import difflib
@@ -45,7 +45,7 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
 
 
 def hint(name: object, known: Collection[str]) -> str:
-    """Returns the end of a sentence about an unknown name: it suggests the most similar known name, or lists all."""
+    """Returns "; did you mean 'vit'?" if a known name is similar to the unknown `name`, else a list of all known names."""
     close = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
 

@@ -1,4 +1,4 @@
-"""Reads and writes files. Each is written under a temporary name and then renamed, so it is never half written."""
+"""Reads and writes files. A file is first written under a temporary name and then renamed, so it is never half written."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import pandas as pd  # slow to import, and training does not need it
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the repository that contains this file
-DIGITS = 6  # significant digits in files; later digits vary with the number of threads, as the order of additions does
+DIGITS = 6  # significant digits in files; with another number of threads, later digits change
 
 
 def resolve_user_path(path: str) -> Path:
-    """Returns the path if it exists here, else joined to DVC's root, as `dvc exp run --temp` runs in another folder."""
+    """Finds a user's path here or, if it is absent, in DVC_ROOT: `dvc exp run --temp` runs in a copy of the repository."""
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
 
@@ -131,7 +131,7 @@ def rounded(value: float) -> float:
 
 
 def rounded_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Rounds every float of a table by `rounded`."""
+    """Rounds every float in a table, as `rounded` does."""
     return table.apply(lambda column: column.map(rounded) if column.dtype.kind == "f" else column)
 
 

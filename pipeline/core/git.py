@@ -18,7 +18,7 @@ SETTINGS = {
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
 }
-FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English messages; no locks for reading, which could block a commit
+FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English messages; no lock while git reads, as it could block a commit
 
 
 def run(*arguments: str, folder: Path | None = None, given: list[str] | None = None) -> str:
@@ -52,7 +52,7 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables for git: FORM, and the current ones except GIT_DIR and the like, which may point to
-    another repository. GIT_CONFIG_* are kept, as they locate the user's configuration."""
+    """Returns the environment variables for git. Adds FORM, and leaves out GIT_DIR and the like, which may point to another
+    repository. Keeps GIT_CONFIG_*, which locate the user's configuration."""
     kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     return kept | FORM

@@ -67,7 +67,7 @@ def committed(path: Path) -> str | None:
 
 
 def process_seconds() -> float:
-    """Seconds since this process started. On systems without /proc, the seconds of CPU time that it has used."""
+    """Seconds since this process started. Without /proc, returns the CPU time of the process."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # proc(5): starttime
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

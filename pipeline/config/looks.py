@@ -8,7 +8,7 @@ from dataclasses import dataclass
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
-# Colours that follow the page's light or dark scheme
+# Colour in a figure → CSS value that follows the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
 LEAST_LUMINANCE = 0.2  # least luminance of a line on the dark page, for a contrast of 4; WCAG 2.2 (1.4.11) requires 3
 # The models of osa.MODELS. The position of a model determines its look.

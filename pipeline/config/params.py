@@ -1,7 +1,7 @@
-"""The typed schemas of params.yaml and pipeline/paper.yaml, and the configuration of a run, which follows from them.
+"""Defines the schemas of params.yaml and pipeline/paper.yaml, and derives the configuration of a run from them.
 
-The user edits params.yaml. paper.yaml holds the paper's numbers, the recipe of training in each reading of the paper, and
-the details that the paper leaves open.
+The user edits params.yaml. paper.yaml holds the paper's numbers, a training recipe for each reading of the paper, and the
+details that the paper leaves open.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def _is_strange(letter: str) -> bool:
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # for names of stages and folders too
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # is also used in names of stages and folders
 MAX_SEED = 2**31 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
@@ -231,7 +231,7 @@ class Train(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "constant"
     perturbation: Annotated[int, Field(ge=0)] = 0  # seed of a perturbation of the initial weights; 0 for none
-    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images on which a search tests, not on the test images
+    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that replace the test images in a search
 
 
 class Variant(VariantKeys):
@@ -422,7 +422,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """The configuration of a model of osa.MODELS in a reading of the paper. Only the data come from params.yaml.
+    """The configuration of a model of osa.MODELS with the recipe of `reading`. Only the data come from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.
@@ -488,7 +488,7 @@ def without_stage(arguments: list[str]) -> list[str]:
 
 
 def seed(text: str) -> int:
-    """Parses a seed, as a `type` for argparse."""
+    """Converts an argument to a seed, for argparse."""
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_SEED):
         raise argparse.ArgumentTypeError(f"{text} is not a seed: write a whole number from 0 to {MAX_SEED}")
     return int(text)

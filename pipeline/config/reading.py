@@ -18,7 +18,7 @@ from pipeline.core.errors import UserError, ended
 from pipeline.core.files import ROOT
 
 CONFLICT = re.compile(r"^(<{7}|\|{7}|={7}|>{7})(?= |$)", re.MULTILINE)  # git's conflict markers
-UNREADABLE = (YAMLError, ValueError, RecursionError)  # from bad syntax, an impossible date, or deep nesting
+UNREADABLE = (YAMLError, ValueError, RecursionError)  # raised for bad syntax, an impossible date or deep nesting
 Schema = TypeVar("Schema", bound=BaseModel)
 
 

@@ -20,7 +20,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 RECORD = "record.json"
-SHA256 = "sha256"  # key of the digest of all other keys of the record
+SHA256 = "sha256"  # the record's key for a digest of its other keys
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Status = Literal["running", "finished", "diverged"]
@@ -100,7 +100,7 @@ def seal(folder: Path, **made_by: Any) -> None:
 
 
 def read_record(folder: Path, schema: type[Kind], command: str) -> Kind:
-    """Reads the record of a folder and verifies the folder's files. Errors suggest `command`, which makes them again.
+    """Reads the record of a folder and verifies the folder's files. Errors suggest `command`, which makes the files again.
 
     Raises:
         UserError: the record is missing, damaged or of another folder, or a file does not match its digest.

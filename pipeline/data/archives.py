@@ -16,7 +16,7 @@ UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information",
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # raised for a damaged archive
 UNIX = (3, 19)  # values of `create_system` in a zip for Unix and macOS, where a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
-Member = tuple[str, int, Callable[[], bytes] | None]  # name, size, function that reads it; None unless a regular file
+Member = tuple[str, int, Callable[[], bytes] | None]  # name, size, function that reads the file; None for links and devices
 
 
 def members(path: Path) -> Iterator[Member]:

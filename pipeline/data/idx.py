@@ -34,7 +34,7 @@ LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # of labels, for up to 256 
 
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of the 256 levels, on one device.
+    """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of their 256 levels, on one device.
 
     Indexing, slicing and `split` look up the value of each level and return float32 images. They have the same bits as if
     all images had been scaled beforehand, which would take four times the memory.
@@ -142,7 +142,7 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 
 
 def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
-    """The SHA-256 of a data set's bytes, in the order train images, train labels, test images, test labels, as in `DataSet`.
+    """The SHA-256 of the bytes of a data set: train images, train labels, test images and test labels, one after another.
 
     Args:
         num_own_classes: number of classes of the user's images, if their description is not written yet.

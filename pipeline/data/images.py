@@ -28,7 +28,7 @@ from pipeline.core.errors import UserError
 from pipeline.data import archives, idx
 
 SPLITS = {"train": "train", "test": "t10k"}  # split → its name in the stored files
-WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # in names that some programs give to the files of a Windows zip
+WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # some programs keep the backslashes in the names of a Windows zip
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # bytes of a HEIC file from the fifth on (ISO/IEC 23008-12)
@@ -40,8 +40,7 @@ def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
     All images are resized (bilinear) to one size: `data.resize`, or else the most common. They are stored as grey if all
-    pixels are grey, else in colour. Each
-    split takes one image of each class in turn, so that every part of it is balanced.
+    pixels are grey, else in colour. Each split takes one image of each class in turn, so that every part of it is balanced.
 
     Raises:
         UserError: `data.path` cannot be read, has another layout, or holds an unusable image.

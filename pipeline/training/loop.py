@@ -26,14 +26,14 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
 PERTURBATION = 1e-6  # relative size, about ten times float32's rounding error
-EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images; small batches fit into a CPU's cache, large ones need few launches
+EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: few fit a CPU's cache, many save launches on a GPU
 
 
 def configure_torch() -> None:
     """Configures torch so that a seed gives the same bits in every run on one machine, and large CPU tensors use huge pages.
 
-    Huge pages save time and change no bit; `THP_MEM_ALLOC_ENABLE=0` turns them off. Call this function before torch first
-    allocates memory, which is when it reads this variable.
+    Huge pages save time and change no bit; `THP_MEM_ALLOC_ENABLE=0` turns them off. Call this function before torch
+    allocates memory for the first time, as torch then reads this variable.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -45,7 +45,7 @@ def configure_torch() -> None:
 
 
 def random_stream(seed: int, name: str) -> Generator:
-    """Returns the generator of one use of randomness, `name`. A new use does not change the draws of the others."""
+    """Returns a random generator for one purpose, `name`. A new purpose does not change the draws for the others."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -165,7 +165,7 @@ class Observer:
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
     """Loads the data of a training. If `train.held_out` > 0, that many random training images replace the test images, so
-    that a search never sees the test set. They are the same for every seed."""
+    that a search never sees the test set. The choice is the same for every seed."""
     data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
     if count >= total:
@@ -231,7 +231,8 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Adds a point of Figure 1: `train`, which is loss and accuracy since the last point, and both on the test set."""
+        """Evaluates the model on the test set, and adds a point of Figure 1. `train` is the mean loss and accuracy since the
+        last point."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
@@ -314,7 +315,7 @@ class Batches:
         self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """The epoch's permutation. It depends only on seed and epoch, so resuming needs no generator state."""
+        """An epoch's permutation of the images. It depends only on seed and epoch, so resuming needs no generator state."""
         return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
 
 

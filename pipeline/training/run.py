@@ -41,7 +41,7 @@ EARLIER_NUMERICS = (1,)
 
 @dataclass(frozen=True)
 class Run:
-    """One variant, with its overrides, and one seed."""
+    """A training of one variant, with overrides, from one seed."""
 
     variant: str
     seed: int

@@ -1,7 +1,7 @@
 """Judges claims about trained models. Each claims.yaml in pipeline/studies lists claims, with a sentence and a rule each.
 
-A claim refers to the runs of Table 2 by variant, and to the runs of a study by their names in its list. Its first comparison
-is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
+A claim refers to the runs of Table 2 by variant, and to the runs of a study by their names in its list. The first
+comparison of a claim is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
 """
 
 import itertools
@@ -91,7 +91,7 @@ class Results:
         return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
 
     def last_watched(self, name: str, column: str) -> list[float]:
-        """The last value of a watched column for each finished run, averaged over layers."""
+        """The last value of a column of watched.csv for each finished run, averaged over layers."""
         own = self.watched[self.watched["name"] == name]
         finished = set(self.runs_of(name, "finished")["seed"])
         return [
@@ -110,7 +110,7 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 
 @dataclass(frozen=True)
 class Declared:
-    """Numbers declared before the runs, for computing power: by model, the paper's accuracy and our standard deviation."""
+    """The paper's accuracies and our standard deviations, by model. They are declared before the runs, to compute power."""
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
@@ -145,7 +145,7 @@ Sought = TypeVar("Sought", bound=Claim)
 
 
 class Comparison(Claim):
-    """A claim about the first and the second model of each pair."""
+    """A claim that compares the first and the second model of each pair."""
 
     compare: Annotated[list[Annotated[list[Name], Field(min_length=2, max_length=2)]], Field(min_length=1)]
 
@@ -198,7 +198,7 @@ class Speed(Comparison):
     """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
 
     The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part
-    (`of_training`) of training. A run that never reaches it takes infinitely many epochs.
+    (`of_training`) of training. A run that never reaches the target takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -244,7 +244,7 @@ class Contrast(Claim):
 
 
 class Stability(Claim):
-    """More than a share of a model's runs are stable: they do not diverge, and their train loss never rises far."""
+    """More than a share of a model's runs are stable: not diverged, with a `largest_rise` up to `at_most_rise`."""
 
     kind: Literal["stability"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -305,7 +305,7 @@ class Spreads(Section):
 
 
 class ClaimsFile(Section):
-    """The content of a claims.yaml: `spreads`, and a claim under every other key, which is its name."""
+    """The content of a claims.yaml: the key `spreads`; every other key is the name of a claim."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[Name, AnyClaim]
@@ -319,7 +319,7 @@ def read_claims(path: str | Path) -> dict[str, AnyClaim]:
 
 
 def read_claim(path: str | Path, name: str, kind: type[Sought]) -> Sought:
-    """Reads one claim. Raises UserError if there is none of this name and kind."""
+    """Reads one claim. Raises UserError if no claim has this name and kind."""
     claim = read_claims(path).get(name)
     if not isinstance(claim, kind):
         raise UserError(f"{path} has no claim {name} of the kind {kind.__name__.lower()}: `git checkout {path}`.")
@@ -337,12 +337,12 @@ def _read(path: str | Path) -> ClaimsFile:
 
 
 def trains(loss: float) -> bool:
-    """True if a run's last train loss shows that it trains: it is below half the loss of a guess."""
+    """True if a run trains: `loss`, its last train loss, is below half the loss of a guess."""
     return loss < TRAINS * GUESS_LOSS
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
-    """True if a run starts: at the first point in the second half of training, its train loss is clearly below a guess's."""
+    """True if a run starts: its train loss is clearly below a guess's at the first point in the second half of training."""
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 

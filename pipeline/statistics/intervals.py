@@ -72,7 +72,7 @@ class Estimate:
         return cls(value, math.sqrt(variance), df)
 
     def interval(self, confidence: float = CONFIDENCE) -> Interval:
-        """The t-interval; (NaN, NaN) if the spread is unknown."""
+        """The t-interval of the estimate; (NaN, NaN) if the spread is unknown."""
         half = quantile(confidence, self.df) * self.standard_error
         return self.value - half, self.value + half
 
@@ -107,11 +107,12 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
     """A `contrast` of mean accuracies, with a standard error for new runs on new images.
 
     All models see the same images. The contrast on each image, averaged over runs, is therefore one more sample. Welch's
-    standard error adds its variance to the variances over runs; both include the interaction of run and image. A bootstrap
-    over runs and images adds the same variances, but with five runs underestimates them by a fifth, and uses no t quantile.
+    standard error adds the variance of this sample to the variances over runs. Both include the interaction of run and
+    image. A bootstrap over runs and images adds the same variances, but with five runs it underestimates them by a fifth,
+    and it uses no quantile of t.
 
     Args:
-        samples: for each model (runs, images): 1 if the run classifies the image correctly, else 0; at least two runs.
+        samples: an array (runs ≥ 2, images) for each model: 1 if the run classifies the image correctly, else 0.
     """
     on_images = sum(weight * sample.mean(axis=0) for weight, sample in zip(weights, samples, strict=True))  # (images,)
     variances = [float(sample.mean(axis=1).var(ddof=1)) for sample in samples] + [float(on_images.var(ddof=1))]

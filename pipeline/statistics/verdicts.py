@@ -13,8 +13,8 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
 
     reproduced              the test of the claim has p ≤ 5 %
     contradicted            the test of the opposite has p ≤ 5 %
-    open, same direction    neither test has; the estimate lies on the claim's side of the limit
-    open, other direction   neither test has; the estimate does not lie on the claim's side
+    open, same direction    neither test has p ≤ 5 %; the estimate lies on the claim's side of the limit
+    open, other direction   neither test has p ≤ 5 %; the estimate does not lie on the claim's side
     not testable here       replaces "open" if the test's power at the paper's effect, with spreads declared before the runs,
                             is below one half
     not trained             a model has no run
@@ -98,7 +98,7 @@ def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "abo
 
 
 def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
-    """Judges the claim that the ratio of two models, first / second, lies below a factor. Values are ≥ 0, or infinite."""
+    """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are ≥ 0, or infinite."""
     with np.errstate(divide="ignore"):  # 0 epochs, if the first point already has the target loss
         logs = np.log(first), np.log(second)
     verdict = judge(*logs, limit=math.log(factor), side="below")
@@ -223,7 +223,7 @@ def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequen
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values, by name. To reject all values up to 5 % keeps the family-wise error at 5 %."""
+    """Holm's adjusted p-values, by name. Rejecting all hypotheses up to 5 % keeps the family-wise error at 5 %."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

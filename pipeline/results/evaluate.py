@@ -1,7 +1,8 @@
 """Measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
-Writes a file for each run to paper_outputs/evaluations: loss, accuracy, calibration error, per-class accuracy, confusion
-matrix and mistakes on the full test set, and the quantities of the theorems for each layer and head of orthogonal attention.
+Writes a file for each run under paper_outputs/evaluations. It holds loss, accuracy, calibration error, per-class accuracy,
+confusion matrix and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the
+theorems.
 Git tracks the files, so that a new run requires neither the weights of the other runs nor their evaluation.
 
 `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so
@@ -111,13 +112,13 @@ def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -
 
 
 def confusion_matrix(labels: torch.Tensor, predictions: torch.Tensor, num_classes: int) -> np.ndarray:
-    """Counts (classes, classes): row = label, column = prediction."""
+    """Counts the images of each label (row) and prediction (column), (classes, classes)."""
     pairs = (labels * num_classes + predictions).cpu().numpy()
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
 
 def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
-    """Returns the accuracy of each class that has images, in a row for each."""
+    """Returns a row for each class that has images: class, number of images, accuracy."""
     images = confusion.sum(axis=1)
     classes = images.nonzero()[0]
     accuracy = confusion.diagonal()[classes] / images[classes]

@@ -20,7 +20,7 @@ from osa.vit import VisionTransformer
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # number of images for measuring a layer
-PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 products, each with a typical error of √n · eps: 32 n · eps is enough
+PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products of error √n · eps, typically: 32 n · eps is enough
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
@@ -47,7 +47,7 @@ def exponential(s: Tensor) -> Tensor:
 
 
 def orthogonality_error(y: Tensor) -> Tensor:
-    """‖YᵀY − I‖₂ if m ≥ n, else ‖YYᵀ − I‖₂, for a Y, (..., m, n) → (...)."""
+    """‖YᵀY − I‖₂ if m ≥ n, else ‖YYᵀ − I‖₂; Y (..., m, n) → (...)."""
     y = y.mT if y.shape[-2] < y.shape[-1] else y
     return norm(y.mT @ y - torch.eye(y.shape[-1], dtype=y.dtype, device=y.device))
 
@@ -72,7 +72,7 @@ def matrix_with_condition(tokens: int, width: int, condition: float, *, generato
 
 
 def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
-    """The scale at which S of this query and key has ‖S‖₂ = `skew_norm`. Returns a scalar tensor."""
+    """Returns the scale, a scalar tensor, for which the S of this query and key has ‖S‖₂ = `skew_norm`."""
     return skew_norm / norm(skew(query, key, 1.0))
 
 

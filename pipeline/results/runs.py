@@ -29,7 +29,7 @@ def of_table_2(settings: Params) -> list[Run]:
 
 
 def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
-    """Yields each run that has a record, and the record, for one study or for all.
+    """Yields each run with a record, and its record, for one study or for all.
 
     Raises:
         UserError: a run is damaged or incomplete.
@@ -45,8 +45,8 @@ def accuracy(metrics: dict) -> float:
 
 
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
-    """Returns tables of named runs: `runs` has a row for each run, even if it is missing, `histories` the points of the
-    existing runs, and `watched` the rows that a study recorded during training. Without such rows, `watched` is absent."""
+    """Returns tables of named runs. `runs` has a row for each run, even if it is missing. `histories` has a row for each
+    point of the existing runs. `watched` has the rows of watched.csv, and is absent if no run has this file."""
     import pandas as pd
 
     rows, histories, watched = [], [], []

@@ -97,7 +97,7 @@ def warn(sentence: str) -> None:
 
 
 def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
-    """Concatenates a table of MEASURED over all finished runs."""
+    """Concatenates the tables `name` of all finished runs. MEASURED lists their columns."""
     parts, columns = [], RUN + MEASURED[name]
     for run in runs:
         if run["status"] == "finished" and run[name]:
@@ -106,7 +106,7 @@ def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
 
 
 def as_table(name: str, value: Any) -> pd.DataFrame:
-    """Converts a value of evaluation.json to its table of MEASURED."""
+    """Converts the value of a key of evaluation.json, `name`, to a table."""
     if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
         counts = np.array(value)
         label, prediction = np.indices(counts.shape)
@@ -158,19 +158,19 @@ def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]) -> pd.DataFrame:
-    """The mean of one curve, in the form for `dvc plots`: epoch, then a column per variant."""
+    """Tabulates the mean of one curve for `dvc plots`: a column of epochs, then a column for each variant."""
     wide = curves[curves["curve"] == curve].pivot(index="epoch", columns="variant", values="mean")
     return wide.reindex(columns=variants).reset_index()
 
 
 def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
-    """Test accuracy in per cent, in the form for `dvc plots`: seed, then a column per variant."""
+    """Tabulates the test accuracies, in per cent, for `dvc plots`: a column of seeds, then a column for each variant."""
     wide = (100 * runs.set_index(["seed", "variant"])["test_accuracy"]).unstack()
     return wide.reindex(columns=variants).reset_index()
 
 
 def for_dvc_metrics(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Metrics for `dvc metrics`: mean and standard deviation of each variant's test accuracy, in per cent, over n runs."""
+    """Returns mean and standard deviation of each variant's test accuracy, in per cent over n runs, for `dvc metrics`."""
     found = {}
     for row in summary.to_dict("records"):
         mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]

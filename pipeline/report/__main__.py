@@ -2,7 +2,7 @@
 
     python -m pipeline report paper --only theorem_2_2    summarises this study again, keeps the numbers of the others
     python -m pipeline report readme                      writes the result into README.md, between its markers
-    python -m pipeline report demonstration               report.html and report.md without studies, as in quickstart/
+    python -m pipeline report demonstration               writes report.html and .md without studies, as in quickstart/
 
 templates/ holds the text, one template for each section. Studies summarise their tables as numbers, which are written to
 paper_outputs/numbers and shown in the text. Nothing depends on time or chance: the same files give the same bytes.
@@ -38,7 +38,7 @@ from pipeline.training.run import RUNS
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # template → name of the file
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
 QUOTED = {"paper": ("ablations", "harder_data")}  # page → studies of the other page that it quotes
-NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # one folder in each per page
+NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # both have a folder for each page
 NARROW_FIGURES = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # pages that are stages of dvc.yaml

@@ -47,7 +47,7 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
             drawn = dict(list(histories.groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
                 points, look = drawn[variant], look_of(variant, params.variants)
-                wide = points.pivot(index="epoch", columns="seed", values=curve)  # a diverged seed ends early
+                wide = points.pivot(index="epoch", columns="seed", values=curve)  # a diverged run ends early
                 for seed in wide:
                     thin = {"color": look.colour, "alpha": 0.35, "linewidth": 0.5}
                     axes.plot(wide[seed].dropna(), gid=f"{curve}.{variant}.{seed}", **thin)

@@ -23,7 +23,7 @@ NOTATION = re.compile(
 
 
 def number(value: float | None) -> str:
-    """Three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷; ∞, and a dash for a missing number."""
+    """Formats a number with three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷, ∞. Shows a missing one as a dash."""
     if value is None or math.isnan(value):
         return ABSENT
     if math.isinf(value):
@@ -66,23 +66,23 @@ def signed(value: float, digits: int) -> str:
 
 
 def grouped(value: float) -> str:
-    """A whole number, with narrow spaces between groups of three digits."""
+    """Formats a whole number, with narrow spaces between groups of three digits."""
     return ABSENT if pd.isna(value) else f"{value:z,.0f}".replace(",", "\u202f").replace("-", "−")
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share as per cent: 0.95 is 95%."""
+    """Formats a share as per cent: 0.95 becomes 95%."""
     return ABSENT if pd.isna(share) else f"{fixed(100 * share, digits)}%"
 
 
 def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
-    """Mean and standard deviation, e.g. 96.90 ± 0.73; the mean alone if the deviation is missing."""
+    """Formats mean and standard deviation: 96.90 ± 0.73. Gives the mean alone if the deviation is missing."""
     mean, std = summary["mean"], summary["std"]
     return fixed(mean, digits) if pd.isna(std) else f"{fixed(mean, digits)} ± {fixed(std, digits)}"
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """An interval from `low` to `high`, e.g. 96.1 to 97.5. One missing end means infinity, which JSON lacks."""
+    """Formats an interval from `low` to `high`: 96.1 to 97.5. One missing end means infinity, which JSON lacks."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT
@@ -90,17 +90,17 @@ def interval(ends: Mapping[str, float], digits: int = 2) -> str:
 
 
 def times(ratio: float, digits: int = 2) -> str:
-    """A ratio, e.g. 1.22 ×."""
+    """Formats a ratio: 1.22 ×."""
     return ABSENT if pd.isna(ratio) else f"{fixed(ratio, digits)} ×"
 
 
 def words(count: int) -> str:
-    """A whole number in words from zero to twelve, in digits above."""
+    """Formats a whole number, in words from zero to twelve, and in digits above."""
     return SMALL[int(count)] if 0 <= count < len(SMALL) else grouped(count)
 
 
 def span(counts: Iterable[int]) -> str:
-    """The range of `counts` in words: three, or one to three."""
+    """Formats the range of `counts` in words: three, or one to three."""
     least_first = sorted(counts)
     return " to ".join(dict.fromkeys(map(words, least_first[:1] + least_first[-1:])))
 

@@ -29,7 +29,7 @@ SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters with a meaning in Markdow
 
 
 def to_json(value: Any) -> Any:
-    """Converts to plain values, lists and dicts, with floats rounded as in files. NaN and infinities become None."""
+    """Converts a value to the types of JSON, with floats rounded as in files. NaN and infinities become None."""
     if isinstance(value, Verdict):
         return to_json(asdict(value) | {"here": value.here, "bound": value.bound})
     if is_dataclass(value) and not isinstance(value, type):
@@ -83,7 +83,7 @@ def badge(word: str) -> Markup:
 
 
 def verdict_badge(value: Mapping[str, Any], word: str = "word") -> Markup:
-    """A verdict's word as a badge."""
+    """Formats the word of a verdict as a badge."""
     return badge(value[word])
 
 
@@ -100,7 +100,7 @@ def _markdown() -> MarkdownIt:
 
 
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
-    """Renders the body of a page. Also returns its sections as (anchor, title up to a colon).
+    """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to a colon).
 
     A paragraph with only an image becomes a figure. From the image's path, `drawings` gives inline SVG, and `source` a line
     that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
@@ -112,7 +112,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
             token.attrSet("id", anchor(title))
             sections += [(anchor(title), re.sub(r"<[^>]+>|:.*", "", title))] if token.tag == "h2" else []
         elif token.type == "inline" and (image := _only_image(token)):
-            contents = "", _figure(image, drawings, source), ""  # in place of <p>, the image and </p>
+            contents = "", _figure(image, drawings, source), ""  # replace <p>, the image and </p>
             tokens[i - 1 : i + 2] = [Token("html_block", "", 0, content=content) for content in contents]
     return _markdown().renderer.render(tokens, _markdown().options, {}), sections
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # a training that ends waits so long for MLflow, and 1 s longer for each further run
+PATIENCE_SECONDS = 60  # longest wait for MLflow at the end of a training; 1 s more for each further run
 
 
 def sync_quietly(*runs: object) -> None:

@@ -103,7 +103,7 @@ class Experiment:
     def write(
         self, run: "Run", tags: Mapping[str, str], values: Sequence[Value] = (), parameters: Mapping[str, str] | None = None
     ) -> None:
-        """Writes metrics, changed parameters and, last, changed tags. The next sync repeats an interrupted write."""
+        """Writes metrics, changed parameters and, last, changed tags, so that the next sync repeats an interrupted write."""
         from mlflow.entities import Metric, Param, RunTag
 
         parameters = parameters or {}

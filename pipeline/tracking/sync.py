@@ -38,7 +38,7 @@ REPORT = ("figure_1.svg", "report.html")  # artifacts attached to each model of 
 
 
 def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports into MLflow all runs, and points of runs in training, that it lacks.
+    """Imports into MLflow all runs that it lacks, and the new points of runs in training.
 
     Args:
         only: Prefixes of names; empty for all. A sync of one run then reads only its family.
@@ -80,7 +80,7 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
-    """Calls `function`. If the run cannot be read or MLflow refuses it, warns and returns None, not to stop other runs."""
+    """Calls `function`. If the run cannot be read or MLflow refuses it, warns and returns None. Other runs go on."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -97,7 +97,7 @@ def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> 
 
 
 def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> None:
-    """Logs the trained models of finished runs that lack one in MLflow."""
+    """Logs the trained model of each finished run that has no model in MLflow."""
     runs: dict[str, Run] = {}
     for family in experiment.search({training.family for training in trainings}).values():
         runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name wins
@@ -138,7 +138,7 @@ class Family:
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
                 return False
         tags, metrics, values = _tags(training), training.metrics(), training.values()
-        checksum, self.has_changed = _checksum(training, tags), True  # before a run is created, as files may be broken
+        checksum, self.has_changed = _checksum(training, tags), True  # reads all files before it creates a run
         if is_new := run is None:
             own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
             own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
@@ -174,7 +174,7 @@ class Family:
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
-        """Marks the runs of this machine as killed that MLflow shows as running but that have no files."""
+        """Marks a run of this machine as killed if MLflow shows it as running but it has no files."""
         for run in self.runs:
             is_ours = run.data.tags.get("host") == platform.node()
             if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:
@@ -182,12 +182,12 @@ class Family:
                 self.has_changed = True
 
     def settle(self) -> None:
-        """Tags the current children, and updates the parents, one for each configuration."""
+        """Tags the current children, updates the parent of each configuration, and deletes surplus parents."""
         if self.has_changed:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # Skips runs without these tags. The user has deleted some, and the next sync restores them.
+            # Skips runs that lack a tag, since the user has deleted it. The next sync restores it.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -217,7 +217,8 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The digests of the configuration in params.yaml, one per data set. Empty unless Table 2 has runs of several."""
+        """The digests of a Table 2 model's configuration in params.yaml, one per data set. Empty if its runs have only one
+        configuration."""
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
         if settings is None or variant not in settings.variants:

@@ -33,7 +33,7 @@ class TrackedTraining:
         self.path = path
         study, name, seed = path.parts[-4:-1]
         self.family = f"{study}/{name}"  # table_2/osa_qr
-        self.name = f"{self.family}/{seed.partition('-')[0]}"  # table_2/osa_qr/0; in training the folder is 0-KEY
+        self.name = f"{self.family}/{seed.partition('-')[0]}"  # table_2/osa_qr/0; while it trains, the folder is 0-KEY
         self.has_ended = not path.is_relative_to(SCRATCH)
 
     @cached_property
@@ -74,7 +74,7 @@ class TrackedTraining:
 
     @property
     def status(self) -> str:
-        """RUNNING, FINISHED, FAILED if it diverged, or KILLED if no point was added for LOST_SECONDS."""
+        """MLflow's status: RUNNING, FINISHED, FAILED if it diverged, or KILLED if it added no point for LOST_SECONDS."""
         if not self.has_ended and time.time() - self.path.stat().st_mtime > LOST_SECONDS:
             return "KILLED"
         return STATUS[self.record.status]

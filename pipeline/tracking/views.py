@@ -1,4 +1,4 @@
-"""The two views in MLflow's menu Views: the models of Table 2, and their seeds with curves."""
+"""Defines the two views in MLflow's menu Views: the models of Table 2, and their seeds with curves."""
 
 import json
 
@@ -12,7 +12,7 @@ OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDa
 
 
 def views() -> dict[str, str]:
-    """The views in MLflow's format, by the key in their address. If MLflow cannot read a view, it shows its default view."""
+    """Returns the views in MLflow's format, by key in their address. If MLflow cannot read a view, it shows its default."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]

@@ -67,7 +67,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
         def ended(waiting: list, seconds: float) -> list:
-            ray.wait(waiting, timeout=seconds)  # until the first ends
+            ray.wait(waiting, timeout=seconds)  # until the first task ends
             name_lost_nodes(ray.nodes(), known)
             return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
 
@@ -77,7 +77,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
 
 
 def import_ray() -> ModuleType:
-    """Imports Ray, without telemetry and its long messages about dead nodes. Raises UserError if it is not installed."""
+    """Imports Ray. Turns off its telemetry and its messages about dead nodes. Raises UserError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", OF_DEAD_NODES)
     try:

@@ -6,8 +6,8 @@ machine, with one thread or a share of a GPU. With `--cluster ADDRESS`, runs tra
 trainings restart on other nodes. After an interruption, the same command resumes each run at the last point of its curves;
 on a cluster, it starts each run again.
 
-`--print` only prints the commands, for other ways to run them. The command registers runs with DVC and MLflow in groups, as
-they end, and first registers runs that were trained without it.
+`--print` only prints the commands, for other ways to run them. fan_out registers runs with DVC and MLflow in groups, as they
+end. At its start, it registers runs that were trained without it.
 """
 
 import argparse
@@ -140,15 +140,15 @@ def at_once(per_gpu: int) -> int:
 
     if count := torch.cuda.device_count():
         return count * per_gpu
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # as on macOS
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS lacks it
 
 
-# progress
+# Progress
 
 
 def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Yields the groups of ended runs from `finished`, and prints a line for each run. After every group, even an empty one,
-    it shows the progress of all trainings and the time left."""
+    """Yields the groups of ended runs from `finished`, and prints a line for each run. After every group, even an empty
+    one, shows the progress of all trainings and the time left."""
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
     shown, news = 0.0, None  # epochs shown, which never decrease; runs and epochs at the last forecast
@@ -180,8 +180,8 @@ def show_every() -> float:
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
     """The remaining epochs of a run, and an estimate of the seconds they will take.
 
-    While the run trains on this machine, the estimate uses its own pace, without pauses before a resumption; otherwise it
-    uses the records of other runs.
+    While the run trains on this machine, the estimate follows from the run's own pace, without pauses before a
+    resumption. Otherwise it follows from the records of other runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # the run has just ended
@@ -214,7 +214,7 @@ def has_dvc() -> bool:
 
 
 def adopt(settings: Params, no_tracking: bool) -> None:
-    """Registers current runs of Table 2 that DVC does not know with DVC and MLflow, as DVC would train them again.
+    """Registers with DVC and MLflow the current runs of Table 2 that DVC does not know, and would train again.
 
     Such runs were trained by hand, by the commands of `--print`, on another machine, or before a kill.
 
@@ -252,7 +252,7 @@ def commit(runs: list[Run]) -> list[str]:
     return targets if subprocess.run(command, check=False).returncode else []
 
 
-# here
+# Training, here or on a cluster
 
 
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:

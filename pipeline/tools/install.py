@@ -132,7 +132,7 @@ def announce(venv: Path, size: str) -> None:
 def choose(venv: Path, torch: str) -> str:
     """Chooses the source of PyTorch: the source used before, or the requested one, or the one that fits the machine."""
     if sys.platform != "linux":
-        return PYPI  # the only build there
+        return PYPI  # the only build for other systems
     if torch_build(venv):
         return torch_build(venv)
     if torch:

@@ -1,4 +1,4 @@
-"""Lists the runs that Table 2 and the studies need, checks which are missing, and starts the process that trains one."""
+"""Lists the runs that Table 2 and the studies need, checks which are missing, and starts the process of a training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def table_2_jobs(settings: Params) -> list[Job]:
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
-    """The runs that a study compares; most studies compare no runs."""
+    """The runs that a study compares; [] for most studies."""
     if (trainings := studies.get(study).trainings) is None:
         return []
     from pipeline.studies.lab import Lab  # imports torch

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dvc.stage import Stage
 
 CHECK = "check"  # name of the check stage
-MOST_SHOWN = 4  # most names, and most reasons, on a line
+MOST_SHOWN = 4  # maximum number of names, and of reasons, on a line
 
 
 @entry_point
@@ -94,7 +94,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Yields the reasons why DVC would run a stage, from DVC's status of it. A missing file alone is not a reason."""
+    """Yields the reasons why DVC would run a stage. `status` is DVC's. A missing file alone is not a reason."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return

@@ -17,7 +17,7 @@ from pipeline.tools import fan_out, times
 from pipeline.tools.jobs import missing, source_digest, table_2_jobs
 
 README, OUTPUTS = Path("README.md"), Path("paper_outputs")
-UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # lines of DVC with these words tell nothing new
+UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # DVC's lines with these words are not printed
 
 
 @entry_point

@@ -119,7 +119,7 @@ def restore(folder: Path, affected: list[str], staged: list[str], moving: list[s
 
 
 def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
-    """Undoes `restore`: moves the files in the folder back to their places, over the committed ones."""
+    """Undoes `restore`: moves the files in the folder back to their places, in place of the committed ones."""
     has_moved = {path: os.path.lexists(folder / path) for path in moving}
     for path in back:
         if has_moved.get(path, True) and os.path.lexists(path):
@@ -139,7 +139,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Says where an earlier call, killed, has moved files. Removes its copies of committed files."""
+    """Says where an earlier call that was killed has moved files. Removes the copies of committed files that it left."""
     for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -253,7 +253,7 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes the versions of files in git's index to a folder. Raises UserError if git omits a file."""
+    """Writes files to a folder, in their versions in git's index. Raises UserError if git omits a file."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")

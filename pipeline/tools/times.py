@@ -52,7 +52,7 @@ class Estimates:
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """Seconds per `relative_cost` of the records, ascending, by kind of device (None for all) and by key of `_keys`."""
+        """Seconds per unit of `relative_cost`, one per record, ascending, by device (None for all) and key of `_keys`."""
         paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
             _note(record, paces)

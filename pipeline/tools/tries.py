@@ -1,8 +1,8 @@
 """Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-It trains every combination of values and seeds, several at once, and skips trained ones. A table compares test accuracies by
-a rank test, as verdicts on claims do. Records stay under paper_outputs/runs/tries, which git and DVC ignore; weights are
-deleted.
+It trains every combination of values and seeds, several at once, and skips runs that are already trained. A table compares
+test accuracies by a rank test, as verdicts on claims do. Records stay under paper_outputs/runs/tries, which git and DVC
+ignore; weights are deleted.
 """
 
 import argparse

@@ -94,7 +94,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Yields the reasons why DVC would run a stage. `status` is DVC's. A missing file alone is not a reason."""
+    """Yields the reasons why DVC would run a stage, from its entry in DVC's status. A missing file alone is no reason."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return

@@ -55,9 +55,8 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
     try:
         for module in (jobs, sys.modules[__name__]):  # the nodes cannot import them
             ray.cloudpickle.register_pickle_by_value(module)
-        share = 1 / per_gpu if ray.cluster_resources().get("GPU") else 0
-        options = dict(num_cpus=1, num_gpus=share, max_retries=RETRIES, scheduling_strategy="SPREAD")
-        work = ray.remote(**options)(execute_shipped)
+        options = needs(ray.cluster_resources(), per_gpu)
+        work = ray.remote(**options, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
@@ -74,6 +73,11 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
         yield tasks, ended, lambda run, task: receive(run, ray.get(task))
     finally:
         ray.shutdown()
+
+
+def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
+    """Returns what a training takes of a cluster with these resources."""
+    return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 
 def import_ray() -> ModuleType:

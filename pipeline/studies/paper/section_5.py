@@ -108,7 +108,9 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     """
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh
-    adjusted = holm({name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()})
+    p_values = {name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()}
+    waiting = dict.fromkeys(FRESH, 1.0) if fresh else {}  # the declared family includes comparisons that wait for runs
+    adjusted = holm(waiting | p_values)
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
     return count(verdicts.values()) | {
         "reproduces": [name for name, verdict in verdicts.items() if verdict.word == REPRODUCED],

@@ -412,9 +412,8 @@ def test_a_gpu_takes_one_training_or_as_many_as_are_asked_for_and_a_core_one(mon
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("code")
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
-    """Runs of all kinds, on nodes with a pretended GPU each or without."""
+def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd):
+    """Runs of all kinds, on nodes with a pretended GPU each."""
     try:
         cluster.import_ray()
     except UserError:
@@ -424,7 +423,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
 
     write_params(run=BOTH | {"seeds": [0, 1]})
     # an address of this machine; Ray replaces 127.0.0.1 by an outer one
-    options = {"num_cpus": 1, "num_gpus": gpus, "node_ip_address": "127.0.0.2"}
+    options = {"num_cpus": 1, "num_gpus": 1, "node_ip_address": "127.0.0.2"}
     nodes = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
     try:
         node = nodes.add_node(**options)
@@ -443,6 +442,11 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd, gpus):
     there = outputs(Run("osa_exact", 1))
     shutil.rmtree("paper_outputs/runs"), shutil.rmtree("paper_outputs/weights")
     assert outputs(trained("osa_exact", 1)) == there
+
+
+def test_a_training_takes_a_core_and_a_share_of_a_gpu_where_there_is_one():
+    assert cluster.needs({"CPU": 8.0}, 2) == {"num_cpus": 1, "num_gpus": 0}
+    assert cluster.needs({"CPU": 8.0, "GPU": 2.0}, 2) == {"num_cpus": 1, "num_gpus": 0.5}
 
 
 def test_a_node_that_dies_is_named_once(capsys):

@@ -110,6 +110,7 @@ def test_fresh_verdicts_take_the_place_of_table_2s(monkeypatch):
     assert section_5.headline(judged, {})["reproduced"] == 4
     head = section_5.headline(judged, fresh)
     assert (head["total"], head["reproduced"], head["contradicted"], head["together"]) == (4, 3, 1, 3)
+    assert head["adjusted"]["osa_beats_noskip"] == pytest.approx(5 * 0.004), "the family is five before all have runs"
     head = section_5.headline(judged, fresh | {own_rate.CLAIM: row(REPRODUCED, 0.03)["first"]["verdict"]})
     assert (head["total"], head["reproduced"], head["together"]) == (5, 4, 3), "Holm asks more of five"
     assert head["adjusted"][own_rate.CLAIM] == pytest.approx(0.06)

@@ -121,7 +121,9 @@ def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
 
 def _newton_step(log_scale: float, shift: float, residual: list[float], h: float = 1e-6) -> tuple[float, float]:
     """J⁻¹ residual, with the Jacobian J of `_slopes` by central differences."""
-    ends = [(_slopes(log_scale + i * h, shift), _slopes(log_scale, shift + i * h)) for i in (1, -1)]
-    (a, c), (b, d) = ([(up - down) / (2 * h) for up, down in zip(*pair, strict=True)] for pair in zip(*ends, strict=True))
+    right, left = _slopes(log_scale + h, shift), _slopes(log_scale - h, shift)
+    upper, lower = _slopes(log_scale, shift + h), _slopes(log_scale, shift - h)
+    a, c = (right[0] - left[0]) / (2 * h), (right[1] - left[1]) / (2 * h)
+    b, d = (upper[0] - lower[0]) / (2 * h), (upper[1] - lower[1]) / (2 * h)
     determinant = a * d - b * c
     return (d * residual[0] - b * residual[1]) / determinant, (a * residual[1] - c * residual[0]) / determinant

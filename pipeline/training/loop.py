@@ -95,7 +95,8 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
         return train.optimizer == "muon" and is_matrix
 
     def groups(named: list[tuple[str, nn.Parameter]]) -> list[dict]:
-        decayed, others = ([p for name, p in named if decays(name, p) is wanted] for wanted in (True, False))
+        decayed = [parameter for name, parameter in named if decays(name, parameter)]
+        others = [parameter for name, parameter in named if not decays(name, parameter)]
         both = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return [group for group in both if group["params"]]
 

@@ -80,22 +80,27 @@ def keep_one_study(raw: dict) -> None:
     del raw["stages"]["on_images"], raw["stages"]["research"]
 
 
-@pytest.fixture
-def clone(tmp_path, monkeypatch):
-    """The clone as working directory, with settings of DVC and git of its own."""
+def isolate(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Gives DVC and git settings of their own."""
     for name in [name for name in os.environ if name.startswith(("DVC_", "GIT_", "MLFLOW_", "OSA_"))]:
-        monkeypatch.delenv(name)
+        patch.delenv(name)
     roles = {f"GIT_{role}_{key}": "a@b" for role in ("AUTHOR", "COMMITTER") for key in ("NAME", "EMAIL")}
-    folders = {f"DVC_{name}_DIR": str(tmp_path / name) for name in ("SITE_CACHE", "GLOBAL_CONFIG", "SYSTEM_CONFIG")}
+    folders = {f"DVC_{name}_DIR": str(folder / name) for name in ("SITE_CACHE", "GLOBAL_CONFIG", "SYSTEM_CONFIG")}
     settings = {
         "DVC_NO_ANALYTICS": "1",
         "GIT_CONFIG_GLOBAL": os.devnull,
         "OMP_NUM_THREADS": "1",
-        "LOG": str(tmp_path / "log"),
+        "LOG": str(folder / "log"),
     }
     settings["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for name, value in (roles | folders | settings).items():
-        monkeypatch.setenv(name, value)
+        patch.setenv(name, value)
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone as working directory."""
+    isolate(tmp_path, monkeypatch)
     make_clone(tmp_path / "clone")
     monkeypatch.chdir(tmp_path / "clone")
 
@@ -103,12 +108,9 @@ def clone(tmp_path, monkeypatch):
 class Dvc:
     """DVC in this process. `stages` are the commands of the last one that it ran, without `python -m pipeline`"""
 
-    def __init__(self, monkeypatch) -> None:
-        self.stages = []
-        self.forks = subprocess.Popen(
-            [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        monkeypatch.setattr("dvc.stage.run._run", self._run)
+    def __init__(self, forks: subprocess.Popen, patch: pytest.MonkeyPatch) -> None:
+        self.stages, self.forks = [], forks
+        patch.setattr("dvc.stage.run._run", self._run)
 
     def _run(self, executable: str, command: str, *, cwd: str, env: dict[str, str], **_) -> None:
         from dvc.stage.exceptions import StageCmdFailedError
@@ -139,12 +141,31 @@ class Dvc:
             return set(repo.status(targets=list(targets) or None))
 
 
+@pytest.fixture(scope="module")
+def forks():
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forks:
+        yield forks
+        forks.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory, forks):
+    """A clone after its first `dvc repro`, and the stages that it ran."""
+    folder = tmp_path_factory.mktemp("reproduced")
+    with pytest.MonkeyPatch.context() as patch:
+        isolate(folder, patch)
+        make_clone(folder / "clone")
+        patch.chdir(folder / "clone")
+        return folder / "clone", Dvc(forks, patch)("repro")
+
+
 @pytest.fixture
-def dvc(clone, monkeypatch):
-    dvc = Dvc(monkeypatch)
-    with dvc.forks:
-        yield dvc
-        dvc.forks.stdin.close()
+def dvc(reproduced, forks, tmp_path, monkeypatch):
+    """DVC in a copy of the reproduced clone, which is the working directory."""
+    isolate(tmp_path, monkeypatch)
+    shutil.copytree(reproduced[0], tmp_path / "clone", symlinks=True)
+    monkeypatch.chdir(tmp_path / "clone")
+    return Dvc(forks, monkeypatch)
 
 
 def results() -> dict[str, bytes]:
@@ -175,8 +196,8 @@ MEASURED = {"evaluate evaluate@vit", "tables", "report paper"}
 
 
 @pytest.mark.slow
-def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
-    stages = dvc("repro")
+def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc, reproduced):
+    _, stages = reproduced
     assert set(stages) == {"check", "fetch", "train train@vit-0", "study theorem_4_2"} | MEASURED
     assert stages[-1] == "report paper"
     changed = subprocess.check_output(["git", "status", "--porcelain", "-uall", RUN], text=True).split()[1::2]
@@ -240,7 +261,6 @@ def test_edits_rerun_what_depends_on_them_and_nothing_else(dvc):
 @pytest.mark.slow
 def test_no_result_that_somebody_changed_reaches_a_page(dvc):
     """A changed result is named, or made again."""
-    dvc("repro")
     commit()
     first, machines = results(), Path("paper_outputs/benchmarks")
 

@@ -1,4 +1,4 @@
-"""Helpers that launch Triton kernels on the device of their tensors, with as many programs as fit on it."""
+"""Helpers that launch Triton kernels on the device of their tensors."""
 
 import functools
 
@@ -6,11 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value, (batch, heads, N, width), and scale (batch, heads, 1, 1)
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value (batch, heads, N, width), scale (batch, heads, 1, 1)
 
 
 def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, arguments: dict) -> None:
-    """Launches a kernel on the device of its tensors, current or not. Only compiles it for tensors on "meta"."""
+    """Launches a kernel on the device of its tensors. If they are on "meta", only compiles the kernel."""
     run = functools.partial(kernel.warmup, grid=(programs,)) if tensors[0].is_meta else kernel[(programs,)]
     with torch.cuda.device_of(tensors[0]):
         run(*tensors, *strides, **arguments)
@@ -19,7 +19,10 @@ def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, ar
 def launch_resident(
     kernel, count: int, tensors: tuple[Tensor, ...], strides: list, scratch_size: int, arguments: dict
 ) -> None:
-    """Launches as many programs as fit on the device. They share `count` matrices, and each has scratch memory."""
+    """Launches as many programs as run on the device at once, each with scratch memory of its own.
+
+    The programs divide `count` matrices among them.
+    """
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))
     scratch = make_scratch(programs, scratch_size, device)
@@ -27,27 +30,27 @@ def launch_resident(
 
 
 def make_scratch(programs: int, size: int, device: torch.device) -> Tensor:
-    """Scratch memory for the programs, one row each."""
+    """Returns scratch memory, (programs, size), with `size` rounded up to a multiple of 16."""
     return torch.empty(programs, ratio_up(size, 16) * 16, dtype=torch.float32, device=device)
 
 
 def resident_programs(device: torch.device, num_warps: int) -> int:
-    """Number of programs that fit on the device: each thread may use 128 registers."""
+    """Number of programs that run on the device at once if each thread uses 128 registers."""
     return multiprocessors(device) * max(1, 16 // num_warps)
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """True only on Hopper, whose asynchronous tensor cores read their operands from shared memory."""
+    """True on Hopper. Only its tensor cores have the instruction wgmma, which reads operands from shared memory."""
     return capability(device) == 9
 
 
 def capability(device: torch.device) -> int:
-    """Major compute capability; tensors on "meta" use the current GPU, and without a GPU Hopper is assumed."""
+    """Major compute capability of a GPU. "meta" means the current GPU. Without a GPU the result is 9, Hopper's."""
     return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] if _has_gpu(device) else 9
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors; tensors on "meta" use the current GPU, and without a GPU it is 1."""
+    """Number of multiprocessors of a GPU. "meta" means the current GPU. Without a GPU the result is 1."""
     if not _has_gpu(device):
         return 1
     return torch.cuda.get_device_properties(None if device.type == "meta" else device).multi_processor_count
@@ -58,10 +61,10 @@ def _has_gpu(device: torch.device) -> bool:
 
 
 def ratio_up(size: int, part: int) -> int:
-    """Number of parts that cover `size`: size / part, rounded up."""
+    """size / part, rounded up."""
     return -(-size // part)
 
 
 def padded(size: int) -> int:
-    """The next power of two, at least 16: Triton requires it of a tensor's sizes."""
+    """Rounds a size up to a power of two, as Triton requires of blocks, and to at least 16, as `tl.dot` requires."""
     return max(16, triton.next_power_of_2(size))  # pyright: ignore[reportReturnType]  # a number, outside of kernels

@@ -1,6 +1,7 @@
-"""Registers the kernels as operators, opaque to autograd, torch.func and torch.compile, and says which tensors they accept.
+"""Registers the kernels as operators, which autograd, torch.func and torch.compile call without a look inside.
 
-Three backends launch the kernels: short/, hopper/ and long/. `_find` alone chooses the backend of a call.
+`fits` and `fits_phi1` decide whether the kernels accept given tensors. Three backends launch the kernels: short/, hopper/
+and long/. `_find` chooses the backend of a call.
 """
 
 import functools
@@ -27,9 +28,9 @@ from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_ea
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # relative errors that `_agrees` allows
-HOPPER_TOLERANCE = 1e-2  # rounding alone gives 3e-3 to 6e-3, a missing product 2e-2
-PHI1_TOLERANCE = 1e-5  # inputs and output of φ₁ alone are float32
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # largest relative errors for `_agrees`
+HOPPER_TOLERANCE = 1e-2  # between the error of rounding, 3e-3 to 6e-3, and of a missing product, 2e-2
+PHI1_TOLERANCE = 1e-5  # smaller, because inputs and output of φ₁ are float32
 
 
 class Backend(Protocol):
@@ -39,29 +40,29 @@ class Backend(Protocol):
     def method(self) -> str: ...
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Names of the kernels that these tensors may need; empty if the backend does not accept them."""
+        """Names of the kernels that a call with these tensors may launch. Empty if the backend rejects the tensors."""
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
         """Shape of the float32 tensor that the forward pass saves for the backward pass."""
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Fills the output, (batch, heads, N, d_value), and the saved tensor."""
+        """Writes the output, (batch, heads, N, d_value), and the tensor saved for the backward pass."""
 
     def backward(
         self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
     ) -> None:
-        """Fills the gradients of query, key, value and scale, given the gradient of the output."""
+        """Writes the gradients of query, key, value and scale to `grads`, given the gradient of the output, `grad`."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """One number per matrix, NaN where precision is lost and the call warns; None if the backend never warns."""
+        """One number per matrix, NaN if its result has lost precision. None if the backend never warns of such a loss."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if `attend` accepts these CUDA tensors: a kernel has the method, and no forward-mode derivative is in progress.
 
-    A kernel that fails to compile, or whose first results differ from the plain route's, is rejected with one warning. No
-    kernel is tested while a CUDA graph is captured: a call must run once with the same shapes before its capture, as torch
-    requires of every call.
+    The first call tests the kernel. If it does not compile, or its results differ from the plain route's, the test warns
+    once and all calls reject the kernel. No test runs while a CUDA graph is captured, so call once with the same shapes
+    before the capture, as torch requires of every call.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -88,14 +89,14 @@ def fits_phi1(z: Tensor, y: Tensor) -> bool:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """`osa.linalg.phi1_times` of matrices (b, n, n) and (b, n, m) that fit."""
+    """φ₁(Z) Y, as `osa.linalg.phi1_times` defines it, of Z (b, n, n) and Y (b, n, m) that `fits_phi1` accepts."""
     return _phi1_operator(z.contiguous(), y.contiguous())
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """`orthogonal_attention` of tensors that fit."""
+    """`osa.orthogonal_attention` of tensors that `fits` accepts."""
     if not isinstance(scale, Tensor):
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
     batch, inputs = _as_heads(query, key, value, scale)
@@ -122,15 +123,15 @@ class Operator:
     backend: Backend
     attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
     gradients: Callable[..., tuple[Tensor, ...]]  # takes query, key, value, scale, `saved`, E, iterations and ε
-    compile_both: Callable[..., None]  # takes the arguments of `attend`, on "meta"
+    compile_both: Callable[..., None]  # compiles both; takes the arguments of `attend`, on "meta"
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
-        """Calls the operator directly under a compiler, and otherwise through a function that torch.func supports."""
+        """Calls osa::NAME: directly under torch.compile, otherwise through `_Attention`, which torch.func supports."""
         return self.attend(*arguments) if torch.compiler.is_compiling() else _Attention.apply(self, *arguments)
 
 
 class _Attention(torch.autograd.Function):
-    """Returns an operator's two outputs: the heads' output, and the tensor saved for the backward pass."""
+    """Calls osa::NAME. Returns the output of the heads, and the tensor saved for the backward pass."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, Tensor]:
@@ -155,7 +156,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value and scale; second derivatives come from the plain route."""
+    """Computes the gradients of query, key, value and scale. Second derivatives come from the plain route."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, ...]:
@@ -185,7 +186,10 @@ class _Gradients(torch.autograd.Function):
 
 
 def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
-    """Applies a function with mapped dimensions folded into the batch. Returns its outputs and their mapped dimensions."""
+    """Implements vmap for a function: folds the mapped dimensions into the batch.
+
+    Returns its outputs, and 0 as the mapped dimension of each.
+    """
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
     for x, dim in zip(tensors, in_dims[1:-2], strict=True):
@@ -276,7 +280,7 @@ LONG = {method: _register(f"long_{method}", long.Long(method)) for method in lon
 
 
 def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
-    """The first operator of a method that accepts these tensors."""
+    """The first operator of `method` that accepts these tensors, or None."""
     for operators in (SHORT, HOPPER, LONG):
         if method in operators and operators[method].backend.forms(query, key, value):
             return operators[method]
@@ -284,7 +288,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True if an operator on x stays whole: x is in no trace except a compiler's and in no transform except those given."""
+    """True if nothing traces operations on x except torch.compile, and nothing transforms them except those in `but`."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
@@ -302,7 +306,7 @@ def _is_verified(*kernel) -> bool:
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles all kernels of a call and its gradients in parallel, with tensors on "meta", which need no memory.
+    """Compiles all kernels of a call and of its gradients in parallel, with tensors on "meta", which need no memory.
 
     Triton releases Python's lock while it compiles. A kernel that fails to compile raises its error at its launch.
     """
@@ -329,12 +333,12 @@ def _agrees(
     width: int,
     value_width: int,
 ) -> bool:
-    """True if values and gradients on this device match the plain route's on the CPU in float64.
+    """True if a kernel's output and gradients on this device match the plain route's on the CPU in float64.
 
-    Any failure of Triton, the C compiler, its cache on the disk or the driver rejects the kernel.
+    Any error, whether of Triton, its cache on the disk, the C compiler or the driver, rejects the kernel.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
-    if form == "parts":  # few heads, and a sequence long enough for parts
+    if form == "parts":  # few heads and a long sequence, as "parts" requires
         batch, rows = 1, 2 * rows
     with (
         outside_of_modes(),
@@ -356,7 +360,7 @@ def _agrees(
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            if form != "short":  # ‖S‖₂ of 0.5, 5 and, on Hopper, 50, which takes three products a term
+            if form != "short":  # for ‖S‖₂ of about 0.5, 5 and, on Hopper, 50, which takes three products a term
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": EPSILON}

@@ -1,22 +1,22 @@
-"""Products and sums of small matrices within one Triton program, and helpers that two families of kernels share.
+"""Products and sums of small matrices within one Triton program, and helpers that several backends share.
 
 A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
-Intermediate matrices lie in scratch memory, private to a program and small enough for a cache. Products have any shape and
-full float32 precision. They go by tiles of 32 rows (2d or more) and 16 columns, and add 16 summands at a time.
-Functions that work on entries are called, not inlined: between calls a program holds only a few numbers, so that no register
-spills and a kernel compiles in seconds.
+Intermediate matrices lie in scratch memory, private to a program and small enough for a cache. `multiply` takes matrices of
+any shape, in full float32 precision. It computes tiles of 32 rows and 16 columns, and adds 16 summands at a time. A function
+that loops over tiles is called, not inlined: between calls a program holds only a few numbers, so that no register spills
+and a kernel compiles in seconds.
 
-Names in all kernels: a matrix in memory has its letter of the equations. The prefix p_ stands for a pointer, b_ for a block
-of entries in registers, i_ for an index, and o_ for an offset or for row or column numbers.
+Names in all kernels: a matrix in memory is named by its letter in the equations. The prefix p_ marks a pointer, b_ a block
+of entries in registers, i_ an index, and o_ an offset or an array of row or column numbers.
 """
 
 import triton
 import triton.language as tl
 
-MAX_ROWS = tl.constexpr(32)  # rows of a tile, and of the largest matrix that short/blocks.py holds in registers
+MAX_ROWS = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that short/blocks.py holds in registers
 BLOCK = tl.constexpr(16)
 LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which exp(S) has no correct digit in float32
-NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which no digit is correct in float32, as in osa/routes.py
+NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which float32 gives no correct digit, as in osa/routes.py
 
 
 @triton.jit

@@ -1,6 +1,7 @@
-"""Launches the kernels for Hopper's tensor cores: "exact" in bfloat16, one program for each head or each part of a head.
+"""Launches the kernels of "exact" in bfloat16 on Hopper's tensor cores.
 
-The kernels of fused.py, or of parts.py if heads are few, run first. The kernels of stepped.py then compute the other heads.
+The kernels of fused.py run first, with a program for each head. If heads are few, those of parts.py replace them, with a
+program for each part of a head. The kernels of stepped.py then compute the heads whose ‖Z‖ is too large for the first ones.
 """
 
 from dataclasses import dataclass
@@ -14,16 +15,16 @@ from osa.kernels.launch import Inputs, ratio_up
 
 METHODS = ("exact",)
 
-MAX_ENTRIES = 2**31  # entries that a head may span: its offsets have 32 bits
-MIN_ROWS, MIN_PARTS = 256, 4  # below either, parts save less time than their three extra launches take
+MAX_ENTRIES = 2**31  # most entries that a head may span, as offsets within a head have 32 bits
+MIN_ROWS, MIN_PARTS = 256, 4  # least rows of a part and parts of a head: fewer do not repay three more launches
 WARPS = {"num_warps": 4, "maxnreg": 255}
-# two programs fit on a multiprocessor, by the compiler's figures for sm_90: paper_outputs/benchmarks/kernels.csv
+# two such programs fit on a multiprocessor: see the compiler's figures for sm_90 in paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
-# each part has its own multiprocessor, so loads run further ahead; eight warps hold the backward pass in registers
+# a part has a multiprocessor to itself: more loads are in flight, and the backward pass gets the registers of eight warps
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# 110 kB of shared memory for one product a term and 156 kB for three, by the compiler's figures
+# a program takes 110 kB of shared memory with one product a term and 156 kB with three, by the compiler's figures
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
@@ -35,7 +36,7 @@ class Hopper:
     method: str
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Names "fused", with one program per head, and for few heads also "parts", as vmap may turn few heads into many."""
+        """Returns "fused", and for few heads also "parts". Vmap may turn few heads into many, which need "fused"."""
         tensors, width = (query, key, value), query.shape[-1]
         fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
@@ -48,7 +49,7 @@ class Hopper:
         return *query.shape[:2], 1, 1
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Saves each head's state, which fused.py defines."""
+        """Writes the output, and saves each head's state, which fused.py defines."""
         (query, key, value), scale = _with_equal_strides(*inputs[:3]), inputs[3].contiguous()
         tensors = query, key, value, output, scale, saved
         strides = [query.stride(), output.stride()]
@@ -90,13 +91,13 @@ class Hopper:
 
 
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
-    """Divides the tokens of `count` heads into parts if whole heads would leave most of the device idle.
+    """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Each part has its own multiprocessor. Half of an H100's multiprocessors read memory about as fast as all of them, and the
-    parts' sums are written and read too. So with more heads than a quarter of the multiprocessors, parts would gain little.
+    Each part gets its own multiprocessor. Parts gain little if heads are more than a quarter of the multiprocessors: half of
+    an H100's multiprocessors read memory about as fast as all of them, and the sums of parts are written and read again.
 
     Returns:
-        The number of "parts" of a head and the "rows" of a part; empty if one program takes a whole head.
+        The number of "parts" of a head and of "rows" of a part, or an empty dict if one program computes a whole head.
     """
     parts = min(launch.multiprocessors(device) // max(count, 1), tokens // MIN_ROWS)
     if parts < MIN_PARTS:
@@ -106,7 +107,7 @@ def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
 
 
 def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, sizes: dict) -> Tensor:
-    """Launches a kernel for each part, and adds up the results of each head's parts."""
+    """Launches a program for each part. Returns the sums of the results over each head's parts, (heads, entries)."""
     count = tensors[0].shape[:2].numel()
     found = torch.empty(count, sizes["parts"], entries, device=tensors[0].device)
     launch.launch(kernel, count * sizes["parts"], (*tensors, found), strides, sizes | GRAM)
@@ -114,7 +115,7 @@ def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
-    """Launches a kernel for the heads with one product a term, then for the heads with three."""
+    """Launches a kernel twice: for the heads that need one product a term, then for the heads that need three."""
     for options, share in ((ONE_PRODUCT, 2), (THREE_PRODUCTS, 1)):
         size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
@@ -126,13 +127,13 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """The number of programs, `share` per multiprocessor and at most one per head, and their scratch memory."""
+    """Returns the number of programs, `share` per multiprocessor but no more than heads, and their scratch memory."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 
 
 def _with_equal_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, copied unless they have equal strides, adjacent columns and rows aligned to 16 bytes."""
+    """Returns the tensors, as copies unless all have the same strides, adjacent columns and rows aligned to 16 bytes."""
 
     def is_aligned(x: Tensor) -> bool:
         is_near = x.shape[-2] * x.stride(-2) < MAX_ENTRIES

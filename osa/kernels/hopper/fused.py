@@ -1,13 +1,13 @@
-"""Orthogonal attention by "exact" in bfloat16 on CUDA: one program for each head, of any number of tokens.
+"""Kernels of "exact" in bfloat16 on CUDA: one program computes a head of any number of tokens.
 
 With M = [Q, K], G = MᵀM, Z = c J G and Y = J MᵀV, the output is V + c M T with T = Σ Zᵏ Y / (k + 1)!. A first loop over the
-tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers too. Each is the left operand of its product with Zᵀ
-in shared memory, so that no product waits for memory. The sum ends with the first term that no longer matters, so the degree
-varies between heads. A second loop reads the tokens again and writes the output.
+tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers too. A term times Zᵀ, in shared memory, gives the
+next term, so that no product waits for memory. The sum ends with the first term too small to change the output, so the
+degree varies between heads. A second loop reads the tokens again and writes the output.
 
-With one bfloat16 product a term, the error is near the rounding of the output if ‖Z‖_F is at most MAX_NORM, or if no row of
-|Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. The state of such a head is FUSED.
-All others have the state STEPS, and stepped.py computes them. Matrices of WIDTH columns are padded to D in registers.
+One bfloat16 product a term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM. It also suffices if no row of
+|Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. Such a head has the state FUSED.
+Any other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to D in registers.
 """
 
 import triton
@@ -18,12 +18,12 @@ from osa.kernels.tiles import high_low
 D = tl.constexpr(64)  # columns of query, key and value in registers
 COLUMNS = tl.constexpr(128)  # columns of M
 ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
-MAX_TERMS = tl.constexpr(11)  # enough terms up to about the norm of one step in stepped.py
-MAX_NORM = tl.constexpr(16.0)  # ‖Z‖_F, or twice the largest sum of a row of |Z|, up to which one product a term suffices
-SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS s_k and t_k, and Y
-TERM_TOLERANCE = tl.constexpr(2.0**-6)  # term / output below which the sum ends: a quarter of the output's rounding
-# `state` of a head: which kernel computes it, this file's, or stepped.py's with one product a term or with three. A state of
-# NaN means that no digit is correct
+MAX_TERMS = tl.constexpr(11)  # most terms: enough if ‖Z‖₂ is about the norm of a step in stepped.py or less
+MAX_NORM = tl.constexpr(16.0)  # bound of ‖Z‖_F, or of twice the largest row sum of |Z|, for one product a term
+SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS each of s_k and t_k, and Y
+TERM_TOLERANCE = tl.constexpr(2.0**-6)  # the sum ends with a term below this share of the output: a quarter of its rounding
+# the `state` of a head names the kernel that computes it: FUSED for this file's, STEPS for stepped.py's with one product a
+# term, and SPLIT_STEPS for stepped.py's with three. NaN means that no digit of the output is correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
 

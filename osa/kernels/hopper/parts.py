@@ -1,4 +1,4 @@
-"""Few heads of long sequences: one program for each part of a head's tokens, where fused.py has one for the whole head.
+"""Kernels for few heads of long sequences. A program computes a part of a head's tokens, and in fused.py a whole head.
 
     gram_kernel            G and (MᵀV)ᵀ of each part, in both passes
     mix_kernel             Tᵀ of each head, given the sums over its parts
@@ -7,8 +7,8 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-The kernels call the functions of fused.py. torch adds up the parts, always in the same order: one program would read memory
-too slowly.
+The kernels call the functions of fused.py. torch adds up the sums of the parts, always in the same order. A single program
+would read them too slowly.
 """
 
 import triton
@@ -20,7 +20,7 @@ from osa.kernels.tiles import high_low
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
 PART_SUMS = tl.constexpr(3 * 8192)  # entries of G and (MᵀV)ᵀ
-HEAD_SCRATCH = tl.constexpr(27 * 8192)  # entries of a head's scratch: that of fused.py, then Tᵀ, A₂ᵀ and A₃
+HEAD_SCRATCH = tl.constexpr(27 * 8192)  # entries of a head's scratch: SCRATCH, then Tᵀ, A₂ᵀ and A₃
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Kernels for the heads that fused.py leaves: M balanced, and e^Z in steps.
+"""Kernels for the heads that fused.py does not compute. They balance M, and compute e^Z in steps.
 
-M R replaces M and gives the same S: R is symplectic, and balances each pair of columns as `osa.linalg.balanced` does, but
-from G alone. The balanced G gives e^Z in n steps of norm RADIUS,
+M R replaces M. R is symplectic, so S stays the same. R balances each pair of columns as `osa.linalg.balanced` does, but is
+computed from G alone. With the balanced G, e^Z takes n steps of norm RADIUS or less,
 
     Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
@@ -10,11 +10,12 @@ steps in reverse.
 
 A first launch computes each term by one bfloat16 product. The error grows with ‖S‖₂, as does the error of rounding query and
 key to bfloat16. A head gets the state SPLIT_STEPS if it needs more than MAX_STEPS steps, if its Z is far from normal, or if
-its query and key nearly cancel. A second launch computes these heads with SPLIT operands, a high and a low part in bfloat16:
-three products, which keep 16 bits. It sets the state to NaN if no digit is correct.
+its query and key nearly cancel. A second launch computes these heads. With SPLIT, it splits operands into a high and a low
+part in bfloat16, so that a term takes three products and keeps 16 bits. It sets the state to NaN if no digit is correct.
 
-To permute its columns, a matrix goes through the program's scratch memory. In names, `shear` and `sigma` are the γ and σ of
-`balance`; q, k and v stand for halves or blocks of matrices, in this order; `o_` functions return offsets.
+To permute the columns of a matrix, a program stores it in scratch memory and loads it again. In names, `shear` and `sigma`
+are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to Q, K and V. Functions named
+`o_...` return offsets.
 """
 
 import triton
@@ -35,26 +36,26 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # norm of a step, whose terms stay near 1
-MAX_STEPS = tl.constexpr(8)  # steps with one product a term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # steps with split operands: no digit is correct for ‖Z‖₂ above 2¹⁴
-MAX_TERMS = tl.constexpr(18)  # terms of a step
-# ‖Z‖_F over (‖Z⁴Y‖/‖Y‖)^¼ up to which one product suffices: 8 to 11 for independent tokens, more where Z is far from normal
+RADIUS = tl.constexpr(2.5)  # largest norm of a step: its terms stay near 1
+MAX_STEPS = tl.constexpr(8)  # most steps with one product a term
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # most steps with split operands, because no digit is correct for ‖Z‖₂ above 2¹⁴
+MAX_TERMS = tl.constexpr(18)  # most terms of a step
+# largest ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ for one product a term: it is 8 to 11 for independent tokens, more if Z is far from normal
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# ‖G‖_F before balancing / ‖G‖_F after it, up to which one product suffices: beyond it, columns cancel in the gradients
+# largest ‖G‖_F before balancing / ‖G‖_F after it for one product a term. Above it, columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as in fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
-MIN_SHARE = tl.constexpr(2.0**-12)  # share of a column's square norm below which a remainder is lost in the rounding of G
+MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# offsets in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, Zᵀ in two parts of bfloat16, then the t_k
-# and s_k of a step in bfloat16, in two parts if SPLIT, and otherwise the Y_j of all steps
+# offsets in a program's scratch, in entries of float32. It holds Y, F, A₂, grad G, σ and γ, and the two parts of Zᵀ in
+# bfloat16. The t_k and s_k of a step follow in bfloat16: in two parts if SPLIT, and otherwise with the Y_j of all steps
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 
 
 def scratch_size(is_split: bool, is_backward: bool) -> int:
-    """Entries of a program's scratch."""
+    """Number of float32 entries in a program's scratch."""
     slots = 4 * (MAX_TERMS.value + 1) if is_split else 2 * (MAX_TERMS.value + 1) + MAX_STEPS.value
     return O_TERMS.value + is_backward * slots * ENTRIES.value // 2
 
@@ -267,7 +268,7 @@ def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.co
     b_total += b_term
     size, degree = tl.full([], 1.0, tl.float32), 0
     for i_term in range(MAX_TERMS):
-        if size > least:  # Triton 3.6 does not compile a `while` here; with the norm in two places, registers spill
+        if size > least:  # not `while`, which Triton 3.6 does not compile; a second copy of the norm would spill registers
             size = tl.sum(b_term * b_term)
             if size > least:
                 degree += 1

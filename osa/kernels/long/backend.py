@@ -1,7 +1,7 @@
-"""Orthogonal attention of long sequences and wide heads on CUDA: two passes over the tokens in each direction.
+"""Launches the kernels for long sequences and wide heads. Forward and backward each pass twice over the tokens.
 
-The passes are the kernels of passes.py, with many programs for each matrix. Between them, torch computes T of V + M T and
-its gradient from Gram matrices, for all matrices at once, by the formulas of osa/routes.py.
+A pass is a kernel of passes.py, with many programs for each matrix. Between two passes, torch computes T of V + M T, or its
+gradient, from Gram matrices, for all matrices at once, by the formulas of osa/routes.py.
 """
 
 import math
@@ -17,14 +17,14 @@ from osa.kernels.launch import Inputs, padded, ratio_up
 from osa.kernels.long import passes
 from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 
-METHODS = ("exact", "newton_schulz")  # methods that need Gram matrices alone
-MAX_WIDTH = 128  # columns of query, key and value
-MIN_ROWS = 256  # fewest rows of a part; in all there are about half as many parts as multiprocessors
-MIN_SHARE = 2.0**-46  # lower bound of a column's square norm, as a share of its pair's
-MIN_SHARE_LEFT = 2.0**-5  # share of a column's square norm left by balancing below which float32 has lost five bits
-MAX_ROUNDING = 8.0  # largest rounding of G over (Σ|λ|²)^½: errors stay below 100 eps ‖S‖₂, and at 16 would grow with ‖S‖₂²
-MATRICES = 128  # matrices at a time in the backward pass: autograd stores 2 MB for each at a width of 64
-Mixing = Callable[..., Tensor]  # computes T from G, X and c, and for "exact" also R and R⁻¹
+METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrices alone
+MAX_WIDTH = 128  # most columns of query, key and value
+MIN_ROWS = 256  # fewest rows of a part
+MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the square norm of a pair
+MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less than this share of a column's square norm
+MAX_ROUNDING = 8.0  # largest rounding error of G / (Σ|λ|²)^½: errors stay below 100 eps ‖S‖₂; at 16 they grow with ‖S‖₂²
+MATRICES = 128  # matrices that the backward pass takes at a time; autograd stores 2 MB for each at a width of 64
+Mixing = Callable[..., Tensor]  # computes T from G, X, c and, for "exact", R and R⁻¹
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Long:
         return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Saves a row for each matrix, in the layout of `_matrices`."""
+        """Writes the output, and saves a row for each matrix in the layout of `_matrices`."""
         query, key, value, scale = inputs
         matrices = _matrices(saved, query, value)
         length = 3 * query.shape[-1] ** 2 + matrices[4][0].numel()
@@ -96,14 +96,14 @@ def _shapes(query: Tensor, value: Tensor) -> list[tuple[int, int]]:
 
 
 def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
-    """γ, σ, T, G, X, c and R⁻¹ of each matrix, (matrices, rows, columns). The kernels read the first three."""
+    """Splits `saved` into γ, σ, T, G, X, c and R⁻¹, (matrices, rows, columns) each. The kernels read the first three."""
     shapes = _shapes(query, value)
     rows = saved[:, : sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes], 1)
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
 def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
-    """The function that computes T for a method, in full float32."""
+    """Returns the function that computes T by a method, in full float32."""
 
     def mixing(gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
         with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
@@ -121,10 +121,10 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns R, R⁻¹, and whether precision is lost. R is I unless Z = c J G is too far from normal for φ₁.
 
-    In that case M R⁻¹ replaces M, with R of `osa.linalg.gram_factor`, and R Z R⁻¹ is nearly skew. The result does not depend
-    on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹ of R Z R⁻¹. If its entries
-    are random and of size eps |m_i| |m_j|, the error is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii,
-    which is 1 for orthogonal columns.
+    In that case R is the `osa.linalg.gram_factor` of G. M R⁻¹ replaces M, and R Z R⁻¹, which is nearly skew, replaces Z. The
+    result does not depend on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹ of
+    R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about eps c ‖diag G‖ times the root
+    of the mean of G_ii (G⁻¹)_ii. The mean is 1 for orthogonal columns.
     """
     z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
     spectrum = linalg.square_moduli(z)
@@ -138,7 +138,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
-@torch.inference_mode(False)  # with enable_grad, turns autograd on again inside an operator
+@torch.inference_mode(False)  # with enable_grad, turns on autograd, which is off inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
     mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
@@ -160,7 +160,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """G = MᵀM and X = MᵀV. Given γ, updates only the matrices in `is_lost`, by sums over sheared columns."""
+    """Returns G = MᵀM and X = MᵀV. If γ is given, computes them again from sheared columns, but only where `is_lost`."""
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
@@ -174,12 +174,15 @@ def _gram_and_products(
 
 
 def _sheared(x: Tensor, shear: Tensor) -> Tensor:
-    """Subtracts from each row γ times its partner."""
+    """x_i − γ_i x_j for each row i, where row j = i ± d is its partner."""
     return x - shear * x.roll(x.shape[-2] // 2, -2)
 
 
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """γ, (matrices, 2d, 1), the multiple of the longer column to subtract from the shorter, and whether G is inaccurate."""
+    """Returns γ, (matrices, 2d, 1), and whether shearing by γ makes G inaccurate, (matrices, 1, 1).
+
+    The shorter column of a pair has the projection γ times the longer one. The longer column has γ = 0.
+    """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
     longer, shorter = torch.maximum(q_q, k_k), torch.minimum(q_q, k_k)
@@ -190,7 +193,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """σ, (matrices, 2d, 1): powers of two, s and 1/s, that make the two columns of a pair about equally long."""
+    """Returns σ, (matrices, 2d, 1): for each pair of columns, powers of two s and 1/s that make them about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
     least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio if the columns are parallel
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
@@ -199,7 +202,7 @@ def _sigma(gram: Tensor) -> Tensor:
 
 
 def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, **constants) -> None:
-    """Launches a program for each part of each sequence and each block of columns of the left factor."""
+    """Launches one program for each part of a sequence and each block of columns of Q and K."""
     parts, rows = partition(tensors[0], tensors[2])
     _, part, columns, _ = tile["TILE"]
     _launch(kernel, tensors, others, tile, parts, columns // part, rows_of_part=rows, **constants)
@@ -214,9 +217,9 @@ def _launch(
     blocks: int = 1,
     **constants,
 ) -> None:
-    """Launches a program for each tile of rows, or for each of `parts` parts and `blocks` blocks of a matrix.
+    """Launches a program for each tile of rows of a matrix, or, given `parts`, for each of its parts and blocks of columns.
 
-    `tensors` begin with query, key, and a tensor as wide as value.
+    The first three of `tensors` are query, key, and a tensor as wide as value.
     """
     query, _, value, *_ = tensors
     batch, heads, tokens, width = query.shape
@@ -227,7 +230,10 @@ def _launch(
 
 
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """The number of parts of a sequence, and the rows of each."""
+    """Returns the number of parts of a sequence, and of rows of a part.
+
+    In all, there are about half as many parts as multiprocessors.
+    """
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, MIN_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
@@ -235,12 +241,12 @@ def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def uses_tensor_cores(*tensors: Tensor) -> bool:
-    """True if the tensor cores compute the products."""
+    """True if all tensors are in bfloat16: tensor cores then compute the products."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
 
 
 def gram_tile(query: Tensor, value: Tensor) -> dict:
-    """Tile for five products at a time: rows, columns of the left factor and of both right ones, and registers."""
+    """Launch options of `gram_kernel`. TILE is (rows, columns of the left factor, columns of Q and K, columns of V)."""
     width, value_width, is_halved = padded(query.shape[-1]), padded(value.shape[-1]), uses_tensor_cores(query, value)
     if is_halved and width == 64 >= value_width and launch.has_wgmma(query.device):
         return {"TILE": (64, width, width, value_width), "num_warps": 8, "num_stages": 3, "maxnreg": 128}
@@ -248,22 +254,22 @@ def gram_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def sheared_tile(query: Tensor, value: Tensor) -> dict:
-    """`gram_tile` for columns that the kernel shears as it loads them."""
+    """Launch options of `gram_kernel` if it shears the columns as it loads them."""
     return _tile(16, 32, query, value, 1) | {"maxnreg": 255}
 
 
 def products_tile(query: Tensor, value: Tensor) -> dict:
-    """`gram_tile` for two products. With tensor cores, tiles are taller and loads are issued ahead."""
+    """Launch options of `products_kernel`. With tensor cores, tiles have more rows and loads are issued ahead."""
     return _tile(64, 32, query, value, 3) if uses_tensor_cores(query, value) else _tile(16, 32, query, value, 1)
 
 
 def apply_tile(query: Tensor, value: Tensor) -> dict:
-    """Tile for M T: rows, the length of an inner product, and columns. A program loads T once for all its rows."""
+    """Launch options of `apply_kernel`. A program multiplies 16 columns of M at a time, and loads T once for all rows."""
     return _tile(128 if uses_tensor_cores(query, value) else 32, 16, query, value, 1)
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """`apply_tile` for three results, with fewer rows where registers would run out."""
+    """Launch options of `apply_backward_kernel`: `apply_tile`, with fewer rows where registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)

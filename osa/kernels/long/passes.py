@@ -1,16 +1,16 @@
-"""Orthogonal attention of long sequences on CUDA: two passes over query, key and value, with many programs for each matrix.
+"""Kernels for long sequences on CUDA: two passes over query, key and value, with many programs for each matrix.
 
-With M = [Q, K], the first pass gives G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass gives
-V + M T:
+With M = [Q, K], the first pass computes G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass
+computes V + M T:
 
-    gram_kernel            partial sums of G and X, for each part of a sequence; called again where G is inaccurate
+    gram_kernel            G and X of each part of a sequence; launched again if G is inaccurate
     apply_kernel           V + M T
-    products_kernel        partial sums of F = MᵀE, given the gradient E of the output
-    apply_backward_kernel  the gradients of Q, K and V, once those of G and X are known
+    products_kernel        F = MᵀE of each part, given the gradient E of the output
+    apply_backward_kernel  the gradients of Q, K and V, given the gradients of G and X
 
-M is balanced as in `osa.linalg.balanced`, but from G alone, without a pass over the tokens. γ subtracts from the shorter
-column of each pair its projection on the longer one, and σ makes the two about equally long. If little is left of a column,
-G is inaccurate, and a second call of gram_kernel sums the products of the sheared columns.
+M is balanced as in `osa.linalg.balanced`, but γ and σ come from G alone, without a pass over the tokens. Shearing by γ
+subtracts from the shorter column of each pair its projection on the longer one. Scaling by σ makes the two columns about
+equally long. If shearing leaves little of a column, G is inaccurate: gram_kernel then sums the products of sheared columns.
 """
 
 import triton

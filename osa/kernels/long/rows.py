@@ -1,7 +1,7 @@
-"""Tiles of rows of a long sequence: the balanced M = [Q, K], and its products.
+"""Functions that load and multiply rows of the balanced M = [Q, K] of a long sequence.
 
-Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand is split into two bfloat16, which keep 16 of its
-bits. All other products are in full float32.
+Tensor cores multiply bfloat16 exactly and sum in float32. They take a float32 operand as two bfloat16 parts, which keep 16
+of its bits. Without tensor cores, products are in full float32.
 """
 
 import triton

@@ -1,8 +1,8 @@
-"""Orthogonal attention on CUDA in one launch forward and one backward: Triton kernels, a program for a matrix at a time.
+"""Kernels for short sequences on CUDA: one computes orthogonal attention, another its gradients.
 
-The plain route of osa/routes.py gives the device hundreds of small products. Here one program computes all
-products of one head of one sequence, sums as many terms of φ₁ as the norm of the head's matrix requires, and goes on with
-its next head. All methods have the form
+The plain route of osa/routes.py launches hundreds of small products. Here a program takes one head of one sequence after
+another. It computes all products of a head, and sums as many terms of φ₁ as the norm of Z requires. All methods have the
+form
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 
@@ -10,9 +10,9 @@ with L and T of mixing.py. Let E be the gradient of the output and F = LᵀE. Th
 
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
-Where balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which gives
-the same function. If the registers cannot hold a basis, ALL_ROWS is 0 and the result is NaN. One program computes each sum,
-so every run gives the same bits.
+If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which computes
+the same function. If the registers cannot hold a basis, ALL_ROWS is 0 and the result is NaN. A single program computes each
+sum, so every run gives the same bits.
 """
 
 import triton

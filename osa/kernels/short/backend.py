@@ -1,6 +1,6 @@
-"""Launches the kernels for short sequences. One program takes a whole matrix, and each pass is one launch.
+"""Launches the kernels for short sequences: one launch forward and one backward, and one program for a head at a time.
 
-Query and key have at most MAX_TOKENS rows and MAX_WIDTH columns. φ₁ of small matrices has kernels of its own.
+Query and key have at most MAX_TOKENS rows and MAX_WIDTH columns. Two more kernels compute φ₁(Z) Y and its gradients.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from osa.kernels.short import attention, phi1
 from osa.kernels.tiles import BLOCK, MAX_ROWS
 
 METHODS = ("exact", "newton_schulz", "qr")
-MAX_TOKENS, MAX_WIDTH = 256, 16  # the small matrices of such a query and key fit the registers of one program
+MAX_TOKENS, MAX_WIDTH = 256, 16  # one program's registers hold the Gram matrices of such a query and key
 MAX_PHI1_ROWS = MAX_ROWS.value
 ENTRIES_PER_THREAD = 64  # entries of a basis that Gram–Schmidt holds in a thread's registers
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp per matrix takes half the time of four on an H100
@@ -29,7 +29,7 @@ class Short:
         return ("short",) if query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH else ()
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
-        """Shape of the bases for "qr", and of one number per matrix for the other methods."""
+        """For "qr", the shape of the bases, (batch, heads, N, 2d). For other methods, of one number for each matrix."""
         return (*query.shape[:-1], 2 * query.shape[-1]) if self.method == "qr" else (*query.shape[:2], 1, 1)
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
@@ -45,7 +45,7 @@ class Short:
         query, _, value, _ = inputs
         size, block = _sizes(query, value)
         constants = self.constants("backward", query, value, num_iterations)
-        squares = 11 + num_iterations  # matrices (2d, 2d); each iteration stores one
+        squares = 11 + num_iterations  # number of matrices (2d, 2d); each iteration stores one
         scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + _terms_size(size)
         tensors, with_strides = (*inputs, saved, grad, *grads), (*inputs, grad, grads[0], grads[2])
         _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
@@ -57,8 +57,8 @@ class Short:
     def constants(self, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
         """Compile-time constants of the kernel "forward" or "backward".
 
-        Gram–Schmidt holds a basis of ALL_ROWS rows in registers. The forward kernel of "qr" uses as many threads as the
-        basis needs; "exact" has a basis only if its usual threads can hold one.
+        Gram–Schmidt holds a basis of ALL_ROWS rows in registers; ALL_ROWS is 0 if a kernel computes no basis. The forward
+        kernel of "qr" uses as many warps as the basis needs. "exact" computes a basis only if one warp can hold it.
         """
         names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": self.method}
         constants, rows = names | {"ITERATIONS": num_iterations} | WARP, launch.padded(query.shape[-2])
@@ -71,13 +71,13 @@ class Short:
 
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:
-    """Fills the output with φ₁(Z) Y of contiguous Z, (b, n, n), and Y, (b, n, m)."""
+    """Writes φ₁(Z) Y to the output, for contiguous Z (b, n, n) and Y (b, n, m)."""
     constants = {"N": z.shape[-1], "VALUE_WIDTH": y.shape[-1], **WARP}
     launch.launch_resident(phi1.forward_kernel, len(z), (z, y, output), [], 2 * z.shape[-1] ** 2, constants)
 
 
 def phi1_backward(z: Tensor, y: Tensor, grad: Tensor, grad_z: Tensor, grad_y: Tensor) -> None:
-    """Fills the gradients of Z and Y, given the gradient of φ₁(Z) Y."""
+    """Writes the gradients of Z and Y, given the gradient of φ₁(Z) Y."""
     count, size, width = y.shape
     scratch_size = 4 * size**2 + size * width + _terms_size(size)
     constants = {"N": size, "VALUE_WIDTH": width, **WARP}
@@ -93,10 +93,10 @@ def _launch_heads(
 
 
 def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """2d, and the entries of a matrix (2d, d_value)."""
+    """Returns 2d and 2d · d_value."""
     return 2 * query.shape[-1], 2 * query.shape[-1] * value.shape[-1]
 
 
 def _terms_size(size: int) -> int:
-    """Entries of the scratch memory in which `phi1.phi1_gradients` stores the terms of a block of columns."""
+    """Number of scratch entries in which `phi1.phi1_gradients` stores the terms of a block of columns."""
     return phi1.MAX_TERMS.value * BLOCK.value * size

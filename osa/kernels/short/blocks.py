@@ -1,7 +1,7 @@
-"""Matrices of at most 32 rows in registers, as four blocks of 16 × 16, for products that a kernel repeats.
+"""Products of matrices of at most 32 rows that stay in registers, as blocks of 16 × 16.
 
-A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. Each term of a series
-and each iteration needs the one before it, so waiting would take most of the time. Blocks have the smallest size that
+A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. Each term of a series,
+and each iteration, needs the result before it, so waiting would take most of the time. 16 × 16 is the smallest block that
 `tl.dot` accepts, and one warp's registers hold the matrices of every method.
 """
 

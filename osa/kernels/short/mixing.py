@@ -1,14 +1,14 @@
-"""T of exp(S) V = V + L T, and the matrices of its gradient, from Gram matrices within one Triton program.
+"""Computes T of exp(S) V = V + L T, and the matrices of its gradient, from Gram matrices within one Triton program.
 
-Let, in the notation of `orthogonal_attention`, G = LᵀM and X = LᵀV. Then
+In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. Then
 
     method           L              T
     "exact"          M, balanced    c φ₁(c J G) J X
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
-The gradients have the formulas of osa/routes.py: the chain rule through G and X, and for "qr" the gradient that does not
-pass through the decomposition. The backward kernel computes the terms of φ₁ again (`phi1_gradients`) instead of saving them.
+The gradients follow osa/routes.py: they use the chain rule through G and X, and for "qr" a formula that does not
+differentiate the decomposition. The forward kernel saves no terms of φ₁: `phi1_gradients` computes them again.
 """
 
 import triton
@@ -34,7 +34,7 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-IMBALANCE = tl.constexpr(128.0)  # imbalance up to which "exact" is accurate, as in osa/linalg.py
+IMBALANCE = tl.constexpr(128.0)  # largest imbalance for which "exact" is accurate, as in osa/linalg.py
 
 
 @triton.jit

@@ -1,6 +1,6 @@
-"""φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients within one Triton program, and as kernels of their own.
+"""Computes φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients: functions for other Triton kernels, and two kernels that call them.
 
-Z has up to 32 rows and stays in registers (blocks.py).
+Z has up to 32 rows and stays in registers (see blocks.py).
 """
 
 import triton
@@ -19,9 +19,9 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ of a single series: its terms stay below 3³/3! = 4.5
+RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ for a single series: its terms stay below 3³/3! = 4.5
 EPS = tl.constexpr(1.2e-7)
-MAX_TERMS = tl.constexpr(19)  # terms for ρ = 3: 3¹⁹/19! is below EPS/4, so that the degree is 18
+MAX_TERMS = tl.constexpr(19)  # terms for ρ = 3: the degree is 18, because 3¹⁹/19! is below EPS/4
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Weights that are orthogonal by construction, or stay orthogonal: maps onto rotations, a parametrisation, a retraction.
+"""Keeps weights orthogonal: by maps onto rotations, which parametrise the weights, or by a retraction after each step.
 
 Each map of `MAPS` takes the part of X (..., n, n) below the diagonal to a rotation Q(X) ∈ SO(n), or to Q(X) B if a base B
 (..., n, n) is given. All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a learning rate means the
-same step in each. A new map is a function and an entry of `MAPS`. Only the exponential works under torch.func.
+same step in each. To add a map, write a function and add it to `MAPS`. Only the exponential works under torch.func.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from osa.linalg import as_batch, phi1_times, resolvent_times
 from osa.runtime import full_precision, in_own_types, without_autocast
 from osa.vit import blocks_of
 
-ORTHONORMAL = 1e-4  # ‖WᵀW − I‖_F up to which W counts as orthonormal; rounding to float32 gives about 1e-6
+ORTHONORMAL = 1e-4  # W counts as orthonormal if ‖WᵀW − I‖_F is at most this; rounding to float32 gives about 1e-6
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates a map: computes bfloat16 and float16 in float32, on CUDA without TF32, and rounds the result."""
+    """Decorates a map, which then computes bfloat16 and float16 in float32, without TF32, and rounds the result."""
 
     @wraps(rotation)
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 
     Planes with the same i + j share no index, and planes that share an index are in the same order by i + j as by i and then
     j. So 2n − 3 steps, each of up to n/2 simultaneous rotations, give the same product in 3n²(n − 1) operations. The
-    backward pass undoes the steps one by one, in memory of n². It has no derivative.
+    backward pass undoes the steps one by one, so that it stores only n² numbers. Second derivatives raise an error.
 
     A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) rotates vectors in the plane (i, j), so a layer of rotors
     is this map too.
@@ -61,8 +61,8 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 class _Givens(torch.autograd.Function):
     """`givens` from angles (b, n(n − 1)/2): rotates the rows of Wᵀ, where W is the result.
 
-    Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. It touches rows max(0, t − n + 1) to
-    min(t, n − 1) only; reversing these rows exchanges p and q.
+    Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. Each step changes only rows
+    max(0, t − n + 1) to min(t, n − 1). Reversing the order of these rows exchanges every p with its q.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. Reaches every rotation without the eigenvalue −1.
 
-    `osa.linalg.resolvent_times` computes the inverse. The map has no second derivative.
+    `osa.linalg.resolvent_times` computes the inverse. Second derivatives raise an error.
 
     Example:
         >>> gram_error(cayley(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
@@ -150,7 +150,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Reaches almost all of SO(n).
 
     The determinant is (−1)ⁿ (−1)ⁿ = 1. The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV)
-    (Joffrain et al. 2006). Fewer than n − 1 reflections would not suffice. The map has no second derivative.
+    (Joffrain et al. 2006). Fewer than n − 1 reflections would not suffice. Second derivatives raise an error.
 
     Example:
         >>> gram_error(householder(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
@@ -169,7 +169,7 @@ class _Householder(torch.autograd.Function):
         triangle = _upper(v.mT @ v)
         right = torch.linalg.solve_triangular(triangle, v.mT @ base, upper=True)  # M
         ctx.save_for_backward(v, triangle, right, base)
-        return v @ right - base  # not in place: torch.compile would lose the gradient of an output written to
+        return v @ right - base  # a new tensor: torch.compile loses the gradient of an output that was changed in place
 
     @staticmethod
     @in_own_types
@@ -203,7 +203,7 @@ class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
     The n(n − 1)/2 numbers of X below the diagonal are the parameter. X starts at 0, which leaves the weight unchanged to the
-    bit, and the sign of det B never changes. Weight decay on X pulls the weight towards B; it stays orthogonal.
+    bit. The sign of det W is always that of det B. Weight decay on X pulls the weight towards B, and keeps it orthogonal.
 
     Args:
         name: one of `MAPS`.
@@ -271,7 +271,7 @@ def gram_error(weight: Tensor) -> float:
 def is_orthonormal(weight: Tensor) -> bool:
     """True if the columns of W, or the rows of a wide W, are orthonormal.
 
-    `gram_error` may reach `ORTHONORMAL`, or the rounding error of W's type if this is larger. A weight with a NaN is not
+    The limit of `gram_error` is `ORTHONORMAL`, or the rounding error of W's type if it is larger. A weight with a NaN is not
     orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
@@ -294,7 +294,7 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Takes a step U from an orthonormal W along a geodesic of the Stiefel manifold, in the canonical metric.
+    """Returns an orthonormal W after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
     exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998), which is orthogonal attention (Eq. 5) with query K and
@@ -320,12 +320,12 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
 
 # Constraints on the weights of a model
 
-Views = tuple[Tensor, ...]  # (count, rows, d) each: parts of weights that have orthonormal rows when stacked
+Views = tuple[Tensor, ...]  # parts of weights, (count, rows, d) each, whose rows together are orthonormal
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Projections of an attention that are orthonormal: each group is stacked, head by head or as whole matrices."""
+    """Groups of projections of an attention layer. Each group, stacked, is orthonormal: per head, or as whole matrices."""
 
     groups: tuple[tuple[str, ...], ...]
     per_head: bool = True
@@ -335,7 +335,10 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """For each group, views of the weights, with one batch entry per head; of W^O, each head has a block of columns."""
+        """Returns, for each group, views of its weights: (num_heads, d_v, d) per head, or (1, d, d) for whole matrices.
+
+        A head's view of W^O is its block of columns, transposed.
+        """
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
     def _rows(self, attention: nn.Module, part: str) -> Tensor:
@@ -360,10 +363,10 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, which parametrises the weights, or "retraction": use `StiefelConstraint` for every step.
+        by: one of `MAPS`, to parametrise the weights by it; or "retraction", to take every step in `StiefelConstraint`.
 
     Raises:
-        ValueError: the constraint is unknown, it applies to heads and `by` is a map, or a weight is not a parameter.
+        ValueError: the constraint is unknown, or applies to heads while `by` is a map, or a weight is not a parameter.
     """
     constraint = _constraint(name)
     if by != RETRACTION and constraint.per_head:
@@ -379,10 +382,10 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
 
 
 def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """The weights that a constraint names, in every block.
+    """Returns the weights that a constraint names, of every block.
 
     Raises:
-        ValueError: the constraint is unknown, or a weight is not a parameter but computed, and cannot be written to.
+        ValueError: the constraint is unknown, or a weight is computed, and not a parameter that can be written to.
     """
     attentions, weights = [block.attention for block in blocks_of(model)], []
     for part in _constraint(name).parts:
@@ -395,9 +398,9 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps the weights that `constrain_` has made orthonormal on their manifolds, with any optimiser.
+    """Keeps weights orthonormal while any optimiser trains them. `constrain_` must have made them orthonormal.
 
-    Every step looks the weights up in the model, which may have moved to another device or type.
+    Every step looks the weights up in the model, because the model may have moved to another device or type.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -412,17 +415,17 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """For each group of the constraint, its views in every block."""
+        """Returns, for each group of the constraint, its views in each block."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 
     def weights(self) -> list[Tensor]:
-        """For each group, a copy of its weights, (depth, count, rows, d)."""
+        """Returns, for each group, a copy of its weights, (depth, count, rows, d)."""
         return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self._groups()]
 
     @contextmanager
     def project_step(self) -> Iterator[None]:
-        """Context manager in which an optimiser takes a step; the step is then retracted: see `retract`."""
+        """Context manager for one step of an optimiser. At its end, `retract` replaces the step."""
         constrained_parameters(self.model, self.name)  # raises if a weight cannot be written to
         before = self.weights()
         yield

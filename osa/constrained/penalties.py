@@ -1,7 +1,7 @@
 """Orthogonality as a term of the loss: penalties ‖WᵀW − I‖_F² on attention matrices and weights (Zhang et al. 2021, *On
 Orthogonality Constraints for Transformers*).
 
-A new penalty is an entry of `PENALTIES`; a new term is a function of a block and of the input of its attention.
+To add a penalty, add an entry to `PENALTIES`. Its terms are functions of a block and of the input of the block's attention.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,9 @@ def gram_penalty(weight: Tensor) -> Tensor:
 def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch.
 
-    For a row-stochastic A the penalty lies between 0, for permutations only, and N(N − 1), if all rows are the same unit
-    vector. Uniform attention has N − 1 and is a saddle point. An orthogonal A has 0. It costs N³ multiply–adds per head.
+    An orthogonal A has the penalty 0. A row-stochastic A has 0 only if it is a permutation, and at most N(N − 1), which it
+    reaches if all rows are the same unit vector. Uniform attention has N − 1 and is a saddle point. The penalty costs N³
+    multiply–adds per head.
 
     Args:
         a: (B, num_heads, N, N).
@@ -54,8 +55,8 @@ def attention_penalty(a: Tensor) -> Tensor:
 def projection_penalty(attention: Attention, *, separate: bool = False) -> Tensor:
     """L_LA = ‖PᵀP − I‖_F² with P = [W^Q; W^K; W^V; W^O], (4d, d), the concatenation of `nn.Linear.weight` (Section 2.1).
 
-    It is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say how to concatenate them: side by side, (d, 4d), they
-    would have Σ WᵢWᵢᵀ = I instead.
+    The penalty is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say along which dimension to concatenate them:
+    with the weights side by side, (d, 4d), the condition would be Σ WᵢWᵢᵀ = I.
 
     Args:
         separate: return the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 if each weight is orthogonal.
@@ -65,15 +66,18 @@ def projection_penalty(attention: Attention, *, separate: bool = False) -> Tenso
 
 
 def mlp_penalty(mlp: TwoLayers) -> Tensor:
-    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), the second term without its constant: see `gram_penalty`.
+    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1). `gram_penalty` drops the constant part of the second term.
 
-    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts at M₁ᵀM₁ = (hidden/d) I, and this penalty pulls away from there.
+    SUO (Section 4.4 of *Orthogonal Self-Attention*) initialises M₁ with M₁ᵀM₁ = (hidden/d) I. The penalty pulls M₁ away.
     """
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 
 
 def head_penalty(attention: Attention) -> Tensor:
-    """`gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ of each head: 0 as Section 4 of *Orthogonal Self-Attention* draws them."""
+    """The sum of `gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ over all heads.
+
+    It is 0 for the initialisation of Section 4 of *Orthogonal Self-Attention*.
+    """
     query, key, value, out = (
         weight.unflatten(0, (attention.num_heads, -1))  # (h, d_v, d)
         for weight in (attention.query.weight, attention.key.weight, attention.value.weight, attention.out.weight.mT)
@@ -102,7 +106,7 @@ def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, T
     Penalties on attention matrices recompute them from the inputs of the attention layers, in N² memory for each head.
 
     Args:
-        model: a model with `blocks`, each with an `attention` and an `mlp`, or a wrapper, such as DistributedDataParallel.
+        model: a model with `blocks`, each with an `attention` and an `mlp`, or its wrapper, such as DistributedDataParallel.
         images: input of the model.
         name: one of `PENALTIES`.
 

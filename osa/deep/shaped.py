@@ -1,4 +1,4 @@
-"""Forwards to `osa.shaped`, where these names are now, for one release."""
+"""Deprecated: exports the names of `osa.shaped` under their old path, for one more release."""
 
 import warnings
 
@@ -12,5 +12,5 @@ warnings.warn("osa.deep.shaped has moved: import from osa.shaped", DeprecationWa
 
 
 def alpha_of_depth(total: float, depth: int) -> float:
-    """`total`/L: see `alpha_times_depth` of `osa.ModelConfig`."""
+    """α = total/L: see `alpha_times_depth` of `osa.ModelConfig`."""
     return total / depth

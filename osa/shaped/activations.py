@@ -1,6 +1,6 @@
-"""Activations with E φ(z)² = 1 for z ~ N(0, 1), shaped for the depth of a network, and moments of activations.
+"""Activation functions φ shaped for the depth of a network, and moments of activation functions, in Python floats.
 
-All constants are computed in Python floats.
+The shaped functions have E φ(z)² = 1 for z ~ N(0, 1).
 """
 
 import functools
@@ -49,13 +49,13 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     if depth < 1:
         raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
-    limit = math.pi / (math.pi - 1)  # the value of a ReLU, the limit a → ∞
+    limit = math.pi / (math.pi - 1)  # E φ'² of a ReLU, the limit a → ∞
     if not 1 < target < limit:
         raise ValueError(
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
         )
     log_scale, shift = 0.0, 0.0
-    for _ in range(50):  # Newton's method with steps of at most 1; it needs 4 to 9
+    for _ in range(50):  # Newton's method with steps of at most 1 in length; it takes 4 to 9 steps
         residual = [moment - aim for moment, aim in zip(_slopes(log_scale, shift), (1, target), strict=True)]
         if max(map(abs, residual)) < 1e-12:
             scale = math.exp(log_scale)
@@ -68,7 +68,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1), the factor of a weight after φ that restores the mean square 1 (He et al. 2023, H.1).
+    """1/√E φ(z)² for z ~ N(0, 1). Multiplying the weight after φ by it restores the mean square 1 (He et al. 2023, H.1).
 
     Example:
         >>> round(gain(gelu), 3)
@@ -78,7 +78,7 @@ def gain(activation: Callable[[float], float]) -> float:
 
 
 def linear_share(activation: Callable[[float], float]) -> float:
-    """κ = E φ(z) z/√E φ(z)² for z ~ N(0, 1): the cosine between φ, a function of floats, and the identity."""
+    """κ = E φ(z) z/√E φ(z)² for z ~ N(0, 1): the cosine between φ and the identity."""
     return _mean(lambda z: activation(z) * z) / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 
@@ -87,7 +87,7 @@ def gelu_tanh(x: float) -> float:
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-# z and its weight in the trapezoidal rule on [−12, 12], which integrates functions as smooth as a Gaussian to the last bit
+# points z and weights of the trapezoidal rule on [−12, 12]: if a function is as smooth as a Gaussian, all bits are exact
 QUADRATURE = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]
 
 
@@ -111,7 +111,7 @@ def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
 
 
 def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
-    """E φ φ' z and E φ'² of the φ with this a = exp(log_scale) and b = shift, and with E φ = 0 and E φ² = 1."""
+    """Returns E φ φ' z and E φ'² for a = exp(log_scale), b = shift, and the c and e that give E φ = 0 and E φ² = 1."""
     scale = math.exp(log_scale)
     mean, variance = _gelu_moments(scale, shift)
     of_norms = _mean(lambda z: (gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)
@@ -120,7 +120,7 @@ def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
 
 
 def _newton_step(log_scale: float, shift: float, residual: list[float], h: float = 1e-6) -> tuple[float, float]:
-    """J⁻¹ residual, with the Jacobian J of `_slopes` by central differences."""
+    """Returns J⁻¹ · residual. Central differences give J, the Jacobian of `_slopes`."""
     right, left = _slopes(log_scale + h, shift), _slopes(log_scale - h, shift)
     upper, lower = _slopes(log_scale, shift + h), _slopes(log_scale, shift - h)
     a, c = (right[0] - left[0]) / (2 * h), (right[1] - left[1]) / (2 * h)

@@ -9,18 +9,18 @@ from osa.modules import Device, Dtype, SelfAttention, first_rows
 
 
 class SignalPreservingSelfAttention(SelfAttention):
-    """Multi-head softmax attention that starts as a given matrix A ≥ 0 in every head (He et al. 2023, Eq. 10, Algorithm 1).
+    """Multi-head softmax attention with the same initial matrix A ≥ 0 in every head (He et al. 2023, Eq. 10, Algorithm 1).
 
         heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
 
     D holds the row sums of A. D and log P are fixed; where A is 0, log P is the least float. Initially W^Q = 0, so that
-    heads_i = A V_i, and W^V and W^O are each one orthogonal matrix, so that the layer maps X to A X W with W orthogonal. It
-    has no biases.
+    heads_i = A V_i, and W^V and W^O are each one orthogonal matrix, so that the layer maps X to A X W with W orthogonal. The
+    layer has no biases.
 
     Args:
         embed_dim: d.
         num_heads: h.
-        matrix: A (N, N), for tokens in this order.
+        matrix: A, (N, N). Its rows and columns are in the order of the tokens.
 
     Raises:
         ValueError: h does not divide d, or A is not square.
@@ -37,7 +37,7 @@ class SignalPreservingSelfAttention(SelfAttention):
             raise ValueError(f"the attention matrix must be (N, N), not {tuple(matrix.shape)}")
         gain = matrix.sum(-1, keepdim=True)
         dtype = dtype or torch.get_default_dtype()
-        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # averages of −∞ would be NaN
+        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # not −∞: averaging models would give NaN
         self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
         self.register_buffer("bias", bias.to(device))  # (N, N)
         init_signal_preserving_attention_(self)
@@ -55,7 +55,7 @@ class SignalPreservingSelfAttention(SelfAttention):
 
 
 class ValueSkipInitSelfAttention(SelfAttention):
-    """Multi-head softmax attention that starts as the identity (Value-SkipInit; He et al. 2023, Eq. 7).
+    """Multi-head softmax attention whose initial matrix is the identity (Value-SkipInit; He et al. 2023, Eq. 7).
 
         heads_i = α_i V_i + β_i softmax(Q_i K_iᵀ/√d_v) V_i
 

@@ -18,15 +18,15 @@ from osa.shaped.schedules import (
     uniform_schedule,
 )
 
-LEAST_ENTRY = 1e-15  # least entry of A: positive, yet below the rounding of eigendecompositions
+LEAST_ENTRY = 1e-15  # least entry of A: positive, but smaller than rounding errors of eigendecompositions
 
 
 def attention_between(kernel: KernelKind, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
-    """A = R(after) R(before)^{-1}, which maps one kernel to the other: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
+    """A = R(after) R(before)^{-1} with R Rᵀ = Σ, which maps a kernel to the next: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
-    If causal, R is the Cholesky factor, and A is lower triangular and not negative (Theorems 1 and 2), with the closed form
-    of Theorem 3 for exponential kernels. Otherwise R is the symmetric root (Appendix A). A is then not negative: for
-    exponential kernels by numerical evidence, and for uniform ones because
+    If causal, R is the Cholesky factor, and A is lower triangular with entries ≥ 0 (Theorems 1 and 2). Theorem 3 gives its
+    closed form for exponential kernels. Otherwise R is the symmetric square root (Appendix A). The entries of A are again
+    ≥ 0. For exponential kernels the evidence is numerical. For uniform kernels it follows from
 
         A = s₂ I + (s₁ − s₂) 11ᵀ/N,        s₁² = (1 + (N − 1)ρ_l)/(1 + (N − 1)ρ_{l−1}),        s₂² = (1 − ρ_l)/(1 − ρ_{l−1}).
 
@@ -34,7 +34,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
         (N, N), float64.
 
     Raises:
-        ValueError: the kernel is unknown, or a cosine would fall, which needs negative entries.
+        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, which needs negative entries of A.
     """
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
@@ -65,7 +65,7 @@ def _causal_uniform_attention(num_tokens: int, before: float, after: float) -> T
 
 
 def _causal_exponential_attention(num_tokens: int, before: float, after: float) -> Tensor:
-    """Theorem 3, with differences of exponentials computed without cancellation."""
+    """A of Theorem 3. `expm1` computes differences of exponentials without cancellation."""
     decay = math.exp(-after)
     ratio = math.sqrt(math.expm1(-2 * after) / math.expm1(-2 * before))  # λ
     difference = -decay * math.expm1(after - before)  # e^{−γ'} − e^{−γ}
@@ -88,7 +88,7 @@ def signal_preserving_attention(
     shortcut: float = 0.0,
     cls_index: int | None = None,
 ) -> Tensor:
-    """The attention matrices A_1, …, A_L of U-SPA (uniform kernels) and E-SPA (exponential ones), in the order of tokens.
+    """Returns the attention matrices A_1, …, A_L of U-SPA (uniform kernels) or E-SPA (exponential kernels).
 
     If a fraction r of the tokens repeats others, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from
     ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
@@ -99,13 +99,13 @@ def signal_preserving_attention(
         depth: L.
         last: ρ_L or γ_L.
         causal: a token sees only itself and earlier tokens.
-        repeated: r, or instead the mean cosine of tokens.
-        shortcut: α of a normalised skip around the attention, or 0; must be 0 unless r is 0.
-        cls_index: position of the first token, [cls], in the kernel's sequence. Default: the last if causal, so that it
-            sees all tokens, else the middle.
+        repeated: r, the fraction of repeated tokens or the mean cosine between tokens.
+        shortcut: α of a normalised skip around the attention; 0 for no skip. It must be 0 if r > 0.
+        cls_index: position of [cls], the model's first token, in the kernel's sequence. Default: if causal the last
+            position, where [cls] sees all tokens, and otherwise the middle.
 
     Returns:
-        (L, N, N), float64.
+        (L, N, N), float64. Rows and columns are in the model's order of tokens, with [cls] first.
 
     Raises:
         ValueError: an argument has an impossible value.
@@ -135,7 +135,7 @@ def signal_preserving_attention(
 
 
 def _rescaled(matrices: list[Tensor], kernel: Tensor) -> Iterator[Tensor]:
-    """D̄_l^{−½} A_l D̄_{l−1}^{½} with D̄_l the diagonal of (A_l ⋯ A_1) Σ̄_0 (A_l ⋯ A_1)ᵀ, and D̄_0 = I (Eq. 15)."""
+    """Yields D̄_l^{−½} A_l D̄_{l−1}^{½}, where D̄_l is the diagonal of (A_l ⋯ A_1) Σ̄_0 (A_l ⋯ A_1)ᵀ and D̄_0 = I (Eq. 15)."""
     before = kernel.diagonal().sqrt()
     for matrix in matrices:
         kernel = matrix @ kernel @ matrix.mT

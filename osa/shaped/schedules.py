@@ -13,7 +13,7 @@ from torch import Tensor
 from osa.options import KernelKind
 
 KERNEL_KINDS = get_args(KernelKind)
-MAX_GAMMA = 12.0  # largest γ for which 1 − e^{−2γ} is far enough from 1 in float64 to take its roots
+MAX_GAMMA = 12.0  # largest γ: above it, 1 − e^{−2γ} is too near 1 for accurate roots in float64
 
 
 def eye(num_tokens: int) -> Tensor:
@@ -40,7 +40,7 @@ def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
 
 
 def uniform_schedule(depth: int, last: float, first: float = 0.0) -> list[float]:
-    """ρ_0, …, ρ_L, linear in depth (Appendix C).
+    """Returns ρ_0, …, ρ_L from `first` to `last`, linear in depth (Appendix C).
 
     Example:
         >>> uniform_schedule(depth=4, last=0.5)
@@ -52,9 +52,9 @@ def uniform_schedule(depth: int, last: float, first: float = 0.0) -> list[float]
 
 
 def exponential_schedule(depth: int, last: float) -> list[float]:
-    """γ_0 = ∞, …, γ_L with a(γ_l) = a(γ_L)^{l/L} for a(γ) = √(1 − e^{−2γ}) (Appendix C).
+    """Returns γ_0 = ∞, …, γ_L such that a(γ_l) = a(γ_L)^{l/L}, where a(γ) = √(1 − e^{−2γ}) (Appendix C).
 
-    The diagonal of every A_l is then a(γ_L)^{1/L}, but for the first token's (Theorem 3).
+    All diagonal entries of A_l, except the first token's, then equal a(γ_L)^{1/L} for every l (Theorem 3).
     """
     if not 0 < last <= MAX_GAMMA:
         raise ValueError(f"an exponential kernel needs a positive rate of decay, {MAX_GAMMA:g} at most, not {last}")
@@ -63,11 +63,11 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 
 
 def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float) -> list[float]:
-    """The kernels that attention must reach in each block so that α x + √(1 − α²) f(x), a normalised skip, is on schedule.
+    """Returns the schedule that attention f must follow so that the normalised skip α x + √(1 − α²) f(x) follows `schedule`.
 
-    Uniform kernels (Section 3.4): (ρ_l − α² ρ_{l−1})/(1 − α²), exactly. Exponential ones (Appendix F, Eq. 24 and 26):
-    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23.
-    Eq. 25 is printed with λ_α² instead of λ_α, which contradicts Eq. 24.
+    For uniform kernels it is exactly (ρ_l − α² ρ_{l−1})/(1 − α²) (Section 3.4). For exponential kernels γ solves
+    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23
+    (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
 
     Args:
         kernel: one of `KERNEL_KINDS`.
@@ -78,7 +78,7 @@ def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float
         ρ or γ of blocks 1 to L.
 
     Raises:
-        ValueError: α is too large: no kernel fits.
+        ValueError: α is so large that no kernel solves the equation.
     """
     residual = 1 - shortcut**2
     if kernel == "uniform":

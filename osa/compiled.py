@@ -1,8 +1,8 @@
-"""Orthogonal attention on the CPU under torch.compile: one operator, which chooses its route by values.
+"""Orthogonal attention on the CPU under torch.compile, as one operator that may read the values of its inputs.
 
-A trace has no values. Without them osa/routes.py always takes the largest number of doublings, even where one series
-suffices. A compiled step of osa_exact, with 128 images on one core, would then take 2.8 s; with the operator it takes
-0.30 s, like an eager step.
+A trace has no values. Without them osa/routes.py always takes the largest number of doublings, even if one series suffices.
+A compiled step of osa_exact, with 128 images on one core, would then take 2.8 s; with the operator it takes 0.30 s, like an
+eager step.
 """
 
 import itertools
@@ -15,15 +15,16 @@ from osa.linalg import Scale
 from osa.routes import plain_attention
 from osa.runtime import KERNELS, autograd_in_an_operator, constant_to_a_trace, in_own_types, is_transformed
 
-GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}  # inputs and output of the graphs that backward passes need
+GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}  # number → inputs and output of a graph that a backward pass needs
 GRAPH_NUMBERS = itertools.count()
 INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """True if torch.compile traces these CPU tensors. False in function transforms, which split operators.
+    """True if torch.compile traces these CPU tensors.
 
-    Also False for torch.export and ONNX, whose programs run elsewhere, on torch's own operators.
+    False in function transforms, which split operators, and in torch.export and ONNX, whose programs run elsewhere on
+    torch's own operators.
     """
     return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 
@@ -36,7 +37,7 @@ def _goes_elsewhere() -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """`orthogonal_attention` of tensors that pass `fits`."""
+    """`osa.orthogonal_attention` of tensors that `fits` accepts."""
     if not isinstance(scale, Tensor):
         scale = query.new_full((), scale, dtype=torch.promote_types(query.dtype, torch.float32))
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, scale))
@@ -47,12 +48,12 @@ def attend(
     "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
-    """Returns the heads and a number. `GRAPHS` keeps their graph under this number until the number's tensor is freed."""
+    """Returns the heads and a number. `GRAPHS` keeps the graph of the heads under this number until its tensor is freed."""
     options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:
         return plain_attention(query, key, value, scale, *options).contiguous(), number
     if method == "qr":
-        key = key.clone()  # autograd saves it, as it does value and scale, and the compiled program may reuse their memory
+        key = key.clone()  # autograd saves key, value and scale, and the compiled program may reuse their memory
     inputs, output = _recorded(query, key, value.clone(), scale.clone(), *options)
     entry = int(number)
     GRAPHS[entry] = inputs, output
@@ -64,7 +65,10 @@ def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     "osa::attend_by_value_backward", mutates_args=(), schema=f"({INPUTS}, Tensor number, Tensor grad, {OPTIONS}) -> Tensor[]"
 )
 def _gradients(query, key, value, scale, number, grad, *options):
-    """Gradients from the stored graph, or from a new one. The graph is no output, as a trace could not know its shapes."""
+    """Returns the gradients from the graph in `GRAPHS`, or from a new graph if it is gone.
+
+    `_operator` does not return the graph's tensors, because a trace could not know their shapes.
+    """
     inputs, output = GRAPHS.get(number.item()) or _recorded(query, key, value, scale, *options)
     with autograd_in_an_operator():
         grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)

@@ -10,11 +10,11 @@ from osa.options import QueryKeyInit, ValueOutInit
 
 TRUNCATED_STD = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
 QUERY_KEY, VALUE_OUT = get_args(QueryKeyInit), get_args(ValueOutInit)  # initialisations of signal-preserving attention
-SMALL_SCALE = 0.1  # factor of W^Q and W^K that gives attention logits of some hundredths
+SMALL_SCALE = 0.1  # factor of W^Q and W^K, with which attention logits are a few hundredths
 
 
 class Attention(Protocol):
-    """What initialisation needs of an attention layer: four linear layers (d, d), which num_heads heads share."""
+    """The attributes of an attention layer that initialisation uses: four linear layers (d, d) for num_heads heads."""
 
     embed_dim: int
     num_heads: int
@@ -25,14 +25,14 @@ class Attention(Protocol):
 
 
 class ScaledAttention(Attention, Protocol):
-    """Attention in which each head has a factor of its values, `shortcut`, and one of its attention, `residual`."""
+    """Attention with two factors per head: `shortcut` multiplies the values, and `residual` the attention."""
 
     shortcut: nn.Parameter
     residual: nn.Parameter
 
 
 class TwoLayers(Protocol):
-    """What initialisation needs of an MLP: its linear layers (H, d) and (d, H)."""
+    """The attributes of an MLP that initialisation uses: linear layers (H, d) and (d, H)."""
 
     fc1: nn.Linear
     fc2: nn.Linear
@@ -59,7 +59,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # no values are drawn, and torch would be slow at that
+    if torch.get_default_device().type == "meta":  # "meta" has no values, and torch would take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -95,15 +95,16 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 def init_orthogonal_attention_(
     attention: Attention, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
 ) -> None:
-    """Section 4: per head W^V = U and W^O = Vᵀ with U and V drawn independently from U_{d×d_v}, [W^Q, W^K] drawn from
-    U_{d×2d_v}, and a small α. For softmax attention there is no α, and biases are zero.
+    """Draws W^V = U and W^O = Vᵀ of each head with independent U, V ~ U_{d×d_v}, and [W^Q, W^K] ~ U_{d×2d_v} (Section 4).
+
+    Sets a small α for orthogonal attention, and zero biases.
 
     Args:
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
         alpha: α; for orthogonal attention only.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
-            remain uniform on the Stiefel manifold, and Σ_i W^V_i W^O_i becomes orthogonal, unlike with one draw per head.
-            This matters for depth: layers whose attention is near the identity multiply these sums.
+            remain uniform on the Stiefel manifold. Σ_i W^V_i W^O_i becomes orthogonal, which one draw per head does not
+            give. This matters for depth: layers with attention near the identity multiply these sums.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -156,7 +157,9 @@ def init_ji_attention_(
     alpha: float = 0.1,
     generator: Generator | None = None,
 ) -> None:
-    """Orthogonal values, attention mostly to the token itself, and zero biases (Ji et al. 2025, arXiv:2510.00345).
+    """Draws W^V and W^O orthogonal up to a factor, and W^Q and W^K so that a token attends mostly to itself.
+
+    Biases are zero (Ji et al. 2025, arXiv:2510.00345).
 
         W^V = c U,        W^O = c V,        W^Q_i W^K_iᵀ ≈ a Z_i + b I,
 
@@ -196,12 +199,12 @@ def init_signal_preserving_attention_(
     value_out: ValueOutInit = "orthogonal",
     generator: Generator | None = None,
 ) -> None:
-    """Weights whose query-key products are zero or small, for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
+    """Draws weights with zero or small query-key products for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
     Args:
-        query_key: "zero_query", as in the paper: W^Q = 0, and W^K is an orthogonal draw; "zero_key": the reverse; or
-            "small": both are orthogonal draws times 0.1.
-        value_out: "orthogonal": W^V and W^O are each one orthogonal draw; or "gaussian": entries are drawn from N(0, 1/d)
+        query_key: "zero_query", as in the paper, for W^Q = 0 and an orthogonal W^K; "zero_key" for W^K = 0 and an orthogonal
+            W^Q; or "small" for orthogonal draws of both, times 0.1.
+        value_out: "orthogonal" for W^V and W^O that are each one orthogonal draw; or "gaussian" for entries from N(0, 1/d)
             (Figure 9 of He et al.).
 
     Raises:
@@ -228,7 +231,7 @@ def init_signal_preserving_attention_(
 
 @torch.no_grad()
 def init_value_skipinit_attention_(attention: ScaledAttention, *, generator: Generator | None = None) -> None:
-    """Four orthogonal draws, α = 1 and β = 0, for `ValueSkipInitSelfAttention` (He et al. 2023, Eq. 7)."""
+    """Draws four orthogonal weights and sets α = 1 and β = 0, for `ValueSkipInitSelfAttention` (He et al. 2023, Eq. 7)."""
     _orthogonal(attention.query, attention.key, attention.value, attention.out, generator=generator)
     nn.init.ones_(attention.shortcut)
     nn.init.zeros_(attention.residual)
@@ -252,11 +255,11 @@ def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
 def init_suo_mlp_(
     mlp: TwoLayers, *, transposed: bool = False, gain: float = 1.0, generator: Generator | None = None
 ) -> None:
-    """SUO weights and zero biases for an MLP (Section 4.4).
+    """Draws SUO weights for an MLP, and sets zero biases (Section 4.4). SUO: see `scaled_uniform_orthogonal_`.
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
-        gain: factor of the second layer that restores the mean square, which the activation reduces.
+        gain: factor of the second weight; it restores the mean square, which the activation function reduces.
 
     Example:
         >>> block = osa.create_model("vit", depth=1).blocks[0]
@@ -273,7 +276,9 @@ def init_suo_mlp_(
 
 @torch.no_grad()
 def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
-    """Both layers of an MLP from one orthogonal frame, with zero biases: a nearly linear MLP is then nearly a rotation.
+    """Draws both weights of an MLP from one orthogonal frame, so that a nearly linear MLP is nearly a rotation.
+
+    Biases are zero.
 
     For fc1 [H, d] and fc2 [d, H], with U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
 
@@ -282,13 +287,13 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
     where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
 
     This g preserves the mean square of tokens on average, for any φ. If |x|² = d, the entries of z = s U x are nearly
-    N(0, 1), and φ(z) = κ₁ z + r with r ⟂ z. Uᵀ recovers all of κ₁ z, and of |r|² the share d/H, because U is uniform given
+    N(0, 1), and φ(z) = κ₁ z + r with r ⟂ z. Uᵀ recovers all of κ₁ z, and the share d/H of |r|², because U is uniform given
     z. If φ is nearly linear, angles are preserved too, at any width. U and U Rᵀ are each uniform on their Stiefel manifold,
-    as in `init_suo_mlp_`; that they depend on each other is our addition.
+    as in `init_suo_mlp_`. Their dependence on each other is our addition.
 
     One fluctuation remains: κ₁ is a mean over H entries. It gives log |x|² a variance of order (1 − κ₁²)/H per MLP, and of
-    1/H over L MLPs that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. With independent draws the variance is
-    2 (1 − d/H) L/d, the fluctuation of Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
+    order 1/H over L MLPs that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. With independent draws the variance is
+    2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.
@@ -333,14 +338,14 @@ def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> 
 
 
 def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """PyTorch's default for `nn.Linear`, weight and bias from U(−1/√in, 1/√in), drawn from the given generator."""
+    """Draws weight and bias from U(−1/√in, 1/√in), PyTorch's default for `nn.Linear`, but with a generator."""
     bound = 1 / math.sqrt(linear.in_features)
     nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
     nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
 
 
 def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """A weight of variance 1/in from a normal distribution truncated at 2σ, and a zero bias.
+    """Draws a weight of variance 1/in from a normal distribution truncated at 2σ, and sets a zero bias.
 
     This is `lecun_normal`, Flax's default for convolutions and dense layers, which corrects σ for the truncation.
     """
@@ -349,13 +354,13 @@ def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 
 def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Zero weight and bias; nothing is drawn from the generator."""
+    """Sets weight and bias to zero, and draws nothing from the generator."""
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
 
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
-    """N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
+    """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
     if tensor.is_meta:  # no values to draw, and torch would import its compiler here
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

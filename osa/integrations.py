@@ -1,4 +1,4 @@
-"""Orthogonal attention in models of timm and of Hugging Face's transformers. Importing this module needs neither."""
+"""Orthogonal attention in models of timm and of Hugging Face's transformers. Importing this module imports neither."""
 
 import copyreg
 import functools
@@ -21,17 +21,17 @@ CONFIG_KEY = "orthogonal_attention"  # key for the settings of the attention in 
 def timm_attention(
     *, method: Method = "exact", num_iterations: int | None = None, epsilon: float = EPSILON, alpha_init: float = 0.1
 ) -> type[nn.Module]:
-    """A class for the argument `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) for the softmax.
+    """Returns a class for `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) in place of softmax.
 
-    Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number for each head. Boolean
-    masks of padding are accepted; dropout of attention and causal masks are refused.
+    Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number for each head. The class
+    accepts boolean masks of padding, and refuses dropout of attention and causal masks.
 
     Args:
         method, num_iterations, epsilon: as for `orthogonal_attention`.
         alpha_init: initial α, which multiplies timm's scale 1/√d_v.
 
     Returns:
-        The class, the same for the same arguments. Pickle stores it as this call.
+        The class. Equal arguments return the same class. Pickle stores it as this call.
 
     Raises:
         ImportError: timm is not installed.
@@ -75,7 +75,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
             return self.proj_drop(self.proj(y))
 
         def dropout_p(self) -> float:
-            """The probability of dropout on the attention matrix, by `attn_drop`."""
+            """Returns the dropout probability of `attn_drop` in training, and otherwise 0."""
             if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
                 raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
             return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
@@ -87,7 +87,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _reduce(made: "_PickledByCall") -> Any:
-    """What pickle stores: for a class of `_timm_class` the call that returns it, for a subclass its name."""
+    """Returns what pickle stores: for a class of `_timm_class`, the call that returns it; for a subclass, its name."""
     return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 
@@ -104,18 +104,19 @@ def register_with_transformers(
 ) -> None:
     """Registers an orthogonal attention for encoders of transformers, such as ViT and BERT; `set_attention` applies it.
 
-    It also registers a function for masks: without one, transformers would pass no mask for padding. A model saved with this
-    attention needs the same registration before it is loaded, and is refused without it or with other settings. The first
-    call of a causal model, or of one with dropout of attention, raises ValueError.
+    It also registers a mask function, without which transformers would pass no mask for padding. Before a model saved with
+    this attention is loaded, register the attention again with the same settings: without them the model raises an error.
+    The first call of a causal model, or of a model with dropout of attention, raises ValueError.
 
-    Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention`. Then
-    `to_dict` also writes `attn_implementation`, which transformers reads from a file but does not save again: a model loaded
-    and saved would use softmax. A model that is later given another attention is saved with that one.
+    Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
+    it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it, so a
+    model that is loaded and saved again would use softmax. If a model later gets another attention, it is saved with the new
+    one.
 
     Args:
         name: a new name, or one registered by this function before.
         method, num_iterations, epsilon: as for `orthogonal_attention`.
-        alpha: α, which multiplies the model's own scale, 1/√d_v as a rule.
+        alpha: α, which multiplies the model's scale, usually 1/√d_v.
 
     Raises:
         ImportError: transformers is not installed.
@@ -144,8 +145,8 @@ def register_with_transformers(
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
     """Gives a model of transformers the attention registered as `name`, and writes its settings into the configuration.
 
-    A model whose attention was chosen by `attn_implementation=name` alone refuses its first call, because the choice would
-    not be saved. A loaded model has the attention in the parts in which it was set.
+    A model with only `attn_implementation=name` raises ValueError at its first call, because the attention would not be
+    saved. A loaded model has the attention in the same parts as the saved model.
 
     Args:
         model: the whole model that will be saved.
@@ -179,19 +180,19 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """The configurations of a model's parts, by their keys, without those that are None."""
+    """Returns the configurations of a model's parts by key, except if None."""
     return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
 
 
 def _mark(config: Any, settings: dict[str, Any]) -> None:
-    """Writes the settings into the configurations of a part's own parts, and then into its own."""
+    """Writes the settings into the configurations of all nested parts, and then into `config`."""
     for part in _parts(config).values():
         _mark(part, settings)
     config.orthogonal_attention = settings
 
 
 def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wraps `to_dict` of transformers' configurations: the result has the attention that the model has now."""
+    """Wraps `to_dict` of transformers' configurations, so that the dictionary names the model's present attention."""
 
     @functools.wraps(to_dict)
     def wrapped(config: Any) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
 
 
 def _implementation(config: Any) -> str | dict[str, Any]:
-    """`attn_implementation` as transformers takes it: the attention's name, or a dictionary if parts have settings."""
+    """Returns `attn_implementation` as transformers takes it: a name, or if parts have settings, names by part."""
     parts = {key: _implementation(part) for key, part in _parts(config).items() if part.orthogonal_attention is not None}
     own = config._attn_implementation
     return {"": own} | parts if parts else own
@@ -218,7 +219,7 @@ def _is_ours(registered: Any) -> TypeGuard[functools.partial]:
 
 
 def _is_another(name: str | None) -> bool:
-    """True if transformers has an attention of this name that this module has not registered."""
+    """True if transformers has an attention of this name, and this module did not register it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     return not _is_ours(AttentionInterface().get(name)) and name in (*AttentionInterface(), *AttentionMaskInterface())
@@ -239,7 +240,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with the signature of transformers: returns the heads (B, N, h, d_v), and on request A (B, h, N, N)."""
+    """Attention with the signature of transformers. Returns the heads (B, N, h, d_v), and A (B, h, N, N) or None."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
@@ -260,7 +261,7 @@ def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
     saved = config.orthogonal_attention
     if saved is None:
         raise ValueError(
-            "the model's configuration does not tell of its attention, and saved so it would load as softmax: call "
+            "the model's configuration does not name its attention, so the saved model would load with softmax: call "
             f"osa.integrations.set_attention(model, {name!r}) with the whole model"
         )
     if saved != settings:

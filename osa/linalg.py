@@ -23,9 +23,9 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
     (1.875, -1.25, 0.375),
 )
 
-_SERIES_RADIUS = 4.0  # largest ρ of a single series: its terms stay below 4⁴/4! = 11, so that little is cancelled
-_MAX_DOUBLINGS = 14  # used in a trace and on an accelerator, where ρ is not read
-_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ, 49,152, that these doublings reach
+_SERIES_RADIUS = 4.0  # largest ρ for a single series: its terms stay below 4⁴/4! = 11, so that little cancels
+_MAX_DOUBLINGS = 14  # number of doublings in a trace and on an accelerator, where ρ is not read
+_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ for which these doublings suffice: 49,152
 IMBALANCE = 128.0  # largest `imbalance` allowed: A = exp(S) is then orthogonal to about 100 eps max(1, ‖S‖₂)
 
 
@@ -47,7 +47,7 @@ def qr_basis(m: Tensor) -> Tensor:
 
 
 def cholesky_qr_basis(m: Tensor) -> Tensor:
-    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM: batched, and no value is read.
+    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, in a batch and without reading values.
 
     Householder's Q is the exact Q of M + E, where ‖E‖ is a few eps ‖M‖ (Higham 2002, Theorem 19.4). Adding an E of this size
     on the diagonal therefore costs no accuracy, and M + E maps no null vector of M to 0. All arithmetic is float64. The
@@ -144,12 +144,12 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines it for singular Z.
 
     Evaluates a Taylor polynomial by Horner's rule in Z², with products as narrow as Y. Its degree is the least for which the
-    remainder of value and gradient is below rounding, given the spectral radius ρ of Z: ‖S‖₂ for Z = [S] and for Z =
-    scale · J MᵀM.
+    remainders of value and gradient are below rounding. It depends on the spectral radius ρ of Z, which is ‖S‖₂ for Z = [S]
+    and for Z = scale · J MᵀM.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed, and the
-    result is NaN if ρ may be too large for s: if Σ|λ|² = −tr Z², which is at least 2ρ², is too large.
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed. The result is then
+    NaN if Σ|λ|² = −tr Z², which is at least 2ρ², is so large that ρ may be too large for s.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -186,8 +186,8 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
-    Solves by LU, except on CUDA, where the LU of a batch waits for the host: there by the Cholesky decomposition of WᵀW with
-    W = I − Z/2, in float64 because WᵀW has the squared condition number of W.
+    Solves with W = I − Z/2 by LU. On CUDA, where the LU of a batch waits for the host, it solves by the Cholesky
+    decomposition of WᵀW, in float64 because WᵀW has the squared condition number of W.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
@@ -221,11 +221,11 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
 
 @torch.no_grad()
 def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
-    """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of each Z (b, n, n) with imaginary spectrum, the root clamped to [1, 64]: (b, 1, 1).
+    """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1).
 
     The numerator is the squared departure of Z from normality (Henrici 1962), 0 for a normal Z. Times eps, it is about the
-    error of φ₁(Z) in exp(S). The denominator, about ‖S‖₂, is the error that a normal Z has as well. It stops at 64 because
-    beyond, the error of a Z that is not normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if known.
+    error of φ₁(Z) in exp(S). The denominator is about ‖S‖₂. Times eps, it is the error for a normal Z. It is clamped to
+    [1, 64], because above 64 the error for a Z that is not normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -274,9 +274,9 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # the rest of a column that is a multiple of the other is rounding
+    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # what is left of a column parallel to the other is rounding
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
-    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # next to a column of zeros, the other column must not overflow float32
+    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the other must not overflow float32
     return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
 
 
@@ -292,10 +292,11 @@ def as_batch(x: Tensor) -> Tensor:
 
 
 def _spectral_radius(square: Tensor) -> float:
-    """An upper bound of the largest spectral radius of Z in the batch, from Z²: about 1.2 times too large in attention.
+    """Returns an upper bound of the spectral radii of all Z in the batch, given Z².
 
-    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The second term covers the rounding error of the first. A matrix
-    that holds a NaN, or whose fourth power overflows, is lost anyway: it counts as `_SERIES_RADIUS`.
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. In attention the bound is about 1.2 ρ. The second term covers the
+    rounding error of the first. If a matrix holds a NaN, or its fourth power overflows, its result is lost anyway, and
+    `_SERIES_RADIUS` replaces its bound.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
@@ -313,9 +314,9 @@ def _degree(radius: float, dtype: torch.dtype) -> int:
 
 
 def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tensor]:
-    """Σ_{k ≤ degree} Z^k Y / (k + 1)! for an odd degree, by Horner's rule in Z², from Y, ZY and Z².
+    """Evaluates Σ_{k ≤ degree} Z^k Y / (k + 1)! for an odd degree by Horner's rule in Z², given Y, ZY and Z².
 
-    Two terms at a time (Paterson & Stockmeyer 1973): P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)), and P_0 is
+    Each step adds two terms (Paterson & Stockmeyer 1973): P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)). P_0 is
     the sum.
 
     Returns:
@@ -330,10 +331,11 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 
 
 class _Phi1Times(torch.autograd.Function):
-    """The Taylor polynomial of φ₁(Z) Y, from Z² without a gradient, with a backward pass that accumulates in place.
+    """The Taylor polynomial of φ₁(Z) Y, given Z² without a gradient. Its backward pass accumulates in place.
 
-    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. Through the polynomial, Y has the gradient ΣH_j, ZY has
-    ΣH_j / (2j + 2), and Z² has ΣH_{j−1} P_jᵀ / (2j (2j + 1)). The chain rule then adds the parts of ZY and Z².
+    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y, ZY and Z² are separate inputs of the polynomial,
+    their gradients are ΣH_j, ΣH_j / (2j + 2) and ΣH_{j−1} P_jᵀ / (2j (2j + 1)). The chain rule through ZY and Z² then gives
+    the gradients of Z and Y.
     """
 
     @staticmethod

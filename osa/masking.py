@@ -1,4 +1,4 @@
-"""The arguments of `scaled_dot_product_attention` in orthogonal attention: padding, repeated heads, refusals."""
+"""Checks and applies the arguments that orthogonal attention shares with torch's `scaled_dot_product_attention`."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def check_tensors(*tensors: Tensor) -> None:
 
 
 def check_dropout_and_causal(dropout_p: float, is_causal: bool) -> None:
-    """Raises ValueError if an argument asks for an attention matrix that is not orthogonal."""
+    """Raises ValueError for dropout and for a causal mask, because the attention matrix would not be orthogonal."""
     if is_causal:
         raise ValueError(
             "is_causal=True is refused: a causal attention matrix is triangular, and only diagonal ones among these are "
@@ -44,12 +44,12 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
     Args:
         query, key: (..., N, d).
-        mask: boolean, True for tokens that take part, (..., 1, N), or (..., N, N) with equal rows. Under torch.compile and
-            in function transforms, where values cannot be read, unequal rows raise an error on the device.
+        mask: boolean, False for padding, (..., 1, N), or (..., N, N) with equal rows. Under torch.compile and in function
+            transforms, where values cannot be read, unequal rows raise an error on the device.
 
     Raises:
         TypeError: the mask is not a tensor.
-        ValueError: the mask has another type, device or shape, or unequal rows.
+        ValueError: the mask has a wrong type, device or shape, or unequal rows.
     """
     num_tokens = query.shape[-2]
     if not isinstance(mask, Tensor):
@@ -89,7 +89,7 @@ def check_condition(condition: Tensor, message: str) -> None:
 
 
 def repeat_heads(query: Tensor, other: Tensor) -> Tensor:
-    """Repeats each of the h' heads of key or value (..., h', N, d) for h/h' consecutive heads of query, as `enable_gqa`.
+    """Repeats each head of key or value h/h' times, (..., h', N, d) → (..., h, N, d), as torch's `enable_gqa` does.
 
     Raises:
         ValueError: h' does not divide h.

@@ -47,7 +47,7 @@ Which data it was trained on, with what result and for which use, is for its aut
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
 TRANSIENT = ("training", "grad_checkpointing")  # attributes of modules that do not change what the model computes
-LFS_POINTER = b"version https://git-lfs"  # first bytes of the pointer that stands for a file in Git LFS
+LFS_POINTER = b"version https://git-lfs"  # first bytes of a pointer, which replaces a file in Git LFS
 JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
 SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
@@ -55,16 +55,16 @@ SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """Saves a model of `create_model` or `build_vit` in a folder, with a model card unless the folder has a README.md.
 
-    A parametrised weight is saved as the value that it computes. Hooks are not saved.
+    A parametrised weight is saved as its computed value. Hooks are not saved.
 
     Args:
         model: the model, or a wrapper of it: torch.compile, data parallel, or an average of weights.
         folder: the folder; it is created if it does not exist.
 
     Raises:
-        TypeError: `model` is not a model but, for example, its state dict.
-        ValueError: the model is not what its configuration builds, as it was built or changed in another way; its weights
-            are sharded or of several types; or the path is not a folder.
+        TypeError: `model` is not a module, but for example a state dict.
+        ValueError: the model differs from the model that its configuration builds, or has no configuration; its weights are
+            sharded or of several types; or the path is not a folder.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -109,7 +109,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> None:
-    """Raises ValueError if the weights have several types, or a type in which layers do not compute."""
+    """Raises ValueError if the weights have several types, or a type in which layers cannot compute."""
     types = {tensor.dtype for tensor in state.values()}
     if len(types) > 1 or not types <= set(DTYPES):
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
@@ -155,13 +155,13 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
 
     Args:
         path: the folder; or a file of weights for the model that `create_model(name)` builds.
-        name: name in `MODELS`. A file of weights needs it; the model of a folder must match it, whatever its sizes and
-            initialisation.
+        name: a name in `MODELS`, required with a file of weights. The model of a folder must have this name, but may have
+            any sizes and initialisation.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: the folder has another model, weights and configuration disagree, `name` is missing, or the file is not a
-            whole model: a pointer of Git LFS, a shard, or weights of several types.
+        ValueError: the folder has a model of another name, weights and configuration disagree, `name` is missing, the
+            weights have several types, or the file is a pointer of Git LFS or a shard.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -253,7 +253,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
 
 
 def _remedy(folder: Path) -> str:
-    """Ends the error message about a missing path: suggests what the user may have meant."""
+    """Returns the end of an error message about a missing path: a hint at what the user may have meant, or nothing."""
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
     if not folder.exists():
@@ -267,7 +267,7 @@ def _remedy(folder: Path) -> str:
 
 
 def _card(model: VisionTransformer, config: ModelConfig) -> str:
-    """The text of a model card in the format of the Hugging Face Hub, from weights and configuration."""
+    """Returns the text of a model card in the format of the Hugging Face Hub."""
     name = model_name(config)
     attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -102,5 +102,5 @@ def multi_head_orthogonal_attention(
 
 
 def _exponential(s: Tensor) -> Tensor:
-    """exp(S) by `matrix_exp` of a batch, as the error for a single small matrix reaches 3.3e-10 (PyTorch issue 196592)."""
+    """exp(S) by `matrix_exp` of a batch: for a single small matrix its error reaches 3.3e-10 (PyTorch issue 196592)."""
     return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

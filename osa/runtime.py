@@ -1,7 +1,7 @@
-"""Torch at run time: traces and transforms, autocast and TF32, warnings from a device, and the registry of kernels.
+"""Helpers for torch at run time: traces and transforms, autocast and TF32, warnings from a device, a registry of kernels.
 
-Undocumented names of torch occur in this file alone, so that a new version of torch can break no other. Scheduled tests run
-with the oldest and the newest version.
+Only this file uses undocumented names of torch, so that a new version of torch can break no other file. Scheduled tests run
+with the oldest and the newest supported version.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
-KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # function → (test of arguments, kernel)
+KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # name → [(test of arguments, kernel)]
 
 
 def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
@@ -30,7 +30,8 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
 def is_eager(x: Tensor, *but: TransformType) -> bool:
     """True if operations on x run immediately: outside traces, function transforms and forward-mode derivatives.
 
-    `but` lists function transforms that are allowed. Any other transform counts, even if it does not wrap x.
+    `but` lists function transforms that are allowed. Inside any other transform the result is False, even if x is not
+    transformed.
     """
     return not (
         torch.compiler.is_compiling()
@@ -42,7 +43,10 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Marks a result as constant in traces: `torch.compiler.assume_constant_result`, without its import of seconds."""
+    """Decorates a function: a trace takes its result as a constant.
+
+    `torch.compiler.assume_constant_result` does the same, but takes seconds to import.
+    """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -53,14 +57,14 @@ def is_transformed() -> bool:
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
-@constant_to_a_trace  # torch.compile would take torch's function for False
+@constant_to_a_trace  # torch.compile would assume that torch's function returns False
 def goes_to_onnx() -> bool:
     """True while torch exports a program to ONNX."""
     return torch.onnx.is_in_onnx_export()
 
 
 def known(size: int) -> int:
-    """Returns the size as an int even in a trace, since a range has a plain length. Each size is then traced again."""
+    """Returns the size as an int, even in a trace: the length of a range is an int. Each size then gets its own trace."""
     return len(range(size))
 
 
@@ -85,7 +89,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises on the device if the condition, (), is false. It does not wait for the value, and traces keep the check."""
+    """Raises an error on the device if the condition, (), is false, without waiting for it. Traces keep the check."""
     torch._assert_async(condition, message)
 
 
@@ -123,7 +127,7 @@ def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Computes products of float32 matrices on CUDA in full: with TF32, of 10 bits, A would be orthogonal to 10⁻³ only."""
+    """Returns a context manager that switches TF32 off on CUDA. With its 10 bits, A would be orthogonal to 10⁻³ only."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return _ieee_products()
@@ -131,10 +135,10 @@ def full_precision(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def _ieee_products() -> Iterator[None]:
-    """Switches TF32 off in both of torch's settings. Reading the older one raises if only the newer one was changed."""
+    """Switches TF32 off in both of torch's settings, the newer `fp32_precision` and the older `float32_matmul_precision`."""
     matmul = torch.backends.cuda.matmul
     before, legacy = matmul.fp32_precision, None
-    with suppress(RuntimeError):  # only the newer one was changed
+    with suppress(RuntimeError):  # raised if only the newer setting was changed
         legacy = torch.get_float32_matmul_precision()
     if legacy is None:
         matmul.fp32_precision = "ieee"
@@ -149,17 +153,17 @@ def _ieee_products() -> Iterator[None]:
 
 
 def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of function(*inputs) by autograd, for a backward pass that is differentiated in turn."""
-    views = [x.view_as(x) for x in inputs]  # views: an input may depend on another, and their gradients must stay apart
+    """Returns the gradients of function(*inputs) by autograd, with a graph, so that a backward pass has derivatives too."""
+    views = [x.view_as(x) for x in inputs]  # views keep the gradients of inputs separate, even if one depends on another
     needed = [x for x in views if x.requires_grad]
     grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
     return tuple(next(grads) if x.requires_grad else None for x in views)
 
 
 def warn_of_loss(is_lost: Tensor) -> None:
-    """Warns if any entry is true.
+    """Warns of lost precision if any entry is true.
 
-    On CUDA the check is asynchronous: the warning comes with a later call, and never from inside a CUDA graph.
+    On CUDA the check does not wait for the device: the warning comes with a later call. A CUDA graph gives no warning.
     """
     answers = []
     if not is_lost.is_cuda:
@@ -172,11 +176,11 @@ def warn_of_loss(is_lost: Tensor) -> None:
         event.record(torch.cuda.current_stream(is_lost.device))
         _UNREAD.append((event, answer))
     if any(answers):
-        cause = "orthogonal attention is NaN where S is so large, or query and key cancel so far, that no digit is sure"
+        cause = "orthogonal attention is NaN where S is so large, or query and key cancel so far, that no digit is correct"
         warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
 
 
-_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # results of checks on CUDA that have not been read
+_UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # checks on CUDA whose results have not been read
 
 
 @torch.library.custom_op("osa::warn_where_lost", mutates_args=())

@@ -25,9 +25,9 @@ def orthogonal_attention_varlen(
 ) -> Tensor:
     """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as in FlashAttention.
 
-    Zeros pad the sequences to the length of the longest. Zero rows add nothing to MᵀM and MᵀV, so each sequence gets the
-    same output as alone, up to rounding. The memory is that of B times the longest sequence: pack sequences of similar
-    length together. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
+    Zeros pad the sequences to the length of the longest. Zero rows add nothing to MᵀM and MᵀV, so the output of a sequence
+    does not depend on the others, up to rounding. All B sequences take as much memory as the longest: pack sequences of
+    similar length together. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
 
     Args:
         query, key: (total, heads, d).
@@ -71,7 +71,7 @@ def _padded(x: Tensor, is_token: Tensor) -> Tensor:
 
 
 def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
-    """The length of each sequence, from the offsets.
+    """Returns the length of each sequence, given the offsets.
 
     Raises:
         TypeError: the offsets are not a tensor.
@@ -90,7 +90,7 @@ def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
 
 
 def _brief(offsets: list[int]) -> str:
-    """The offsets for an error message; of many, the first four and the last three."""
+    """Formats the offsets for an error message: all of them, or if more than eight, the first four and the last three."""
     if len(offsets) <= 8:
         return ", ".join(map(str, offsets))
     return ", ".join([*map(str, offsets[:4]), "…", *map(str, offsets[-3:])])

@@ -20,7 +20,7 @@ from osa.runtime import uncompiled
 if TYPE_CHECKING:
     from osa.options import ModelConfig
 
-Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # of each block the patches, or the patches and [cls]
+Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # for each block its patches, or its patches and [cls]
 
 
 class VisionTransformer(nn.Module):
@@ -29,7 +29,7 @@ class VisionTransformer(nn.Module):
     Args:
         image_size: height and width of the image.
         patch_size: p, a divisor of image_size; there are N = (image_size/p)² + 1 tokens.
-        num_classes: number of logits; 0: the model has no head and returns the features of [cls].
+        num_classes: number of logits. If 0, the model has no head and returns the features of [cls].
         embed_dim: d.
         depth: number of blocks, at least 1.
         mlp_ratio: hidden width of the MLPs divided by d.
@@ -146,10 +146,10 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: (B, C, H, W).
-            indices: numbers of blocks, negative ones counted from the end; or the number of last blocks. None: all.
+            indices: numbers of blocks, negative ones counted from the end; or an int n for the last n blocks. None: all.
             return_prefix_tokens: return a pair for each block, its patches and its [cls], (B, 1, d).
             norm: apply the final norm to each output.
-            stop_early: stop after the last chosen block; its output then gives the features.
+            stop_early: stop after the last chosen block, and compute the features from its output.
             output_fmt: shape of the patches: "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
             intermediates_only: return no features.
             output_dict: return a dictionary: "image_features", "image_intermediates", "image_intermediates_prefix".
@@ -158,7 +158,7 @@ class VisionTransformer(nn.Module):
             The features (B, N, d), and a list of the outputs in the order of the blocks.
 
         Raises:
-            ValueError: a block or the format does not exist.
+            ValueError: a chosen block does not exist, or the format is unknown.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f'output_fmt must be "NCHW" or "NLC", not {output_fmt!r}')
@@ -200,7 +200,7 @@ class VisionTransformer(nn.Module):
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a new one with Xavier weights, on the same device and of the same type; 0 removes it."""
+        """Replaces the head by a new one with Xavier weights, device and type unchanged. For 0 classes, removes the head."""
         token = self.cls_token  # adapters replace layers, but not this parameter
         self.head = nn.Identity()
         if num_classes:
@@ -210,11 +210,11 @@ class VisionTransformer(nn.Module):
             self.config = dataclasses.replace(self.config, num_classes=num_classes)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Switches checkpointing: training stores only the blocks' inputs, and recomputes the rest in the backward pass."""
+        """Switches checkpointing on or off. With it, training stores only the inputs of blocks, and recomputes the rest."""
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
-        """The first `num_outputs` tokens, or all, after the last block and the final norm, (B, num_outputs, d)."""
+        """Returns the first `num_outputs` tokens, or all, after the last block and the final norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
             x = self._run_block(block, x, num_outputs if i == len(self.blocks) else None)
@@ -227,7 +227,7 @@ class VisionTransformer(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, a data-parallel wrapper or an average of weights, or the model itself."""
+    """Returns the model inside torch.compile, a data-parallel wrapper or an average of weights, or the model itself."""
     inner = uncompiled(model)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
         inner = model.get_submodule("module")
@@ -235,7 +235,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """The blocks of a model, which may be inside a wrapper.
+    """Returns the blocks of a model, which may be inside a wrapper.
 
     Raises:
         ValueError: the model has no `blocks`.

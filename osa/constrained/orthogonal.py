@@ -234,7 +234,7 @@ class Orthogonal(nn.Module):
         """
         rows, columns = weight.shape[-2:]
         if rows != columns:
-            raise ValueError(f"{self.name} is for square weights, not {rows}×{columns}, of which `retract` takes the steps")
+            raise ValueError(f"{self.name} is for square weights, not {rows}×{columns}: use `retract` for others")
         if not is_orthonormal(weight):
             raise ValueError("the weight is not orthonormal: begin with `orthonormal_` or an orthogonal draw")
         self.register_buffer("base", weight.detach().clone())

@@ -131,7 +131,7 @@ def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, T
             hook.remove()
     if len(inputs) != len(blocks):
         raise ValueError(
-            "the blocks do not show what enters them, as where they are compiled, or DataParallel has copied them: "
+            "the inputs of the blocks cannot be seen, because the blocks are compiled, or DataParallel has copied them: "
             "give with_penalty the model without torch.compile and DataParallel"
         )
     terms = [term(block, x) for block, x in zip(blocks, inputs, strict=True) for term in PENALTIES[name]]

@@ -305,7 +305,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """The least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4, the leading term of the remainder's derivative."""
+    """Returns the least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4. This term leads the derivative of the remainder."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2

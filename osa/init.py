@@ -130,7 +130,7 @@ def init_softmax_attention_(
     alpha: float = 0.1,
     generator: Generator | None = None,
 ) -> None:
-    """Xavier uniform weights and zero biases (Appendix D).
+    """Draws Xavier uniform weights, and sets zero biases (Appendix D).
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -326,13 +326,13 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
 
 def init_xavier_mlp_(mlp: TwoLayers, *, generator: Generator | None = None) -> None:
-    """Xavier uniform weights and zero biases for an MLP (Appendix D)."""
+    """Draws Xavier uniform weights for an MLP, and sets zero biases (Appendix D)."""
     for linear in (mlp.fc1, mlp.fc2):
         xavier_linear_(linear, generator=generator)
 
 
 def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Xavier uniform weight and zero bias (Appendix D)."""
+    """Draws a Xavier uniform weight, and sets a zero bias (Appendix D)."""
     nn.init.xavier_uniform_(linear.weight, generator=generator)
     nn.init.zeros_(linear.bias)
 

@@ -136,7 +136,7 @@ def register_with_transformers(
         raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
-    configurations: Any = PreTrainedConfig  # Any: its type has no such attribute
+    configurations: Any = PreTrainedConfig  # Any, because the class declares no such attribute
     if not hasattr(configurations, CONFIG_KEY):
         configurations.orthogonal_attention = None
         configurations.to_dict = _with_attention(configurations.to_dict)

@@ -254,7 +254,7 @@ def gram_factor(gram: Tensor) -> Tensor:
 
 
 def balanced(m: Tensor) -> Tensor:
-    """M T with the same S as M, and with columns as short as possible in each pair: T is symplectic, T J Tᵀ = J.
+    """Returns M T, with the same S as M and the shortest columns in each pair. T is symplectic: T J Tᵀ = J.
 
     S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. A 2×2 matrix of determinant 1 that multiplies a
     pair leaves its term unchanged. So the projection on the longer column is subtracted from the shorter one, and then one

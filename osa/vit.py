@@ -98,7 +98,7 @@ class VisionTransformer(nn.Module):
             xavier_linear_(self.head)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The input of the first block: [cls] and embedded patches plus positions, normalised if `normalise_tokens`.
+        """Returns the input of the first block: [cls] and embedded patches plus positions, normalised if `normalise_tokens`.
 
         Args:
             images: (B, C, H, W).
@@ -186,7 +186,7 @@ class VisionTransformer(nn.Module):
         return intermediates if intermediates_only else (self.norm(x), intermediates)
 
     def _block_numbers(self, indices: int | Sequence[int] | None) -> set[int]:
-        """The numbers, 0 to depth − 1, of the blocks that `indices` of `forward_intermediates` selects."""
+        """Returns the numbers, 0 to depth − 1, of the blocks that `indices` of `forward_intermediates` selects."""
         depth = len(self.blocks)
         if indices is None:
             indices = depth

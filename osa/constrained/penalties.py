@@ -16,10 +16,10 @@ from osa.vit import blocks_of
 
 
 def gram_penalty(weight: Tensor) -> Tensor:
-    """Σ (σᵢ² − 1)² over the singular values of W, summed over the batch: the smaller of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F².
+    """Σ (σᵢ² − 1)² over the singular values of W, summed over the batch.
 
-    These two differ by the constant |m − n|, so both have the gradient 4 W (WᵀW − I). The penalty is 0 if the columns or the
-    rows are orthonormal.
+    It is the smaller of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F². The two differ by the constant |m − n|, so both have the gradient
+    4 W (WᵀW − I). The penalty is 0 if the columns or the rows of W are orthonormal.
 
     Args:
         weight: (..., m, n).

@@ -1,4 +1,4 @@
-"""Attention layers that start as a given matrix, or as the identity (He et al. 2023)."""
+"""Attention layers with a given initial attention matrix, or with the identity (He et al. 2023)."""
 
 import torch
 import torch.nn.functional as F

@@ -26,7 +26,7 @@ def orthogonal_attention_varlen(
     """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as in FlashAttention.
 
     Zeros pad the sequences to the length of the longest. Zero rows add nothing to MᵀM and MᵀV, so the output of a sequence
-    does not depend on the others, up to rounding. All B sequences take as much memory as the longest: pack sequences of
+    does not depend on the others, up to rounding. Every sequence takes as much memory as the longest, so pack sequences of
     similar length together. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
 
     Args:

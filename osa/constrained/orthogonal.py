@@ -43,7 +43,7 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 
     Planes with the same i + j share no index, and planes that share an index are in the same order by i + j as by i and then
     j. So 2n − 3 steps, each of up to n/2 simultaneous rotations, give the same product in 3n²(n − 1) operations. The
-    backward pass undoes the steps one by one, so that it stores only n² numbers. Second derivatives raise an error.
+    backward pass undoes the steps one by one, so that its memory is O(n²). Second derivatives raise an error.
 
     A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) rotates vectors in the plane (i, j), so a layer of rotors
     is this map too.
@@ -294,7 +294,7 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Returns an orthonormal W after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
+    """Returns W, orthonormal, after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
     exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998), which is orthogonal attention (Eq. 5) with query K and

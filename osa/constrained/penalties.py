@@ -68,7 +68,7 @@ def projection_penalty(attention: Attention, *, separate: bool = False) -> Tenso
 def mlp_penalty(mlp: TwoLayers) -> Tensor:
     """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1). `gram_penalty` drops the constant part of the second term.
 
-    SUO (Section 4.4 of *Orthogonal Self-Attention*) initialises M₁ with M₁ᵀM₁ = (hidden/d) I. The penalty pulls M₁ away.
+    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts with M₁ᵀM₁ = (hidden/d) I. The penalty pulls M₁ away from this.
     """
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 

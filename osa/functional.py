@@ -1,6 +1,6 @@
 """Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
 
-`orthogonal_attention` has the equations, and says what each method guarantees. The methods are in `osa.routes`.
+The docstring of `orthogonal_attention` has the equations and the guarantees of each method. `osa.routes` has the methods.
 """
 
 import math
@@ -52,13 +52,13 @@ def orthogonal_attention(
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
-        method           L             Z                     Y                 gradient where M is rank-deficient
+        method           L             Z                     Y                 gradient if M is rank-deficient
         "qr_literal"     Eq. 6 and 7 as they stand                             undefined
-        "qr"             B             [S] = BᵀSB            [S] BᵀV           right
-        "exact"          scale · M     scale · J G           J MᵀV             right
-        "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV     right
-        "polar_express"  as "newton_schulz", with other polynomials            right
-        "cayley"         as "exact", with (I − Z/2)⁻¹ in place of φ₁(Z)        right
+        "qr"             B             [S] = BᵀSB            [S] BᵀV           correct
+        "exact"          scale · M     scale · J G           J MᵀV             correct
+        "newton_schulz"  scale · M     scale · G_K J G       G_K J G_K MᵀV     correct
+        "polar_express"  as "newton_schulz", with other polynomials            correct
+        "cayley"         as "exact", with (I − Z/2)⁻¹ in place of φ₁(Z)        correct
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
@@ -71,35 +71,37 @@ def orthogonal_attention(
     exp(S) to second order and rotates by less than π. Brantner et al. (2023, *Volume-Preserving Transformers for Learning
     Time Series Data with Structure*, arXiv 2312.11166) use it in attention, and form the N×N matrix.
 
-    A preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN. Here eps is that
-    of the widest input, at most float32's. "polar_express" preserves lengths to 10⁻⁵, or to the accuracy of float32, if the
-    singular values of M lie in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by design: it agrees with its equations
-    to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
+    A = exp(S) preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN. Here
+    eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" preserves lengths to 10⁻⁵, or
+    to the accuracy of float32, if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by
+    design: it agrees with its equations to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's
+    matrix exponential.
 
     If N < 2d, S is smaller than G. "qr" then uses S itself, as do "exact" and "cayley" if the entries of S do not cancel.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: if Q ≈ K, if tokens share a large
-    part, or if there are outliers. To avoid this error, "exact" and "cayley" replace M by M T, which has the same S (see
-    `balanced`), and if that does not suffice they use the basis of "qr" in float64; the iterations continue in float64. In a
-    trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `osa.routes`), and on the CPU all methods but "qr"
-    compute in float64. CUDA kernels make their own choice: between M T and a basis up to 64 tokens of width 16, and between
-    M T and M R⁻¹ beyond 256 tokens or that width. If no digit is left, the result is NaN, with a warning. exp(S) is also NaN
-    if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32 inputs are in full
-    float32 even if the program allows TF32, except under torch.compile and in the backward pass of "qr_literal".
+    component, or if there are outliers. To avoid this error, "exact" and "cayley" replace M by M T, which has the same S
+    (see `balanced`). If this does not suffice, they use the basis of "qr" in float64. "newton_schulz" and "polar_express"
+    continue in float64. In a trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `osa.routes`), and on the
+    CPU all methods except "qr" compute in float64. CUDA kernels choose between M T and a basis for up to 64 tokens of width
+    16, and between M T and M R⁻¹ for more than 256 tokens or a larger width. If no digit is correct, the result is NaN, with
+    a warning. exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of
+    float32 inputs are in full float32 even if the program allows TF32, except under torch.compile and in the backward pass
+    of "qr_literal".
 
     Args:
         query: (..., N, d).
         key: (..., N, d).
         value: (..., N, d_value).
-        attn_mask: boolean, True for tokens that take part and False for padding: (..., 1, N), or (..., N, N) with equal
-            rows. Padding changes the output of the other tokens only by rounding; the output of a padded token is its own
-            value. The gradient of "qr_literal" is undefined if fewer than min(N, 2d) tokens remain.
-        dropout_p, is_causal: must be 0 and False: with others the attention matrix is not orthogonal.
+        attn_mask: boolean, False for padding, (..., 1, N), or (..., N, N) with equal rows. Padding changes the output of
+            other tokens only by rounding. The output of a padded token is its value. The gradient of "qr_literal" is
+            undefined if fewer than min(N, 2d) tokens remain.
+        dropout_p, is_causal: must be 0 and False, because the attention matrix would not be orthogonal.
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
         enable_gqa: repeat the heads of key and value, dimension −3, to match those of query.
         method: a method of the table.
-        num_iterations: K of Eq. 9, for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7) alone.
+        num_iterations: K of Eq. 9, only for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7).
         epsilon: ε of Section 3, which these two methods add to ‖M‖_F.
 
     Returns:
@@ -107,8 +109,8 @@ def orthogonal_attention(
 
     Raises:
         TypeError: query, key, value or the mask is not a tensor, or the scale is not a real number.
-        ValueError: the shapes, types or devices do not match, the method is unknown, or an argument asks for a matrix that
-            is not orthogonal.
+        ValueError: the shapes, types or devices do not match, the method is unknown, or an argument would give an attention
+            matrix that is not orthogonal.
 
     Example:
         >>> query, key, value = torch.randn(3, 2, 4, 50, 16)  # each (batch, heads, tokens, width)
@@ -136,7 +138,7 @@ def orthogonal_attention_matrix(
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """The attention matrix A = exp(S) that `orthogonal_attention` applies, for figures and tests: O(N²) memory.
+    """Returns the attention matrix A = exp(S) that `orthogonal_attention` applies. For figures and tests: O(N²) memory.
 
     Args and errors: as for `orthogonal_attention`.
 

@@ -1,6 +1,6 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
 
-An option of `ModelConfig` that chooses a part is a key of a dict below; a new part is a new entry.
+Dicts map the options of `ModelConfig` that choose a part to functions. To add a part, add an entry.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
 # Parts that an option chooses. Each entry takes the whole configuration. An attention's entry returns two functions: one
-# builds the layer of a block from the block's number, the other initialises it. An MLP's entry also takes the gain and the
-# kappa of its activation, and returns the function that initialises it.
+# builds the layer of a block, given the block's number; the other initialises the layer. An MLP's entry also takes the gain
+# and the kappa of the activation, and returns the function that initialises the MLP.
 
 Initialise = Callable[..., None]
 LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]
@@ -174,7 +174,7 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
 def build_vit(
     config: ModelConfig | None = None, *, generator: Generator | None = None, **options: Unpack[ModelOptions]
 ) -> VisionTransformer:
-    """Builds and initialises a Vision Transformer of Appendix D from a configuration, or from options; sets its `config`.
+    """Builds and initialises a Vision Transformer of Appendix D from a configuration or options, and sets its `config`.
 
     Args:
         config: the configuration.

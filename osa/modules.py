@@ -57,7 +57,7 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each head, (B, num_heads, N, d_v), by one matrix product if the three layers allow it.
+        """Returns query, key and value of each head, (B, num_heads, N, d_v), by one product if the three layers allow it.
 
         Args:
             x: (B, N, embed_dim).
@@ -73,15 +73,15 @@ class SelfAttention(nn.Module):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """A_i V_i of each head, (B, num_heads, num_outputs, d_v): the first `num_outputs` tokens, or all if None."""
+        """Returns A_i V_i of each head, (B, num_heads, num_outputs, d_v), for the first `num_outputs` tokens, or for all."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Σ_i A_i X W^V_i W^O_i (Eq. 4), (B, N, embed_dim) or (N, embed_dim), or only the first `num_outputs` tokens of it.
+        """Σ_i A_i X W^V_i W^O_i (Eq. 4), (B, N, embed_dim) → (B, N, embed_dim), or the same without B.
 
         Args:
-            attn_mask: boolean, True for tokens that take part and False for padding: (B, N) or (N,); or (..., 1 or N, N),
-                broadcast over heads.
+            num_outputs: compute only the first tokens of the output. None: all.
+            attn_mask: boolean, False for padding, (B, N) or (N,); or (..., 1 or N, N), broadcast over heads.
 
         Raises:
             TypeError: x or the mask is not a tensor.
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """A of each head, (B, num_heads, N, N) for x (B, N, d), in the type of x: the attention of V = I."""
+    """A of each head, x (B, N, d) → (B, num_heads, N, N), in the type of x. Computes the attention with V = I."""
     query, key, _ = attention.project(x)
     num_tokens = x.shape[-2]
     identity = torch.eye(num_tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], num_tokens, num_tokens)
@@ -119,7 +119,7 @@ def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | No
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """Reshapes a mask of the tokens of x to (B or none, 1, 1, N); returns a mask of three or more dimensions unchanged."""
+    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns one of three or more dimensions unchanged."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
     if attn_mask.dim() > 2:
@@ -138,7 +138,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight (3d, d) and bias of one linear layer that replaces the three parts, or None if they cannot be joined."""
+    """Returns weight (3d, d) and bias of one linear layer that computes all three parts, or None if there is none."""
     if not all(map(_is_plain, parts)):
         return None
     weights = [part.weight for part in parts]
@@ -149,7 +149,7 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """True for `nn.Linear` itself, parametrised or not, without hooks: not for a subclass or a replaced `forward`."""
+    """True for `nn.Linear` itself, parametrised or not. False for a subclass, a replaced `forward` or hooks."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
@@ -164,15 +164,15 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
 class OrthogonalSelfAttention(SelfAttention):
     """Multi-head orthogonal self-attention (Eq. 3–5): Σ_i exp(S_i) X W^V_i W^O_i, S_i = α_i/√d_v (Q_i K_iᵀ − K_i Q_iᵀ).
 
-    It has no biases, starts as in Section 4, is permutation equivariant, and is not causal.
+    The layer has no biases, is initialised as in Section 4, is permutation equivariant, and is not causal.
 
     Args:
         embed_dim: d.
         num_heads: h ≥ 2, so that 2 d_v ≤ d for d_v = d/h, which Section 4.2 needs.
-        method, num_iterations, epsilon: as for `osa.functional.orthogonal_attention`. The attribute `options` keeps them, as
-            keywords for it and for `orthogonal_attention_matrix`.
+        method, num_iterations, epsilon: as for `osa.orthogonal_attention`. The attribute `options` holds them as keywords
+            for this function and for `orthogonal_attention_matrix`.
         alpha_init: initial α.
-        alpha_per_head: one α for each head, or one for the layer.
+        alpha_per_head: True: one α for each head. False: one α for the layer.
 
     Raises:
         ValueError: h does not divide d, 2 d_v > d, the method is unknown or takes no `num_iterations`, or a number is
@@ -296,16 +296,16 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
         Args:
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).
-            key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for tokens that take part.
-            need_weights: whether to return the matrices: (B, N, N), or (N, N) for (N, d).
-            attn_mask: padding too, (N, N) or (B·h, N, N) with equal rows, True or −∞ for padding.
+            key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for other tokens.
+            need_weights: return the matrices, (B, N, N), or (N, N) if query is (N, d).
+            attn_mask: a second mask of padding, (N, N) or (B·h, N, N) with equal rows, with the same values.
             average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
             is_causal: must be False.
 
         Raises:
             TypeError: the tokens or a mask are not tensors.
-            ValueError: query, key and value are different tensors, a mask has unequal rows or other numbers, or the shapes
-                do not fit.
+            ValueError: query, key and value are different tensors, a mask has unequal rows or numbers other than 0 and −∞,
+                or the shapes do not fit.
         """
         if not (query is key is value):
             raise ValueError(
@@ -322,7 +322,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return y.transpose(0, 1) if is_turned else y, weights
 
     def _mask(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-        """Combines both masks of torch into one, (B or 1, h or 1, 1 or N, N), True for tokens that take part."""
+        """Combines both masks of torch into one, (B or 1, h or 1, 1 or N, N), False for padding."""
         square = (x.shape[-2], x.shape[-2])
         mask = None
         if key_padding_mask is not None:
@@ -342,7 +342,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
 
 def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """Checks a mask of `nn.MultiheadAttention`, and returns a boolean one: True for tokens that take part."""
+    """Checks a mask of `nn.MultiheadAttention`, and returns a boolean mask that is False for padding."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -386,7 +386,7 @@ class SoftmaxSelfAttention(SelfAttention):
 
 
 def first_rows(attn_mask: Tensor | None, num_outputs: int | None) -> Tensor | None:
-    """The rows of a mask (..., 1 or N, N) for the first `num_outputs` queries."""
+    """Returns the rows of a mask (..., 1 or N, N) for the first `num_outputs` queries."""
     return attn_mask if attn_mask is None else attn_mask[..., :num_outputs, :]
 
 
@@ -420,13 +420,13 @@ class Block(nn.Module):
     """Attention, then an MLP (Eq. 1–2), each with an optional pre-norm and an optional skip connection.
 
     Args:
-        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and `attn_mask` if the block is given one.
+        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and `attn_mask` if the block gets a mask.
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
         norm_eps: ε of LayerNorm.
-        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021), which preserves the mean square that
-            x and f(x) share. None: x + f(x).
+        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021). It preserves the mean square if x and
+            f(x) have the same one. None: x + f(x).
 
     Raises:
         ValueError: the shortcut is not in [0, 1].
@@ -465,7 +465,7 @@ class Block(nn.Module):
         """Maps (B, N, d) or (N, d) to the same shape. `num_outputs` computes only the first tokens of the output.
 
         Args:
-            attn_mask: boolean, (B, N), True for tokens that take part: see the attention's `forward`.
+            attn_mask: boolean, (B, N), False for padding: see `forward` of the attention.
         """
         masked = {} if attn_mask is None else {"attn_mask": attn_mask}
         y = self.join(x[..., :num_outputs, :], self.attention(self.norm1(x), num_outputs, **masked))  # (B, N, d)

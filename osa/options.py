@@ -15,8 +15,8 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
-ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: Appendix D's, and one for singular values of 10⁻³
-EPSILON = 1e-7  # ε > 0 of Section 3, which gives no value; float32 rounds it away next to any ‖M‖_F above 2
+ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: 6 is from Appendix D, 7 is for singular values of 10⁻³
+EPSILON = 1e-7  # ε of Section 3; the paper gives no value. In float32, ‖M‖_F + ε rounds to ‖M‖_F above 2
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
@@ -32,7 +32,7 @@ ValueOutInit = Literal["orthogonal", "gaussian"]
 
 # The options
 
-MAX_SIZE = 2**14  # largest size: weights of a larger one fit in no memory
+MAX_SIZE = 2**14  # largest size; larger weights do not fit in memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
@@ -42,7 +42,7 @@ def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Parts of a model and their initialisations. None stands for the default of the attention."""
+    """Parts of a model and their initialisations. None means the default for the kind of attention."""
 
     attention: AttentionKind
     """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
@@ -154,17 +154,17 @@ class ModelConfig(Sizes, Initialisation, Architecture):
             check_method(self.method, self.num_iterations)
 
     def given(self, *names: str) -> dict[str, Any]:
-        """The named options that are not None."""
+        """Returns the named options that are not None."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def num_tokens(self) -> int:
-        """Patches and [cls]."""
+        """N: the number of patches, and 1 for [cls]."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
     @property
     def shortcut(self) -> float | None:
-        """α of skips α x + √(1 − α²) f(x)."""
+        """α of skips α x + √(1 − α²) f(x), or None for skips x + f(x)."""
         return None if self.normalised_skip is None else math.sqrt(1 - self.normalised_skip / self.depth)
 
 
@@ -173,7 +173,7 @@ FIELD_TYPES = get_type_hints(ModelConfig)
 
 
 def check_attention_options(options: dict[str, Any]) -> None:
-    """Raises ValueError if an option is set that belongs to another kind of attention."""
+    """Raises ValueError if an option of another kind of attention is set."""
     for name, value in options.items():
         owners = FIELDS[name].metadata.get("attention") if name in FIELDS else None
         if value is not None and owners and (attention := options["attention"]) not in owners:
@@ -281,7 +281,7 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
 
 _OSA: ModelOptions = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT: ModelOptions = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
-# He et al. 2023 (H.1): tokens with q = 1, an activation that preserves q, orthogonal W^V and W^O
+# He et al. 2023 (H.1): tokens of mean square 1, an activation that preserves the mean square, orthogonal W^V and W^O
 _SHAPED: ModelOptions = {
     "skip": False,
     "norm": False,
@@ -301,7 +301,7 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: the function of osa_qr computed without a basis, and with its gradient through QR
+    # Not in the paper: osa_qr computed without a basis, and osa_qr with a gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of its exponential
@@ -320,7 +320,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Draw both layers of an MLP from one frame, as 72 blocks of this width need
+# Both layers of an MLP drawn from one frame, which 72 blocks of this width need
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -328,7 +328,7 @@ MODELS |= {
     "uspa_iso": MODELS["uspa"] | _ISO,
     "vskipinit_iso": MODELS["vskipinit"] | _ISO,
 }
-# Attention or initialisation? Softmax initialised by Section 4, and OSA initialised by Xavier
+# To separate attention from initialisation: softmax initialised by Section 4, and OSA initialised by Xavier
 MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
@@ -345,13 +345,13 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """The name in `MODELS` of a configuration, whatever its sizes and initialisation: the most specific match, or None."""
+    """Returns the most specific name in `MODELS` that fits a configuration of any sizes and initialisation, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Ends an error message: asks for the most similar known name, or lists all known names."""
+    """Returns the end of an error message, with the most similar known name, or with all known names."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"

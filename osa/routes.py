@@ -1,7 +1,7 @@
-"""The methods of orthogonal attention in plain torch, on any device: `osa.functional` has the equations.
+"""The methods of orthogonal attention in plain torch, on any device. `osa.functional` has the equations.
 
-From the top: `plain_attention`; the paper's own formulas; the routes by a basis, by Gram matrices and by iterations; two
-functions of autograd.
+In order: `plain_attention`; the paper's own formulas; routes that use a basis, Gram matrices or iterations; two autograd
+functions.
 """
 
 import math
@@ -39,16 +39,19 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL_NORM = 64.0  # ‖[S]‖_F up to which φ₁([S]) and [S] may be multiplied in either order: see `_is_small`
-CANCELLATION = 16.0  # largest scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used: √(d/2) for independent entries
-# eps · scale · ‖M‖_F² above which iterations continue in float64, and above which no type is precise enough
+SMALL_NORM = 64.0  # largest ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
+CANCELLATION = 16.0  # largest scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for a route by S; it is √(d/2) for independent entries
+# limits of eps · scale · ‖M‖_F²: above the first, iterations continue in float64; above the second, no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
 
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """Calls a function of `_ROUTES` with tensors of one type and batch: (b, N, d), (b, N, d_value) and scale (b, 1, 1)."""
+    """Computes exp(S) V by a function of `_ROUTES`, (..., N, d_value).
+
+    The function gets tensors of one type and batch: query and key (b, N, d), value (b, N, d_value) and scale (b, 1, 1).
+    """
     with without_autocast(query.device), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # `polar_express_gram` needs float64
         dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), least)
@@ -86,9 +89,9 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Uses Gram matrices of M, or of M T (see `balanced`) if M is unbalanced, or a basis if balancing does not suffice.
+    """Computes A V by Gram matrices of M, or of M T (see `balanced`), or by a basis if balancing does not suffice.
 
-    For N < 2d it uses S itself, which is smaller, unless the entries of S cancel.
+    For N < 2d it uses S instead, which is smaller, unless the entries of S cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -110,7 +113,7 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
 
 @torch.no_grad()
 def _keeps_digits(skew: Tensor, query: Tensor, key: Tensor, scale: Tensor) -> bool:
-    """True if rounding errors of each S, eps · scale · ‖Q‖_F ‖K‖_F, are at most CANCELLATION times those of exp(S)."""
+    """True if rounding errors of S, eps · scale · ‖Q‖_F ‖K‖_F, are at most CANCELLATION times the errors of exp(S)."""
     q, k, s = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (query, key, skew))
     return bool((scale.abs() * q * k <= CANCELLATION * s.clamp(min=1)).all())
 
@@ -120,11 +123,11 @@ def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -
 
 
 def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
-    """Replaces M by M R⁻¹, whose columns are nearly orthonormal. Returns NaN, never a wrong number, where precision is lost.
+    """Computes A V with M R⁻¹, whose columns are nearly orthonormal, in place of M. Returns NaN where precision is lost.
 
     A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹, for any invertible R: derivatives of every order may
     treat R as a constant. With R from `gram_factor`, Z is nearly skew at any rank of M, and the error is at most about
-    eps · scale · ‖M‖_F². ONNX has no Cholesky decomposition, so there R is I.
+    eps · scale · ‖M‖_F². In ONNX, which has no Cholesky decomposition, R is I.
     """
     m = balanced(m)
     if goes_to_onnx():
@@ -139,7 +142,7 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """float64 on the CPU, where it takes twice the time, else the input's type: for traces, which hide the values."""
+    """The type for traces, which hide the values: float64 on the CPU, at twice the time, and otherwise the type of M."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
@@ -259,16 +262,16 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with the gradient of A V itself, which does not depend on the choice of basis.
+    """`_by_differentiable_basis` with a gradient that does not differentiate the basis, as A V does not depend on it.
 
-    With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. For a gradient G let H = BᵀG and Ū = f(−[S]) H, and
+    With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
     let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B moves B too. This
     adds, to first order, (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
-    This needs neither the backward pass of QR nor R⁻¹, and so also holds for a rank-deficient M. With create_graph=True the
-    gradient is that of `_by_cholesky` in float64, the same function, whose higher derivatives exist.
+    These gradients need neither the backward pass of QR nor R⁻¹, so they also hold for a rank-deficient M. With
+    create_graph=True they come from `_by_cholesky` in float64, which computes the same A V and has higher derivatives.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
 
-Dicts map the options of `ModelConfig` that choose a part to functions. To add a part, add an entry.
+For each option of `ModelConfig` that chooses a part, a dict maps its values to functions. To add a part, add an entry.
 """
 
 import dataclasses

@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
         return y if x.dim() == 3 else y[0]
 
     def _check(self, x: Tensor, num_outputs: int | None, *others: Tensor) -> None:
-        """Raises the errors of `forward` about its inputs."""
+        """Raises the errors that `forward` documents, except those about the mask."""
         if others or isinstance(num_outputs, Tensor):
             raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
         if not isinstance(x, Tensor):

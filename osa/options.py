@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: 6 is from Appendix D, 7 is for singular values of 10⁻³
-EPSILON = 1e-7  # ε of Section 3; the paper gives no value. In float32, ‖M‖_F + ε rounds to ‖M‖_F above 2
+EPSILON = 1e-7  # ε of Section 3; the paper gives no value. In float32, ‖M‖_F + ε = ‖M‖_F if ‖M‖_F > 2
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]

@@ -40,7 +40,7 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # largest ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
-CANCELLATION = 16.0  # largest scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for a route by S; it is √(d/2) for independent entries
+CANCELLATION = 16.0  # use S itself up to this scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F), which is √(d/2) for independent entries
 # limits of eps · scale · ‖M‖_F²: above the first, iterations continue in float64; above the second, no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
@@ -246,7 +246,7 @@ def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor
 
 
 def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
-    """Returns [S] f([S]) W, which A adds to W, multiplied in the more accurate order."""
+    """Returns A W − W = [S] f([S]) W, multiplied in the more accurate order."""
     return torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
 
 
@@ -307,7 +307,7 @@ class _ByBasis(torch.autograd.Function):
 
 
 def _in_double(function: PhiTimes, m: Tensor, v: Tensor) -> Tensor:
-    """Computes the same A V in float64, with S = M J Mᵀ, by a function that has derivatives of every order."""
+    """Computes A V in float64, with S = M J Mᵀ, by a function that has derivatives of every order."""
     one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
     return _by_cholesky(function, m.double(), v.double(), one).to(v.dtype)
 

@@ -29,7 +29,7 @@ class Short:
         return ("short",) if query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH else ()
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
-        """For "qr", the shape of the bases, (batch, heads, N, 2d). For other methods, of one number for each matrix."""
+        """Returns (batch, heads, N, 2d) for "qr", which saves bases. Other methods save one number for each matrix."""
         return (*query.shape[:-1], 2 * query.shape[-1]) if self.method == "qr" else (*query.shape[:2], 1, 1)
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:

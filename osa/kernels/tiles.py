@@ -69,7 +69,7 @@ def diagonal(a):
 
 @triton.jit
 def load(a, o_rows, o_columns):
-    """Entries of A, and zeros outside of A."""
+    """Returns entries of A, and zeros for rows and columns outside of A."""
     mask = (o_rows < a[3])[:, None] & (o_columns < a[4])[None, :]
     return tl.load(a[0] + a[5] + o_rows[:, None] * a[1] + o_columns[None, :] * a[2], mask=mask, other=0.0)
 

@@ -47,7 +47,7 @@ def times_jt(b_x):
 
 @triton.jit
 def load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
-    """Rows of M = [Q, K], in copies of 16 bytes: Q and K are addressed as one matrix with a gap between them."""
+    """Loads rows of M = [Q, K] in copies of 16 bytes. Q and K are addressed as one matrix with a gap between them."""
     o_columns = tl.arange(0, COLUMNS)
     o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # entries
     p_m = p_q + tl.where(o_columns < D, o_columns, o_columns + o_gap)[None, :] + o_rows[:, None] * row_stride
@@ -91,7 +91,7 @@ def load_scale(scale, i_head):
 
 @triton.jit
 def gram_and_sums(p_q, p_k, p_v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """G, (COLUMNS, COLUMNS), and (MᵀV)ᵀ, (D, COLUMNS)."""
+    """Returns G, (COLUMNS, COLUMNS), and (MᵀV)ᵀ, (D, COLUMNS)."""
     b_gram, b_vm = tl.zeros((COLUMNS, COLUMNS), tl.float32), tl.zeros((D, COLUMNS), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
         o_rows = start + tl.arange(0, ROWS)
@@ -103,7 +103,7 @@ def gram_and_sums(p_q, p_k, p_v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: 
 
 @triton.jit
 def products(p_q, p_k, p_e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """Fᵀ, (D, COLUMNS)."""
+    """Returns Fᵀ = EᵀM, (D, COLUMNS)."""
     b_f = tl.zeros((D, COLUMNS), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
         o_rows = start + tl.arange(0, ROWS)
@@ -122,8 +122,8 @@ def p_panel(p_x):
 def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     """Returns Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
 
-    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂, where ‖M‖₂² is
-    replaced by ‖G‖_F. STORE stores Y and all terms but the last, for a head whose state is FUSED.
+    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code takes
+    ‖G‖_F for ‖M‖₂². STORE, for heads with the state FUSED, stores Y and all terms except the last.
     """
     b_gram *= c
     b_total = c * times_jt(b_vm)
@@ -138,7 +138,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     if STORE:
         tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
     for i_term in range(MAX_TERMS):
-        if size > least:  # Triton 3.6 does not compile a `while` here; with the norm in two places, registers spill
+        if size > least:  # not `while`, which Triton 3.6 does not compile; a second copy of the norm would spill registers
             size = tl.sum(b_term * b_term)
             least = tl.where(i_term == 0, factor * size, least)
             if size > least:

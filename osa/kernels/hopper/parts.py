@@ -31,7 +31,7 @@ def o_gram():
 
 @triton.jit
 def part_of(tokens, parts, rows):
-    """A program's head, the first token of its part, and the number of tokens in it."""
+    """Returns a program's head, the first token of its part, and the number of tokens in the part."""
     start = tl.program_id(0) % parts * rows
     return tl.program_id(0) // parts, start, tl.minimum(tokens - start, rows)
 

@@ -68,7 +68,7 @@ def o_panel():
 
 @triton.jit
 def o_swapped():
-    """Offsets as by `o_panel`, with the columns of each pair swapped, q_j with k_j."""
+    """`o_panel` with the two columns q_j and k_j of each pair swapped."""
     return tl.arange(0, D)[:, None] * COLUMNS + ((tl.arange(0, COLUMNS) + D) % COLUMNS)[None, :]
 
 
@@ -91,7 +91,7 @@ def as_bfloat16(p_x):
 
 @triton.jit
 def load_z(p_scratch, SPLIT: tl.constexpr):
-    """Loads Zᵀ and, if SPLIT, its low part, else Zᵀ again."""
+    """Returns the high and the low part of Zᵀ if SPLIT, and otherwise Zᵀ twice."""
     p_z = as_bfloat16(p_scratch + O_Z) + tl.arange(0, COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     b_z = tl.load(p_z)
     b_z_low = b_z
@@ -102,7 +102,7 @@ def load_z(p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
-    """X Zᵀ by one bfloat16 product, or if SPLIT by three, without low times low."""
+    """X Zᵀ by one bfloat16 product. SPLIT takes three products, and omits the low part times the low part."""
     if SPLIT:
         b_high, b_low = high_low(b_x)
         b_product = tl.dot(b_high, b_z, tl.dot(b_high, b_z_low, tl.dot(b_low, b_z)))
@@ -113,7 +113,7 @@ def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
 
 @triton.jit
 def gram_blocks(p_q, p_k, p_v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """QᵀQ, QᵀK, KᵀK, VᵀQ and VᵀK, in blocks: slices of the results of `gram_and_sums` would spill a third more registers."""
+    """Returns QᵀQ, QᵀK, KᵀK, VᵀQ and VᵀK. To slice the results of `gram_and_sums` would spill a third more registers."""
     b_qq, b_qk, b_kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     b_vq, b_vk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
@@ -136,9 +136,9 @@ def gram_norm(b_qq, b_qk, b_kk):
 
 @triton.jit
 def balance(b_qq, b_qk, b_kk):
-    """γ of the columns of Q and of K, and σ: column j of M R is σ_j (m_j − γ_j m_p), p its partner, and σ_p = 1/σ_j.
+    """Returns γ of the columns of Q and of K, and σ. Column j of M R is σ_j (m_j − γ_j m_p), where p is the partner of j.
 
-    γ is 0 for the longer column of a pair, and σ a power of two.
+    γ is 0 for the longer column of a pair. σ_j is a power of two, and σ_p = 1/σ_j.
     """
     is_diagonal = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]
     b_q2, b_k2 = tl.sum(tl.where(is_diagonal, b_qq, 0.0), 0), tl.sum(tl.where(is_diagonal, b_kk, 0.0), 0)
@@ -175,7 +175,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and if SPLIT whether no digit is correct."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and, if SPLIT, whether no digit is correct."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -205,7 +205,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def balanced_y(p_scratch):
-    """Y R⁻ᵀ of the stored Y, as J Rᵀ = R⁻¹ J."""
+    """Returns Y R⁻ᵀ for the stored Y. It replaces Y if M R replaces M, because J Rᵀ = R⁻¹ J."""
     o_partners = (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_shear, b_sigma = p_scratch + O_BALANCE + COLUMNS, tl.load(p_scratch + O_BALANCE + o_partners)[None, :]
     return b_sigma * (
@@ -215,7 +215,7 @@ def balanced_y(p_scratch):
 
 @triton.jit
 def times_rt(p_scratch, p_x):
-    """X Rᵀ of a stored X."""
+    """Returns X Rᵀ for a stored X."""
     o_columns, o_partners = tl.arange(0, COLUMNS), (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_sigma, p_shear = p_scratch + O_BALANCE, p_scratch + O_BALANCE + COLUMNS
     b_shear_sigma = tl.load(p_shear + o_partners) * tl.load(p_sigma + o_partners)
@@ -247,10 +247,10 @@ def step_count(radius):
 
 @triton.jit
 def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
-    """The square norm below which a term no longer matters.
+    """Returns the square norm below which a term is too small to change the output.
 
-    A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂), where ‖M‖₂² is
-    replaced by ‖G‖_F.
+    A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂). The code takes
+    ‖G‖_F for ‖M‖₂².
     """
     factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     if SPLIT:
@@ -261,9 +261,9 @@ def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
 
 @triton.jit
 def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.constexpr, SPLIT: tl.constexpr):
-    """Adds the terms t_k = (Z/n)ᵏ t_0 / (k + 1)! to `b_total`, given t_0, until one no longer matters.
+    """Adds the terms t_k = (Z/n)ᵏ t_0 / (k + 1)! to `b_total`, given t_0, until a term is too small to change the output.
 
-    STORE stores all terms but the last. Returns the total, the number of terms after t_0, and whether they suffice.
+    STORE stores all terms except the last. Returns the total, the number of terms after t_0, and whether they suffice.
     """
     b_total += b_term
     size, degree = tl.full([], 1.0, tl.float32), 0

@@ -29,7 +29,7 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    SHEARED shears the columns by γ first, and skips the matrices whose first sums are accurate.
+    SHEARED shears the columns by γ first, and skips matrices with an accurate G from the first launch.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

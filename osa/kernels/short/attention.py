@@ -36,7 +36,7 @@ from osa.kernels.tiles import (
 
 @triton.jit
 def _column_products(q, k, b_shear_q, b_shear_k):
-    """⟨q, q⟩, ⟨k, k⟩ and ⟨q, k⟩ of each pair of columns of Q and K, after subtracting multiples of each other."""
+    """Returns ⟨q, q⟩, ⟨k, k⟩ and ⟨q, k⟩ of each pair of columns of the sheared Q and K, q − a k and k − b q."""
     o_columns = tl.arange(0, BLOCK)
     b_qq, b_kk, b_qk = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for row in range(0, q[3], BLOCK):
@@ -83,7 +83,7 @@ def _gather(m, balance, q, k, METHOD: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _scatter(grad_q, grad_k, grad_m, balance):
-    """Stores the gradients of Q and K: the gradient of M T of `_gather`, times Tᵀ."""
+    """Stores the gradients of Q and K: the gradient of the M T that `_gather` stores, times Tᵀ from the right."""
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = load(balance, tl.arange(0, 1), o_columns)
     b_shear_k = load(balance, 1 + tl.arange(0, 1), o_columns)
@@ -100,7 +100,7 @@ def _scatter(grad_q, grad_k, grad_m, balance):
 
 @triton.jit
 def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
-    """Stores B, an orthonormal basis of M's columns. A column of B is zero if M's depends on the columns before it.
+    """Stores B, an orthonormal basis of M's columns. A column of B is zero if M's column depends on earlier columns of M.
 
     The components in the basis are subtracted twice from each column, which gives orthogonality to rounding (Giraud et al.
     2005). A column whose remainder is as small as its rounding counts as dependent.
@@ -124,7 +124,7 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
-    """`_gram_schmidt` as a call: a program that seldom needs a basis reserves no registers for it."""
+    """`_gram_schmidt`, but called instead of inlined: a program that seldom needs a basis reserves no registers for it."""
     _gram_schmidt(basis, m, ALL_ROWS)
 
 

@@ -39,7 +39,7 @@ IMBALANCE = tl.constexpr(128.0)  # largest imbalance for which "exact" is accura
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """True if `osa.linalg.imbalance` of Z is within the limit up to which φ₁ is accurate, or NaN."""
+    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE, so that φ₁ is accurate, or is NaN."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
@@ -63,7 +63,7 @@ def _projector(gram, grams, ITERATIONS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
-    """Replaces the gradient of G_K, which is symmetric, by that of G_0.
+    """Replaces the gradient of G_K, which is symmetric, by the gradient of G_0.
 
     An iteration turns the gradient E of G_{k+1} into that of G = G_k as `_NewtonSchulzGram` of osa/linalg.py does:
     E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
@@ -149,8 +149,8 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
     """Stores A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄, and returns the gradient of c.
 
     The chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact", and likewise
-    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. "qr" takes them from `_ByBasis` in osa/routes.py:
-    with U = φ₁([S]) X, Ū = φ₁(−[S]) F and A twice the skew part of the gradient of [S] for a fixed basis,
+    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. For "qr", `_ByBasis` in osa/routes.py gives A₁ to A₄:
+    with U = φ₁([S]) X, Ū = φ₁(−[S]) F, and A twice the skew part of the gradient of [S] for a fixed basis,
 
         A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.
     """

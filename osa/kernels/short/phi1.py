@@ -91,7 +91,7 @@ def phi1_times(out, z, y, scratch):
 
 @triton.jit
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
-    """Stores U = φ₁(Z) Y and the gradients of ⟨H, U⟩ in Y and Z, φ₁(Zᵀ) H and D.
+    """Stores U = φ₁(Z) Y, and the gradients of ⟨H, U⟩: φ₁(Zᵀ) H with respect to Y, and D with respect to Z.
 
     D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. For a block of columns at a time, and with one term more than U alone
     needs, let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then

@@ -38,7 +38,7 @@ from osa.kernels.tiles import high_low
 
 RADIUS = tl.constexpr(2.5)  # largest norm of a step: its terms stay near 1
 MAX_STEPS = tl.constexpr(8)  # most steps with one product a term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # most steps with split operands, because no digit is correct for ‖Z‖₂ above 2¹⁴
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # most steps with split operands: beyond ‖Z‖₂ = 2¹⁴ no digit is correct
 MAX_TERMS = tl.constexpr(18)  # most terms of a step
 # largest ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ for one product a term: it is 8 to 11 for independent tokens, more if Z is far from normal
 MAX_NONNORMALITY = tl.constexpr(16.0)

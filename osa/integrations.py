@@ -176,7 +176,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     settings = {**options, "alpha": alpha}
     for part in parts or known:
         _mark(known[part], settings)
-    config.orthogonal_attention = settings  # after its parts
+    config.orthogonal_attention = settings
 
 
 def _parts(config: Any) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""The questions that the project asks, one file each, in three wings: the paper, deep models, orthogonal weights.
+"""Studies: each file answers one question. Three wings (folders) group them: the paper, deep models, orthogonal weights.
 
-Each file defines one study, `STUDY = Study(...)`. Its name is also the name of its section in params.yaml, its stage in
+Each file defines `STUDY = Study(...)`. The file's name is also the name of the study's section in params.yaml, its stage in
 dvc.yaml, its template, and its folder under paper_outputs/studies.
 
-A name that recurs has one meaning in all files. The class `Settings` and the functions have the names of the parts of
-`Study` that they are; `draw` draws a study's only figure. MODELS, METHODS, SIZES and DTYPES list what a study measures, OSA
-is its orthogonal models; BASELINES and REFERENCE are models to compare with. CLAIM and CLAIMS name the claims that it
-judges, which its wing's CLAIMS_FILE holds. TOLERANCE is the error that a check allows. DRAWN, COLOURS and DASHES belong to a
-figure's lines.
+Names mean the same in all files. `Settings` and the functions have the names of the fields of `Study` that they fill; `draw`
+draws a study's only figure. MODELS, METHODS, SIZES and DTYPES list what a study measures; OSA lists its orthogonal models;
+BASELINES and REFERENCE name models to compare with. CLAIM and CLAIMS name the claims that it judges, from its wing's
+CLAIMS_FILE. TOLERANCE is the error that a check allows. DRAWN, COLOURS and DASHES describe the lines of a figure.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class Study:
     """The parts of a study.
 
     Args:
-        settings: the schema of its section in params.yaml; None if it has no section.
-        measure: (settings, lab) → tables: what is expensive. `python -m pipeline study NAME` writes them as CSV.
-        summarise: (settings, tables, lab) → the numbers, rows and verdicts that its template shows, from its tables alone.
-        figures: by name, (settings, tables, lab) → a figure.
-        trainings: (settings, lab) → the runs that it compares. `python -m pipeline fan_out` trains them.
-        read: (settings, lab) → tables of those runs, from their folders. Nothing is written.
-        watch: (training) → rows of numbers, at every point of the curves of its runs: their watched.csv.
+        settings: the schema of the study's section in params.yaml; None if it has no section.
+        measure: (settings, lab) → tables of costly measurements. `python -m pipeline study NAME` writes them as CSV.
+        summarise: (settings, tables, lab) → the numbers, rows and verdicts that the study's template shows.
+        figures: the name of each figure → a function that draws it from (settings, tables, lab).
+        trainings: (settings, lab) → requests of runs, which `python -m pipeline fan_out` trains.
+        read: (settings, lab) → tables of these runs, read from their folders. It writes nothing.
+        watch: (training) → rows of numbers at one point of a run's curves. The run collects them in watched.csv.
     """
 
     summarise: Callable[..., dict[str, Any]]
@@ -57,12 +56,12 @@ class Study:
 
 
 def names(wing: str | None = None) -> list[str]:
-    """The studies of a wing, or of all, in alphabetical order. No study is imported."""
+    """Returns the studies of a wing, or of all wings, in alphabetical order, without importing them."""
     return sorted(name for name, of_wing in _wings().items() if wing in (None, of_wing))
 
 
 def wing(name: str) -> str:
-    """The wing of a study. Raises UserError if there is no such study."""
+    """Returns the wing of a study. Raises UserError if there is no such study."""
     if name not in _wings():
         raise UserError(ended(f"{name} is no study{hint(name, names())}"))
     return _wings()[name]
@@ -75,15 +74,15 @@ def _wings() -> dict[str, str]:
 
 
 def get(name: str) -> Study:
-    """A study, whose file is imported. Raises UserError if there is no such study."""
+    """Imports a study's file and returns its `STUDY`. Raises UserError if there is no such study."""
     return importlib.import_module(f"{__name__}.{wing(name)}.{name}").STUDY
 
 
 def settings(name: str) -> Any:
-    """The section of a study, of the params.yaml of its wing, as its `Settings`; None if it has no section.
+    """Returns a study's section in its wing's params.yaml, as the study's `Settings`; None if the study has none.
 
     Raises:
-        UserError: it is missing or not as the study's schema says.
+        UserError: the section is missing or does not match the schema.
     """
     schema = get(name).settings
     if schema is None:
@@ -96,14 +95,14 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """The reading of the paper's recipe that a study names in its section."""
+    """Returns the name of the reading of the paper's recipe in a study's section: the first reading if it names none."""
     return getattr(settings(name), "reading", FIRST_READING)
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:
-    """An identity or a proved bound: whether a number is on its side of a limit, and which share of the limit it uses up.
+    """Checks whether a number lies below (or above) a limit, as an identity or a proved bound demands. NaN never does.
 
-    A number that is not finite holds nothing.
+    Returns the number, the limit, whether the check holds, and the share of the limit that the number uses up.
     """
     holds = value < limit if side == "below" else value > limit
     used = (value, limit) if side == "below" else (limit, value)

@@ -16,7 +16,7 @@ def _has_full_rank(size: list[int]) -> list[int]:
 
 def _rise(depths: list[int]) -> list[int]:
     if len(depths) < 2 or depths != sorted(set(depths)):
-        raise ValueError("should be two or more that rise")
+        raise ValueError("should be two or more, in rising order")
     return depths
 
 

@@ -10,7 +10,7 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """Returns the check that uses most of its limit, or the first whose value is NaN."""
+    """Checks each value against its limit. Returns the check that uses most of its limit, or the first with a NaN."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
     worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))
@@ -22,11 +22,11 @@ def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
-    """Returns variant, seed and these columns of the table `layers`, without rows that lack a value. It may be empty."""
+    """Returns variant, seed and these columns of the table `layers`. It drops rows that lack a value, perhaps all."""
     table = lab.tables.get("layers", pd.DataFrame())
     return table.reindex(columns=["variant", "seed", *columns]).dropna()
 
 
 def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
-    """Summarises over seeds the largest value of a column over layers and heads, for each variant."""
+    """Returns for each variant the largest value of a column over layers and heads, summarised over seeds."""
     return {name: summary_of(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

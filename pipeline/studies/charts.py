@@ -1,4 +1,4 @@
-"""Parts of figures: panels side by side above one legend, logarithmic axes, labels at lines' ends."""
+"""Common parts of figures: panels side by side, one legend below them, logarithmic axes, labels at the ends of lines."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.config.looks import INK, LINE_WIDTH, PALETTE
 
-EXPECTED: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # bounds and tolerances
+EXPECTED: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # the line of a bound or tolerance
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
@@ -22,7 +22,7 @@ def panels(count: int, height: float = 3.6, rows: int = 1, **options) -> tuple[F
 
 
 def legend(figure: Figure, handles: list, columns: int = 3) -> None:
-    """One legend below all panels."""
+    """Draws one legend below all panels."""
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=3)
 
 
@@ -36,7 +36,7 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
 
 
 def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
-    """Draws a line from `low` to `high` at height y, cut at the ends of `within`: an arrow marks a cut end."""
+    """Draws a line from `low` to `high` at height y. Where the line leaves the range `within`, an arrow replaces its end."""
     left, right = max(low, within[0]), min(high, within[1])
     axes.plot([left, right], [y, y], color=colour, linewidth=LINE_WIDTH)
     for end, is_cut, arrow in ((left, low < left, "<"), (right, high > right, ">")):
@@ -45,10 +45,10 @@ def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, wi
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Labels each line at its last point, for lines that end at the same x. Labels stay `gap` of the axes' height apart."""
+    """Labels each line at its last point. The lines end at the same x; labels stay `gap` of the axes' height apart."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # settles the limits
+    figure.draw_without_rendering()  # computes the axes' limits
     to_axes, labels = axes.transData + axes.transAxes.inverted(), []
     for line in (line for line in axes.lines if not str(line.get_label()).startswith("_")):
         x, y = (np.asarray(values, float) for values in line.get_data())

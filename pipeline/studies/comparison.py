@@ -1,8 +1,7 @@
-"""What studies share that train a list of runs and compare them.
+"""Common parts of the studies that train a list of runs and compare them.
 
-The study's section names its reading of the paper's recipe and lists its runs. Tables, claims and templates use the names
-in this list:
-
+The study's section lists its runs and names its reading of the paper's recipe. Tables, claims and templates call a run by
+its name in this list:
     reading: first
     runs:
       osa_iso_72: {variant: osa_iso, set: {model: {depth: 72}}, seeds: [0, 1, 2]}
@@ -43,7 +42,7 @@ class Settings(Section):
 
 
 def study(**parts: Any) -> Study:
-    """A `Study` that trains and reads what its section lists."""
+    """Returns a `Study` that trains and reads the runs in its section. `parts` adds fields or replaces these."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 
@@ -57,7 +56,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Tables of the requested runs, under the names that come with the requests."""
+    """Returns the tables of the requested runs. Each request comes with its run's name in the tables."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests
@@ -65,7 +64,7 @@ def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tab
 
 
 def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
-    """The last value of a loss curve, infinite if the run diverged; None if no current training of it has ended."""
+    """Returns the last value of a run's loss curve: infinite if the run diverged, None if it is not current."""
     variant, overrides, seed = request
     run = lab.run(variant, overrides, seed)
     if not run.is_current(lab.config(variant, overrides)):
@@ -75,17 +74,16 @@ def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
 
 
 def first_reading(lab: Lab) -> Tables:
-    """Returns runs and histories of the paper's models by the first reading: the baseline of studies that follow this
-    reading."""
+    """Returns the tables of the study first_reading, the baseline of studies that follow the first reading."""
     own = lab.of("first_reading", FIRST_READING)
     return lab.once("runs of first_reading", lambda: read(studies.settings("first_reading"), own))
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Counts the runs of a name that exist, that train and that are missing.
+    """Counts the runs of a name that exist (`n`), that train and that are missing.
 
-    `loss` and `accuracy` (%) summarise the runs that train: a mean over all runs would describe neither group.
-    `failed_losses` are the last train losses of the runs that fail, None where a run diverged.
+    `loss` and `accuracy` (%) summarise only the runs that train, since a mean over all would describe neither group.
+    `failed_losses` lists the last train losses of the runs that fail, with None for a run that diverged.
     """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)

@@ -1,4 +1,4 @@
-"""The tools of a study: configurations and models by a reading of the paper, images, random streams, trainings, tables."""
+"""Gives a study what it works with: configurations, models, trainings, images, random numbers, and tables of results."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class Lab:
-    """Tools of one study. Models and trainings follow a reading of pipeline/paper.yaml, and ignore edits of params.yaml."""
+    """Builds what one study needs. Models and trainings follow a reading of pipeline/paper.yaml, not edits of params.yaml."""
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
         self.study, self.params, self.paper, self.reading = study, settings, paper, reading
-        self._made: dict[str, Any] = {}  # shared with the labs of other studies
+        self._made: dict[str, Any] = {}  # results of `once`, shared with the labs of other studies
 
     def of(self, study: str, reading: str) -> Lab:
         """Returns the lab of another study; both share tables and images."""
@@ -56,7 +56,7 @@ class Lab:
         return params.resolve_recipe(self.params, self.paper, variant, overrides, self.reading)
 
     def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:
-        """Returns the model at the start of a training with this seed. Another dtype draws its weights in that dtype."""
+        """Returns the model at the start of a training with this seed, with weights drawn in `dtype`."""
         with default_dtype(dtype):
             return build_model(config, seed)
 
@@ -84,15 +84,17 @@ class Lab:
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Output of the stage `tables`: runs, summary, curves, histories, layers, per_class, confusion, mistakes."""
+        """Returns the stage `tables`' output: runs, summary, curves, histories, layers, per_class, confusion, mistakes."""
         return {path.stem: files.read_csv(path) for path in sorted(TABLES.glob("*.csv"))}
 
 
 def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
-    """Runs a training's first steps, with the draws and images of a whole training; stops at a loss that is not finite.
+    """Runs a training's first steps as the whole training would run them, and yields a row for each.
 
-    loss       of the step's minibatch, before the step
-    gradient   ‖∂loss/∂θ‖₂ over all parameters, before it is clipped
+    loss       on the step's minibatch, before the step
+    gradient   ‖∂loss/∂θ‖₂ over all parameters, before clipping
+
+    Stops after a loss that is not finite.
     """
     norms: list[Tensor] = []
     training.with_graph = False  # replaying a CUDA graph runs no hooks
@@ -127,7 +129,7 @@ def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAt
 
 @contextmanager
 def default_dtype(dtype: torch.dtype):
-    """Gives new modules this dtype."""
+    """Within this context, new modules have this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

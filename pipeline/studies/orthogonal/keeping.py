@@ -1,5 +1,7 @@
-"""Should OSA keep the orthogonality that Section 4 gives its weights? Trainings that keep it along the Stiefel manifold, by
-a parametrisation, or softly; heads whose W^V and W^O are drawn together; ViTs whose keys and values rotate.
+"""Should OSA keep its weights orthogonal, as Section 4 initialises them?
+
+Some trainings keep them so, along the Stiefel manifold or by a parametrisation; some add a penalty. Others draw W^V and W^O
+for all heads together. In some ViTs the key and value matrices stay rotations.
 """
 
 import math
@@ -22,7 +24,7 @@ from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-OF_TRAINING = 0.5  # part of the training whose lowest loss is the target when speed is compared
+OF_TRAINING = 0.5  # speed is the time to the lowest loss in this share of the reference's training
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")
@@ -36,7 +38,7 @@ DRAWN = {  # lines of the figure
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Returns condition numbers of every layer and head, and ‖WᵀW − I‖₂ of constrained weights."""
+    """Returns condition numbers of every layer and head, and the largest ‖WᵀW − I‖₂ of constrained weights."""
     keep = training.config.variant.keep
     error, rows = math.nan, []
     if keep:
@@ -55,7 +57,7 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each trained list of runs, the claims, and a check that constrained weights stayed orthonormal."""
+    """Returns a row for each name that has runs, the verdicts, and a check that constrained weights stayed orthonormal."""
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     loss = target_loss(results.curves(REFERENCE), OF_TRAINING)
     rows = {name: row(name, loss, results) for name in (*BASELINES, *settings.runs)}
@@ -67,7 +69,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, loss: float, results: Results) -> dict:
-    """Returns accuracy, the median epoch at which runs reach `loss`, and median condition numbers after training."""
+    """Returns the accuracy, the median epoch at which the loss is reached, and median condition numbers after training."""
     accuracy, curves = summary_of(results.accuracies(name)), results.curves(name)
     epochs = float(np.median([epochs_to_reach(curve, loss) for curve in curves])) if curves else math.nan
     last = results.watched[(results.watched["name"] == name) & (results.watched["epoch"] == results.watched["epoch"].max())]
@@ -76,7 +78,7 @@ def row(name: str, loss: float, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws κ of Σ W^V W^O during training for the first seed of four models: each layer (thin) and their geometric mean."""
+    """Draws κ(Σ W^V W^O) during training for four models, first seed: each layer (thin) and their geometric mean."""
     if "watched" not in tables:
         return None
     figure, (axes,) = charts.panels(1, 3.0)

@@ -1,7 +1,7 @@
-"""Four maps onto rotations: how the maps X → Q(X) ∈ SO(n) of osa/constrained/orthogonal.py differ.
+"""How do the maps X → Q(X) ∈ SO(n) of osa/constrained/orthogonal.py differ?
 
-All have Q(0) = I and the same derivative at 0. For n = 2, Q(X) is an angle; for n > 2, a map differs from exp(A) by a power
-of the distance from 0.
+All have Q(0) = I and the same derivative at 0. For n = 2 we compare the angles of Q(X). For n > 2 we compare the powers of
+‖A‖₂, A = X − Xᵀ, with which ‖Q(X) − exp(A)‖₂ grows.
 """
 
 import itertools
@@ -25,15 +25,15 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-EXPONENTIAL: Map = "exponential"  # reference of the other maps
-ANGLES = {  # angle of Q(X) for n = 2, by x = X₂₁
+EXPONENTIAL: Map = "exponential"  # the map that others are compared with
+ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
     "givens": lambda x: x,
     "exponential": lambda x: x,
     "cayley": lambda x: 2 * np.arctan(x / 2),
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
 ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
-NEAR = 1e-2  # the power is fitted up to this ‖tA‖₂
+NEAR = 1e-2  # the power is fitted to ‖tA‖₂ up to here
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
@@ -52,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def plane(settings: Settings) -> Iterator[dict]:
-    """Yields the angle of Q(X) over x, unwrapped from x = 0, and its error where `ANGLES` has the formula."""
+    """Yields the angle of Q(X) for n = 2 over x, continuous from x = 0, and its error if `ANGLES` has a formula."""
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)
     stacked[:, 1, 0] = x
@@ -66,7 +66,7 @@ def plane(settings: Settings) -> Iterator[dict]:
 
 
 def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields ‖Q(tX) − exp(tA)‖₂ along a random X with ‖A‖₂ = 1."""
+    """Yields ‖Q(tX) − exp(tA)‖₂ for each t, map, size and seed, along a random X with ‖A‖₂ = 1."""
     steps = torch.logspace(-3, math.log10(settings.largest), 25, dtype=torch.float64)
     for n, seed in itertools.product(settings.sizes, settings.seeds):
         x = lab.normal(seed, f"orthogonal_maps/{n}", n, n).tril(-1)
@@ -79,8 +79,7 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the angles against `ANGLES`, and the power of t in each map's distance from the exponential against
-    `ERROR_ORDERS`."""
+    """Checks the angles against `ANGLES`, and against `ERROR_ORDERS` the power of t with which the distance grows."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))

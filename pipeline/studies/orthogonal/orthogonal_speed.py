@@ -1,6 +1,8 @@
-"""Speed of orthogonal linear layers, machine by machine, from the files of `python -m pipeline benchmarks.orthogonal`.
+"""How fast are orthogonal linear layers on each machine? We compare their times with the statements of a post.
 
-The command is run by hand. We compare its ratios with the speeds that a post states."""
+`python -m pipeline benchmarks.orthogonal`, run by hand, writes the files that this study reads; pipeline/benchmarks/post.py
+names the post.
+"""
 
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-GOAL_RANGE = (64, 256)  # the goal holds for n in this range
-GOAL = 1.3  # goal: the time of ours over dense
+GOAL_RANGE = (64, 256)  # sizes n for which the goal is set
+GOAL = 1.3  # the goal: our layers take at most this many times as long as a dense one
 MUCH_SLOWER = 10.0  # our reading of the post's “significantly”
 
 
@@ -28,8 +30,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def speed_on(path: Path) -> dict:
-    """Returns the machine, the slowest training time of each of our layers over dense in `GOAL_RANGE`, and for each of the
-    post's two statements the row that decides it."""
+    """Returns the machine, the largest ratio of each of our layers' training time to the dense layer's in `GOAL_RANGE`, and
+    the row that decides each of the post's two statements."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]
     training = others[(others["tokens"] == TRAINING_TOKENS) & (others["pass"] == BOTH)]
@@ -44,13 +46,13 @@ def speed_on(path: Path) -> dict:
 
 
 def statement(table: pd.DataFrame, limit: float) -> dict:
-    """Returns the row that most refutes “all ratios lie above `limit`”, or, if none does, the row nearest to the limit."""
+    """Returns the row that decides “all ratios lie above `limit`”: the one that refutes it most, else the one nearest to it."""
     refuting = table[table["p90_over_dense"] < limit]
     return ratio(table.loc[refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()])
 
 
 def ratio(row: pd.Series) -> dict:
-    """Returns time over dense at one size n: the median, and the 10th and 90th percentile over rounds."""
+    """Returns n and the time over dense of a row: the median, and the 10th and 90th percentile over rounds."""
     keys = {"n": "n", "over_dense": "seconds_over_dense", "low": "p10_over_dense", "high": "p90_over_dense"}
     return {name: row[column] for name, column in keys.items()}
 

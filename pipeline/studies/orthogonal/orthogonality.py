@@ -1,7 +1,7 @@
-"""Penalties on the orthogonality of attention and weights: their share in the first gradient of a training.
+"""How large are penalties on orthogonality in the first gradient of a training?
 
-The penalties come from Zhang et al. 2021, *On Orthogonality Constraints for Transformers*; the study `penalties` trains with
-them.
+The penalties come from Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and act on attention and weights.
+The study `penalties` trains with them.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from pipeline.studies.lab import Lab
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
 WEIGHT = 1e-6  # the largest λ of Section 3
-RANK_SHARE = 0.01  # singular values of A up to this share of the largest do not count towards its rank
+RANK_SHARE = 0.01  # for the rank of A, singular values up to this share of the largest are zero
 
 
 class Settings(Section):
@@ -31,7 +31,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the gradients' norms for each model and seed, in float64."""
+    """Measures the norms of the loss's and the penalties' gradients for each model and seed, in float64."""
     gradients = []
     for variant, seed in itertools.product(MODELS, settings.seeds):
         config = lab.config(variant)
@@ -42,7 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns ‖∇‖₂ over all parameters, of the cross-entropy and of each penalty summed over blocks."""
+    """Returns the norms of the gradients, over all parameters, of the cross-entropy and of each penalty's sum over blocks."""
     blocks = [block for block, _, _ in blocks_of(model)]
     inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}
@@ -56,11 +56,13 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 
 
 def attention_row(a: Tensor) -> dict[str, float]:
-    """Measures A (images, h, N, N), on average over heads and images.
+    """Measures A (images, h, N, N): means over heads and images.
 
-    The row has ‖AᵀA − I‖_F² / (N − 1), which is 0 for a permutation, 1 for uniform attention and N if all rows attend to one
-    token; the mean product of two rows; the share of rows that attend most to their own token; the rank, with singular
-    values up to `RANK_SHARE` counted as 0; and a row's entropy in nats, if rows are probabilities.
+    penalty     ‖AᵀA − I‖_F² / (N − 1): 0 for a permutation, 1 for uniform attention, N if all rows attend to one token
+    overlap     product of two different rows
+    own_token   share of rows that attend most to their own token
+    rank        number of singular values above `RANK_SHARE` of the largest
+    entropy     of a row, in nats; NaN if the rows are not probabilities
     """
     tokens = a.shape[-1]
     rows = a @ a.mT  # (images, h, N, N)
@@ -83,7 +85,7 @@ def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the penalties' share of each model's first gradient at the largest λ: a sum of medians over seeds."""
+    """Returns for each model the penalties' gradients over the loss's at the largest λ: a sum of medians over seeds."""
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

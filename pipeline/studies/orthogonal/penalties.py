@@ -1,5 +1,5 @@
-"""Trainings with the orthogonality penalties of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*: their
-effect on a ViT with skips and LN, and on one without.
+"""Do the penalties of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, help a ViT? We train ViTs with
+and without skips and LN.
 
 VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The recorded loss is the cross-entropy alone.
 """
@@ -25,10 +25,10 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # test images for all that is watched, and for Theorem 2.1's ratio
-NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations on the pixels: of A's change, of accuracy
+IMAGES, FEW = 32, 2  # numbers of test images to watch: for all measurements but one, and for Theorem 2.1's ratio
+NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations of pixel noise: for A's change, for accuracy
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
-BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading: the accuracy without a penalty
+BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading, without a penalty
 SHOWN = ("attention", "projections", "mlp")
 
 
@@ -47,14 +47,14 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
         attention_numbers = attention_row(a)
         row = {"layer": layer, "attention": attention_numbers.pop("penalty"), "moved": change.flatten().quantile(0.9).item()}
         row |= {"keys": norm(key).median().item(), "worst": worst_ratios(query[:FEW], key[:FEW]).max().item()}
-        spectra = torch.linalg.eigvalsh(x @ x.mT).clamp(min=0)  # rounding may leave it below 0
+        spectra = torch.linalg.eigvalsh(x @ x.mT).clamp(min=0)  # rounding may give eigenvalues below 0
         row |= {"tokens_rank": float(np.mean([effective_rank(values) for values in spectra]))}
         rows.append(row | attention_numbers | weight_row(attention, mlp) | spectral_row(attention, mlp) | accuracies)
     return rows
 
 
 def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
-    """Returns ‖W‖₂ and κ(W): geometric means over a block's six matrices."""
+    """Returns the geometric means of ‖W‖₂ and κ(W) over a block's six matrices."""
     layers = (attention.query, attention.key, attention.value, attention.out, mlp.fc1, mlp.fc2)
     values = [torch.linalg.svdvals(layer.weight) for layer in layers]
     norms, kappas = [each[0].item() for each in values], [condition(each, rank=len(each)) for each in values]
@@ -62,8 +62,8 @@ def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
-    """Returns the accuracy on the first test images with Gaussian noise on their pixels, by standard deviation. Every point
-    scales the same noise."""
+    """Returns the accuracy on the first test images with Gaussian noise on their pixels, for each standard deviation. Every
+    call scales the same noise."""
     images, labels = training.data.test_images[:NOISY_IMAGES], training.data.test_labels[:NOISY_IMAGES]
     noise = torch.randn(images.shape, generator=loop.random_stream(0, "penalties/pixels")).to(images)
     predictions = {scale: training.model(images + scale * noise).argmax(-1) for scale in NOISES}
@@ -71,7 +71,7 @@ def under_noise(training: loop.Training) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each trained list of runs, weakest penalty first; the claims; Theorem 2.1 during training."""
+    """Returns a row for each name that has runs, the baselines' accuracies, the verdicts, and a check of Theorem 2.1."""
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     rows = [row(name, settings, results) for name in settings.runs]
     return {
@@ -83,7 +83,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, settings: Settings, results: Results) -> dict:
-    """Returns a list's model, penalty and accuracy, and its watched numbers after training, over layers and seeds."""
+    """Returns the model, penalty and accuracy of a name's runs, and means of their last watched numbers."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}
@@ -93,7 +93,7 @@ def row(name: str, settings: Settings, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws test accuracy and orthogonality of attention over λ: a colour for each penalty; dashed: no penalty."""
+    """Draws accuracy and orthogonality of attention over λ, with a line for each penalty; dashed: without a penalty."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]
     if all(each["penalty"] == "none" for each in models):
         return None

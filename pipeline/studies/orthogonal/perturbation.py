@@ -1,7 +1,8 @@
-"""Theorem 2.1 of Zhang et al. 2021 (“On Orthogonality Constraints for Transformers”): how far a row of softmax attention
-moves when its query moves, against the paper's bound and a quarter of it. Orthogonal attention is measured likewise.
+"""Theorem 2.1 of Zhang et al. 2021 (“On Orthogonality Constraints for Transformers”): how far can a row of softmax attention
+move when its query moves?
 
-One row of Q moves by δ with ‖δ‖ = ε; K is fixed. We measure the change of the row over the bound.
+One row of Q moves by δ with ‖δ‖ = ε; K is fixed. We divide the change of the row of A by the paper's bound 2α‖K‖₂ε, and show
+that a quarter of the bound is enough. For orthogonal attention we measure the change of the whole matrix A.
 """
 
 import itertools
@@ -21,11 +22,11 @@ from pipeline.studies.lab import Lab
 
 GAUSSIAN = "Gaussian"
 SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and keys
-KEY_MEANS = (0.0, 3.0)  # added to all keys alike, which changes no softmax attention
-MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # as initialised
+KEY_MEANS = (0.0, 3.0)  # added to every key, which leaves softmax attention as it is
+MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # measured as initialised
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
-QUARTER = 0.25  # the sharper bound: this factor times the paper's constant 2
-RATIO_ROUNDING = 1e-6  # rounding of a ratio, at the smallest ε
+QUARTER = 0.25  # the sharper bound over the paper's
+RATIO_ROUNDING = 1e-6  # rounding error of a ratio at the smallest ε
 
 
 class Settings(Section):
@@ -50,14 +51,14 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """Yields the identity of each Gaussian case, and its query and key, (2, 1, N, d_v)."""
+    """Yields each Gaussian case: its identity, query and key (2, 1, N, d_v), and None for a scale."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
 
 
 def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, Tensor | None]]:
-    """Yields the same for each layer, (images, h, N, d_v), with α/√d_v if its attention is orthogonal."""
+    """Yields each layer: its identity, query and key (images, h, N, d_v), and, if its attention is orthogonal, its scale."""
     for variant in MODELS:
         config = lab.config(variant)
         images = lab.images(config.data.pixel_scaling)[0][: settings.images]
@@ -67,7 +68,10 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 
 
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
-    """Yields ‖A'ᵢ − Aᵢ‖ over 2α‖K‖₂ε for a random δ of each row. ε = 0 stands for the worst δ, by `worst_ratios`."""
+    """Yields for each ε the ratios ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i, each moved by a random δ.
+
+    The row with ε = 0 has their supremum as ε → 0, from `worst_ratios`.
+    """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
     centred = (norm(key - key.mean(-2, keepdim=True))[..., None] / size).min()
@@ -80,7 +84,7 @@ def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator
 def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
     """Returns ‖(diag f − ffᵀ) K‖₂ / (2‖K‖₂) for each row f of softmax attention, (..., N)."""
     f = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)  # (..., N, N)
-    jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # each row's times K, (..., N, N, d_v)
+    jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # (diag f − ffᵀ) K, (..., N, N, d_v)
     return norm(jacobians) / (2 * norm(key)[..., None])
 
 
@@ -91,7 +95,7 @@ def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """Yields ‖A' − A‖₂ over (α/√d_v) ‖K‖₂ε for the whole matrix A = exp(S) and a random δ of one row."""
+    """Yields for each ε the ratios ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads, where A = exp(S) and a random δ moves one query."""
     a = orthogonal_attention_matrix(query, key, scale=scale)
     factor = torch.as_tensor(scale, dtype=key.dtype).abs().expand(*key.shape[:-2], 1, 1)[..., 0, 0]
     for epsilon in EPSILONS:
@@ -107,7 +111,7 @@ def extreme_ratios(ratios: Tensor) -> dict[str, float]:
 
 
 def attained() -> pd.DataFrame:
-    """Returns the ratio for N = 2, K = (1, −1)ᵀ and q = 0: it tends to ¼ as ε falls."""
+    """Returns the ratio of each ε for N = 2, K = (1, −1)ᵀ and q = 0. It tends to ¼ as ε falls."""
     key = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     row = lambda q: torch.softmax(q * key.mT, dim=-1)  # noqa: E731
     ratios = [(row(e) - row(0.0)).norm().item() / (2 * norm(key).item() * e) for e in EPSILONS]
@@ -115,7 +119,7 @@ def attained() -> pd.DataFrame:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the theorem's bound, a quarter of it, a case that attains the latter, and the bound of orthogonal attention."""
+    """Checks the theorem's bound, a quarter of it, a case that attains the quarter, and orthogonal attention's bound."""
     softmax, orthogonal = (float(tables[name]["largest"].max()) for name in ("softmax", "orthogonal"))
     return {
         "stated": check(softmax, 1 + RATIO_ROUNDING),

@@ -1,7 +1,7 @@
-"""Transduction: do penalties on orthogonality help where Zhang et al. 2021 claim it, on sequences?
+"""Transduction: do penalties on orthogonality help a Transformer on sequences, as Zhang et al. 2021 claim?
 
-Their translation data is not available to us. Here a Transformer encoder with skips and LN learns to copy or reverse a
-string of symbols, with one output per position. A run trains for a few hundred steps and is tested on fresh strings.
+Their translation data is not available to us. Instead, an encoder with skips and LN learns to reverse or sort a string of
+symbols, with one output per position. A run trains for a few hundred steps and is tested on new strings.
 """
 
 import itertools
@@ -60,7 +60,7 @@ class Encoder(nn.Module):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Returns a row for each task, model and seed, with the share of correct symbols in fresh strings."""
+    """Returns a row for each task, model and seed, with the train loss and the share of correct symbols in new strings."""
     rows = []
     for task, (name, model), seed in itertools.product(TASKS, settings.models.items(), settings.seeds):
         identity = {"name": f"{task}_{name}", "seed": seed, "status": "finished"}
@@ -69,7 +69,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -> dict[str, float]:
-    """Returns the cross-entropy over the last tenth of the steps, and the accuracy over symbols after training."""
+    """Trains a model. Returns the mean loss of the last tenth of the steps, and the accuracy over symbols of new strings."""
     config, draw = lab.config("vit"), random_stream(seed, f"transduction/{task}")
     blocks, width = lab.model(config, seed).blocks, config.model.embed_dim
     model = Encoder(blocks, width, settings.length, random_stream(seed, "transduction/init"))
